@@ -58,7 +58,7 @@ async def serve_admin(
     from proxy.server.uvicorn_server import serve
 
     app = create_admin(table, metrics, key=admin.key, **more)
-    await serve(app, "", 0, sockets=[admin.listening], grace_s=grace_s)
+    await serve(app, sockets=[admin.listening], grace_s=grace_s)
 
 
 def _is_loopback(host: str) -> bool:

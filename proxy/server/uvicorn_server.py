@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import socket
 import time
@@ -14,7 +13,6 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from epd_serve.errors import ConfigError
 from proxy.background import Background
 from proxy.redact import redact_logs
 from proxy.server.http_protocol import FrontProtocol
@@ -68,41 +66,10 @@ class _Server(uvicorn.Server):
         yield
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket; port 0 picks a free one. Bind early, so that a port in use ends the launch at once.
-
-    Raises:
-        ConfigError: naming `--port` or `--host` and the fix.
-    """
-    if not 0 <= port <= 65535:  # getaddrinfo takes 65536 and means 0
-        raise ConfigError(f"--port {port} is not between 0 and 65535", param="--port")
-    try:
-        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no host name"
-        raise ConfigError(f"--host {host}: cannot be resolved ({reason})", param="--host") from error
-    bound = socket.socket(info[0], info[1], info[2])
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(info[4])
-        bound.setblocking(False)
-    except OSError as error:
-        bound.close()
-        if error.errno == errno.EADDRINUSE:
-            fix = f"choose another with --port, or end what listens there (ss -ltnp 'sport = :{port}')"
-            raise ConfigError(f"--port {port} is in use on {host}: {fix}", param="--port") from error
-        if error.errno == errno.EACCES:
-            raise ConfigError(f"--port {port} needs privileges: choose one above 1023", param="--port") from error
-        raise ConfigError(f"--host {host}: cannot listen there ({error.strerror})", param="--host") from error
-    return bound
-
-
 async def serve(
     app: FastAPI,
-    host: str,
-    port: int,
     *,
-    sockets: Sequence[socket.socket] | None = None,
+    sockets: Sequence[socket.socket] = (),
     shared: SharedListener | None = None,
     grace_s: float = 3.0,
     started: Callable[[], None] = lambda: None,
@@ -112,19 +79,13 @@ async def serve(
     """Serve until cancelled.
 
     Args:
-        sockets: from `bind`, instead of `host` and `port`; closed at the end.
-        shared: takes the connections, instead of sockets.
+        sockets: bound; closed at the end. shared: takes the connections, instead of sockets.
         grace_s: how long a cancelled server lets its requests finish before it cancels them.
         started: called once connections are taken.
-        patience: with clients that do nothing.
+        idle_timeouts: of clients that do nothing.
         background: takes what goes wrong between requests.
-
-    Raises:
-        ConfigError: as `bind`.
     """
-    listening = list(sockets) if sockets is not None else []
-    if sockets is None and shared is None:
-        listening = [bind(host, port)]
+    listening = list(sockets)
     config = uvicorn.Config(
         app,
         log_level="warning",

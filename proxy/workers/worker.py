@@ -265,7 +265,7 @@ async def _serve(
         own_row.look()  # what is asked may have been asked before this process was there
         background.start("notes on the board", own_row.keep)
         grace_s = max(setup.grace_s, setup.drain_s)
-        await serve(app, "", 0, shared=shared, grace_s=grace_s, started=feed.serves, background=background)
+        await serve(app, shared=shared, grace_s=grace_s, started=feed.serves, background=background)
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -26,7 +26,6 @@ from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.http.app import create_app
 from proxy.pipeline import Pipeline
 from proxy.registry.table import InstanceTable
-from proxy.server.uvicorn_server import bind
 from tests.waiting import PATIENCE_S
 
 MODEL = "demo"
@@ -315,14 +314,14 @@ async def another_proxy(c: Cluster, config: ProxySettings | None = None) -> Asyn
 @asynccontextmanager
 async def served(app: Any) -> AsyncIterator[str]:
     """`app` on a real uvicorn at a free port, ended at once: uvicorn's own shutdown takes 0.2 s of sleeps."""
-    socket = bind("127.0.0.1", 0)
+    listening = bound()
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on")
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
-    await server.startup(sockets=[socket])
+    await server.startup(sockets=[listening])
     try:
-        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         for listener in server.servers:
             listener.close()
@@ -333,7 +332,16 @@ async def served(app: Any) -> AsyncIterator[str]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await server.lifespan.shutdown()
-        socket.close()
+        listening.close()
+
+
+def bound() -> socket.socket:
+    """At a free port of loopback; connections are refused until somebody listens there."""
+    taken = socket.socket()
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    taken.bind(("127.0.0.1", 0))
+    taken.setblocking(False)
+    return taken
 
 
 _bound: list[socket.socket] = []
@@ -341,7 +349,7 @@ _bound: list[socket.socket] = []
 
 def refused_instance(instance_id: str, role: Role) -> Instance:
     """An instance at an address where nothing listens, nor ever will: the port stays bound."""
-    _bound.append(bind("127.0.0.1", 0))
+    _bound.append(bound())
     return Instance(instance_id, role, f"http://127.0.0.1:{_bound[-1].getsockname()[1]}", "dead")
 
 

@@ -32,8 +32,7 @@ from epd_serve.roles import Role
 from proxy.config.limits import Timeouts
 from proxy.config.settings import ProxySettings
 from proxy.registry.instance_state import Work
-from proxy.server.uvicorn_server import bind
-from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
+from tests.proxy.fakes import FakeStage, answer, bound, once, served, settings, text_body
 from tests.waiting import PATIENCE_S, until
 
 PATIENT = settings(timeouts=Timeouts())
@@ -132,7 +131,7 @@ async def made(count: int) -> AsyncIterator[House]:
         for number in range(count):
             run = RunDir.create(root)
             stack.callback(run.remove)
-            listening = stack.enter_context(bind("127.0.0.1", 0))
+            listening = stack.enter_context(bound())
             shared = Shared.of(listening, stack.enter_context(private_socket(run.feed)), 1)
             stack.callback(shared.close)
             asked = stack.enter_context(private_socket(run.socket(FRONT_SOCKET)))

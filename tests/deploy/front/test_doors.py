@@ -30,9 +30,8 @@ from epd_serve.roles import Role
 from proxy.config.limits import AdmissionLimits, Timeouts
 from proxy.config.settings import ProxySettings
 from proxy.registry.instance_state import Work
-from proxy.server.uvicorn_server import bind
 from proxy.workers.shared_counters import Asked
-from tests.proxy.fakes import FakeStage, answer, once, served, settings, text_body
+from tests.proxy.fakes import FakeStage, answer, bound, once, served, settings, text_body
 from tests.waiting import PATIENCE_S, until
 
 PATIENT = settings(timeouts=Timeouts())  # requests are held for as long as a test takes
@@ -106,7 +105,7 @@ def made(config: ProxySettings, shared: Shared, keeper: InProcess, lines: list[s
 async def house(*names: str, workers: int = 1, config: ProxySettings = PATIENT) -> AsyncIterator[House]:
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
-        listening = stack.enter_context(bind("127.0.0.1", 0))
+        listening = stack.enter_context(bound())
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         stages, observed = {}, {}
         for name in names:
@@ -363,7 +362,7 @@ async def test_the_end_waits_for_what_is_under_way_in_all_of_them() -> None:
 async def test_one_that_does_not_start_ends_the_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = {"PYTHONHOME": "/nonexistent"}  # installed or not, Python itself does not start
     monkeypatch.setattr(front_doors, "module_environment", lambda: {**os.environ, **broken})
-    with bind("127.0.0.1", 0) as listening, private_socket(tmp_path / "feed") as feed:
+    with bound() as listening, private_socket(tmp_path / "feed") as feed:
         doors = made(PATIENT, Shared.of(listening, feed, 1), InProcess(), [])
         with pytest.raises(EpdError, match=r"front\.0 did not start: exit code 1"):
             async with asyncio.timeout(PATIENCE_S):

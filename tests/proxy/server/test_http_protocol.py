@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 from proxy.http.app import create_app
 from proxy.registry.table import InstanceTable
 from proxy.server.http_protocol import MAX_HEAD_BYTES
-from proxy.server.uvicorn_server import bind, serve
-from tests.proxy.fakes import settings
+from proxy.server.uvicorn_server import serve
+from tests.proxy.fakes import bound, settings
 from tests.waiting import PATIENCE_S
 
 PIECE = b"a" * 8192
@@ -23,11 +23,11 @@ CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: 
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[int]:
     """The port of a proxy without stages, on the server that the product uses."""
-    listening = bind("127.0.0.1", 0)
+    listening = bound()
     listening.listen()
     port: int = listening.getsockname()[1]
     app = create_app(settings(), InstanceTable())
-    running = asyncio.create_task(serve(app, "127.0.0.1", port, sockets=[listening], grace_s=1.0))
+    running = asyncio.create_task(serve(app, sockets=[listening], grace_s=1.0))
     try:
         yield port
     finally:
@@ -119,10 +119,10 @@ async def test_a_head_that_nothing_follows_is_sent_all_the_same() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await asyncio.sleep(PATIENCE_S)
 
-    listening = bind("127.0.0.1", 0)
+    listening = bound()
     listening.listen()
     port: int = listening.getsockname()[1]
-    running = asyncio.create_task(serve(begins, "127.0.0.1", port, sockets=[listening], grace_s=0.0))
+    running = asyncio.create_task(serve(begins, sockets=[listening], grace_s=0.0))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
     async with asyncio.timeout(5):

@@ -14,7 +14,8 @@ from fastapi import FastAPI
 from starlette.responses import StreamingResponse
 
 from proxy.server.idle_clients import LOOKS, IdleClients, IdleTimeouts
-from proxy.server.uvicorn_server import bind, serve
+from proxy.server.uvicorn_server import serve
+from tests.proxy.fakes import bound
 from tests.waiting import PATIENCE_S
 
 TAKE_S = 60.0
@@ -104,13 +105,11 @@ def test_whoever_completes_a_head_between_two_looks_has_all_the_time_again() -> 
     ids=["nothing", "half a head", "a request, and no more", "a request, and an empty line"],
 )
 async def test_a_connection_on_which_nothing_is_asked_is_closed(said: bytes) -> None:
-    listening = bind("127.0.0.1", 0)
+    listening = bound()
     listening.listen()
     address = listening.getsockname()
     idle_timeouts = IdleTimeouts(head_s=0.2, keep_alive_s=0.4)
-    running = asyncio.create_task(
-        serve(FastAPI(), *address, sockets=[listening], grace_s=1.0, idle_timeouts=idle_timeouts)
-    )
+    running = asyncio.create_task(serve(FastAPI(), sockets=[listening], grace_s=1.0, idle_timeouts=idle_timeouts))
     try:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(said)
@@ -150,11 +149,11 @@ def large_answers() -> tuple[FastAPI, asyncio.Event]:
 @pytest.mark.parametrize("path", ["/stream", "/whole"])
 async def test_a_client_that_reads_nothing_is_gone_before_its_request_s_deadline(path: str) -> None:
     app, ended = large_answers()
-    listening = bind("127.0.0.1", 0)
+    listening = bound()
     listening.listen()
     address = listening.getsockname()
     idle_timeouts = IdleTimeouts(take_s=0.2)
-    running = asyncio.create_task(serve(app, *address, sockets=[listening], grace_s=1.0, idle_timeouts=idle_timeouts))
+    running = asyncio.create_task(serve(app, sockets=[listening], grace_s=1.0, idle_timeouts=idle_timeouts))
     client = socket.socket()
     try:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

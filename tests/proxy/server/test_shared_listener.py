@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from proxy.server.shared_listener import AT_ONCE, SharedListener
-from proxy.server.uvicorn_server import bind
+from tests.proxy.fakes import bound
 from tests.waiting import until
 
 
@@ -35,10 +35,9 @@ class Protocols:
 
 @pytest.fixture
 def listening() -> Iterator[socket.socket]:
-    with bind("127.0.0.1", 0) as bound:
-        bound.listen(2 * AT_ONCE)
-        bound.setblocking(False)
-        yield bound
+    with bound() as made:
+        made.listen(2 * AT_ONCE)
+        yield made
 
 
 def connected(listening: socket.socket, count: int) -> list[socket.socket]:

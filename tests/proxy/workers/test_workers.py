@@ -22,7 +22,6 @@ from epd_serve.roles import Role
 from proxy.background import Background
 from proxy.config.limits import Timeouts
 from proxy.registry.instance_state import Lease, Work
-from proxy.server.uvicorn_server import bind
 from proxy.workers import hub as worker_hub
 from proxy.workers.hub import Worker, WorkerHub
 from proxy.workers.roster import ParentTable, WorkerRoster
@@ -30,7 +29,7 @@ from proxy.workers.shared_counters import Asked, SharedCounters, shared_memory
 from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
 from proxy.workers.wire import FeedError, Hello, Roster, Serving, Setup, frame, from_parent
 from proxy.workers.worker import WorkerSignals, run_worker
-from tests.proxy.fakes import FakeStage, answer, in_flight, once, served, settings, text_body
+from tests.proxy.fakes import FakeStage, answer, bound, in_flight, once, served, settings, text_body
 from tests.waiting import until
 
 DEADLINE_S = 60.0
@@ -103,7 +102,7 @@ async def crew(count: int) -> AsyncIterator[Crew]:
         feed = stack.enter_context(feed_at(path))
         hub = WorkerHub(table, feed.dup(), background)
         table.apply(Instance("PD0", Role.PD, await stack.enter_async_context(served(stage)), "one"))
-        listening = stack.enter_context(bind("127.0.0.1", 0))
+        listening = stack.enter_context(bound())
         listening.listen(100)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         crew = Crew(table, hub, background, counters, url, stage, path, listening, feed, memory)
