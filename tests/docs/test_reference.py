@@ -49,7 +49,7 @@ def test_the_complete_deployment_file_loads():
     assert read_config_file(str(ROOT / "docs/examples/deployment.yaml"))
 
 
-@pytest.mark.parametrize("path", [README, ROOT / "docs/guides/several-hosts.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [README, ROOT / "docs/guides/proxy.md"], ids=lambda path: path.name)
 def test_files_that_a_document_shows_load(path, tmp_path):
     (shown,) = re.findall(r"```yaml\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
     file = tmp_path / "shown.yaml"
