@@ -11,10 +11,10 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deploy.cli.change import add_change
 from deploy.cli.end import add_logs_and_down
@@ -26,6 +26,9 @@ from deploy.options.flags import Parser, add_option, split, subparser
 from deploy.options.suggestions import unknown
 from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
+
+if TYPE_CHECKING:
+    from deploy.doctor.facts import RayFacts
 
 BAD_INPUT = 2
 FAILED = 1
@@ -233,6 +236,10 @@ def _add_doctor(commands: Any) -> Parser:
     parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
     parser.add_argument("--layout", default="", metavar="SPEC", help="layout that is to be served, for example (E-P)-D")
     parser.add_argument("--imports", action="store_true", help="import torch and vLLM, too (may take a minute)")
+    parser.add_argument("--ray", action="store_true", help="ask the nodes of a Ray cluster, too (up to a minute)")
+    for option in fields(DeployConfig):
+        if option.name in ("ray_address", "node_ports"):
+            add_option(parser, option)
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON, for a bug report")
     return parser
 
@@ -240,7 +247,19 @@ def _add_doctor(commands: Any) -> Parser:
 def _doctor(arguments: dict[str, Any]) -> int:
     from deploy.doctor.command import run_doctor
 
+    address = arguments.pop("ray_address", DeployConfig.ray_address)
+    ports = arguments.pop("node_ports", DeployConfig.node_ports)
+    if arguments.pop("ray"):
+        arguments["ask_cluster"] = partial(_ask_cluster, address, ports)
     return run_doctor(**arguments)
+
+
+def _ask_cluster(address: str, ports: str, here: RayFacts) -> RayFacts:
+    if not here.version:
+        return replace(here, asked=True)
+    from deploy.ray.doctor import ask_cluster
+
+    return ask_cluster(address, ports, here)
 
 
 def _add_demo_model(commands: Any) -> Parser:

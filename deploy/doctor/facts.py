@@ -108,7 +108,7 @@ class HostFacts:
         free_ports: how many of the range for stages are free at its address.
         unheard: names of nodes whose connection to such a port did not come through.
         exposed: ports of stages that run there and answer at other addresses, too.
-        niceness: of Ray's workers there, which stages inherit. settings: of Ray there, of which some matter.
+        niceness: what Ray's workers there have beyond its raylet's, which stages inherit. settings: of Ray there.
     """
 
     name: str

@@ -13,8 +13,11 @@ from deploy.options.versions import RAY
 LEAST_FREE_PORTS = 256
 """Of the range of a node: a stage takes a few, and as many again while another takes its place."""
 
-_INSTALL = f"pip install 'epd-serve[ray]' (ray=={RAY}) on every node"
-_TOKEN = "ray get-auth-token --generate on one node, copy ~/.ray/auth_token to all, export RAY_AUTH_MODE=token on all"
+_INSTALL = f"pip install ray=={RAY} (the extra epd-serve[ray]) on every node"
+_TOKEN = (
+    "(umask 077; ray get-auth-token --generate) on one node, copy ~/.ray/auth_token to all, "
+    "export RAY_AUTH_MODE=token on all"
+)
 
 
 def ray_checks(facts: Facts) -> Iterator[Finding]:
@@ -140,7 +143,7 @@ def _settings(host: HostFacts) -> Iterator[Finding]:
     if host.niceness > 0:
         yield warning(
             f"niceness of {host.name}",
-            f"Ray starts processes there with niceness {host.niceness}",
+            f"Ray adds {host.niceness} to the niceness of what it starts there",
             "stages inherit it, and wait for whatever else wants a core",
             "export RAY_worker_niceness=0 before ray start",
         )

@@ -39,12 +39,6 @@ def read_ray(environment: Mapping[str, str], home: Path | None = None) -> RayFac
     return RayFacts(_installed("ray"), str(file) if found else "", bool(found and mode & _STAT_OTHERS))
 
 
-def port_range(text: str) -> range:
-    """`20000-24999`, both ends included. Raises ValueError."""
-    first, last = (int(end) for end in text.split("-"))
-    return range(first, last + 1)
-
-
 class HostProbe:
     """One node's part of the examination, in a process there.
 
@@ -52,8 +46,8 @@ class HostProbe:
         address: that the others are to reach it at. ports: the range for stages.
     """
 
-    def __init__(self, name: str, address: str, ports: str) -> None:
-        self._name, self._address, self._ports = name, address, port_range(ports)
+    def __init__(self, name: str, address: str, ports: range) -> None:
+        self._name, self._address, self._ports = name, address, ports
         self._listening: socket.socket | None = None
 
     def facts(self) -> HostFacts:
@@ -64,7 +58,7 @@ class HostProbe:
             versions=_versions(),
             free_ports=sum(map(self._is_free, self._ports)),
             exposed=_exposed(self._address),
-            niceness=os.getpriority(os.PRIO_PROCESS, 0),
+            niceness=os.getpriority(os.PRIO_PROCESS, 0) - os.getpriority(os.PRIO_PROCESS, os.getppid()),
             settings={name: os.environ[name] for name in (MEMORY_MONITOR, SUBREAPER) if name in os.environ},
         )
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import socket
 import threading
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from deploy.doctor.facts import Facts, HostFacts, RayFacts
 from deploy.doctor.finding import Level
 from deploy.doctor.ray_checks import ray_checks
-from deploy.doctor.ray_facts import MEMORY_MONITOR, SUBREAPER, HostProbe, port_range, read_ray
+from deploy.doctor.ray_facts import MEMORY_MONITOR, SUBREAPER, HostProbe, read_ray
 from deploy.host.ports import free_ports
 from deploy.options.versions import RAY
 from tests.deploy.doctor.machines import CPU, found
 
+ROOT = Path(__file__).parents[3]
 ONE, TWO = (
     HostFacts(
         f"10.0.0.{n}",
@@ -52,6 +55,14 @@ def test_who_does_not_ask_for_several_hosts_is_told_the_version_and_no_more() ->
 def test_a_missing_ray_is_an_error_where_it_is_asked_for() -> None:
     one = found(with_ray(RayFacts(asked=True)), "ray")
     assert one.level is Level.ERROR and "epd-serve[ray]" in one.fix
+
+
+def test_the_extra_takes_the_version_that_is_pinned_and_that_the_doctor_wants() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    (ray,) = map(Requirement, extras["ray"])
+    assert ray.name == "ray" and ray.specifier.contains(RAY)
+    assert f"\nray=={RAY}\n" in (ROOT / "requirements" / "ray.txt").read_text(encoding="utf-8")
+
 
 
 @pytest.mark.parametrize(
@@ -123,13 +134,12 @@ def test_a_token_is_found_where_ray_looks_for_it(tmp_path: Path) -> None:
 
 def test_a_node_listens_in_its_range_and_says_who_is_reached() -> None:
     (port,) = free_ports(1)
-    only = f"{port}-{port}"
+    only = range(port, port + 1)
     one, other = HostProbe("one", "127.0.0.1", only), HostProbe("other", "127.0.0.1", only)
     assert one.facts().free_ports == 1 and one.facts().versions["python"]
     assert one.listen() == port
     assert other.reaches("127.0.0.1", port)
     assert other.listen() == 0 and other.facts().free_ports == 0
-    assert port_range("20000-24999") == range(20000, 25000)
 
 
 def test_a_port_that_nobody_answers_at_is_not_reached_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +148,7 @@ def test_a_port_that_nobody_answers_at_is_not_reached_in_time(monkeypatch: pytes
         address = full.getsockname()
         waiting = [socket.create_connection(address, 5) for _ in range(2)]  # its backlog is full: SYNs are dropped
         done: list[bool] = []
-        asking = threading.Thread(target=lambda: done.append(HostProbe("one", "127.0.0.1", "1-1").reaches(*address)))
+        asking = threading.Thread(target=lambda: done.append(HostProbe("one", "127.0.0.1", range(0)).reaches(*address)))
         asking.start()
         asking.join(30)
         assert done == [False]

@@ -1,0 +1,91 @@
+"""What the doctor asks of a cluster: an actor on every node, which needs no share of it and ends with the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deploy.doctor.facts import HostFacts, RayFacts
+from deploy.doctor.ray_facts import HostProbe
+from deploy.options.addresses import port_range
+from deploy.ray.cluster import RayNode, connect, nodes_alive
+from epd_serve.errors import ConfigError
+
+ANSWER_S = 60.0
+"""A node starts a process for it, which imports some of ours."""
+
+
+def ask_cluster(address: str, ports: str, here: RayFacts) -> RayFacts:
+    """The facts of this machine, with what the nodes of the cluster at `address` say ("": the one that runs here)."""
+    asked = replace(here, asked=True, address=address or "this machine", ports=ports)
+    try:
+        connect(address)
+    except ConfigError as error:
+        return replace(asked, refusal=str(error))
+    try:
+        found = nodes_alive()
+        return replace(asked, hosts=_hosts(dict(zip(_names(found), found, strict=True)), port_range(ports)))
+    finally:
+        ray.shutdown()
+
+
+def _names(found: Sequence[RayNode]) -> list[str]:
+    """Their addresses; where several nodes have one, the beginnings of their ids."""
+    addresses = [one.address for one in found]
+    return addresses if len(set(addresses)) == len(found) else [one.id[:8] for one in found]
+
+
+def _hosts(found: Mapping[str, RayNode], ports: range) -> tuple[HostFacts, ...]:
+    probes = {
+        name: ray.remote(HostProbe)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(one.id, soft=False))
+        .remote(name, one.address, ports)
+        for name, one in found.items()
+    }
+    facts = _answers({name: probe.facts.remote() for name, probe in probes.items()}, _refusing(found))
+    able = {name: probe for name, probe in probes.items() if not facts[name].refusal}
+    listening = _answers({name: probe.listen.remote() for name, probe in able.items()}, lambda name, error: 0)
+    reached = _answers(
+        {
+            (caller, name): probe.reaches.remote(found[name].address, port)
+            for caller, probe in able.items()
+            for name, port in listening.items()
+            if port and caller != name
+        },
+        lambda pair, error: False,
+    )
+
+    def unheard(name: str) -> tuple[str, ...]:
+        return tuple(caller for (caller, other), came in reached.items() if other == name and not came)
+
+    return tuple(replace(one, unheard=unheard(name)) for name, one in facts.items())
+
+
+def _refusing(found: Mapping[str, RayNode]) -> Callable[[str, Exception], HostFacts]:
+    def refused(name: str, error: Exception) -> HostFacts:
+        why = f"it does not answer within {ANSWER_S:g} s" if isinstance(error, GetTimeoutError) else _last_line(error)
+        return HostFacts(name, found[name].address, refusal=why)
+
+    return refused
+
+
+def _answers(asked: Mapping[Any, Any], otherwise: Callable[[Any, Exception], Any]) -> dict[Any, Any]:
+    """What each call says, or what is to be said instead where it fails. All of them have one deadline."""
+    if asked:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
+    answers = {}
+    for name, reference in asked.items():
+        try:
+            answers[name] = ray.get(reference, timeout=0.0)
+        except (RayError, ImportError) as error:  # GetTimeoutError is one of Ray's
+            answers[name] = otherwise(name, error)
+    return answers
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

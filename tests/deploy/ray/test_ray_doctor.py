@@ -1,0 +1,52 @@
+"""`epd-serve doctor --ray` before a cluster of three nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.ray.nodes import RayNodes
+from tests.waiting import PATIENCE_S
+
+REPOSITORY = Path(__file__).parents[3]
+PORTS = "23000-23499"
+
+
+def examined(cluster: RayNodes, **environment: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Exit code, and what it says of several hosts by check."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "deploy.cli", "doctor", "--ray", "--device", "cpu", "--json"]
+    done = subprocess.run(
+        [*command, "--ray-address", cluster.address, "--node-ports", PORTS],
+        env={**cluster.environment, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.stdout.startswith("{"), done.stderr
+    findings = json.loads(done.stdout)["findings"]
+    return done.returncode, {one["check"]: one for one in findings if one["heading"] == "Several hosts"}
+
+
+def test_every_node_is_asked_for_its_versions_and_whom_it_reaches(cluster: RayNodes) -> None:
+    code, found = examined(cluster)
+    assert {name: one["level"] for name, one in found.items()} == {
+        "ray": "ok",
+        "ray token": "ok",
+        "ray cluster": "ok",
+        "versions of the nodes": "ok",
+        **{f"ports of {node.id[:8]}": "ok" for node in cluster.nodes},
+    }
+    assert f"equal on {len(cluster.nodes)}" in found["versions of the nodes"]["seen"]
+    assert code == 0
+
+
+def test_who_has_another_token_is_told_so_and_no_node_is_asked(cluster: RayNodes) -> None:
+    code, found = examined(cluster, RAY_AUTH_TOKEN="0" * 64)
+    assert code == 1 and found["ray cluster"]["level"] == "error"
+    assert not any(name.startswith("ports of") for name in found)
