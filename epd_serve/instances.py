@@ -29,8 +29,7 @@ class Instance:
         node: where it is.
         devices: ids, of that node, which it occupies, in order; co-located instances name the same one.
         cpu_cores: on CPU the cores that its devices are; virtual devices may share them.
-        kv_news: ZMQ addresses on which its workers report their KV links, by rank (only roles that send KV). Workers on
-            a bus have one address several times.
+        kv_news: ZMQ addresses on which its workers report their KV links, by rank (only roles that send KV).
         load_news: ZMQ address on which its scheduler reports how busy it is, else None.
         core_share: its part of its devices' cores, or None for no limit.
         cores: what its workers got, by rank, once they have said so.

@@ -28,7 +28,7 @@ class Peer(msgspec.Struct, frozen=True):
     """One instance as the others see it.
 
     Attributes:
-        role: the part it takes now. None: a bus, behind which there may be instances of any.
+        role: the part it takes now.
         node: where its devices are.
         devices: their ids there.
         events: ZMQ address on which it announces, or "".
@@ -37,7 +37,7 @@ class Peer(msgspec.Struct, frozen=True):
     """
 
     instance: str
-    role: Role | None = None
+    role: Role
     node: str = "local"
     devices: tuple[int, ...] = ()
     events: str = ""
@@ -96,37 +96,27 @@ class Peers:
         return self._look(self._path) or fresh
 
     @property
-    def role(self) -> Role | None:
+    def role(self) -> Role:
         """The part that the asking instance takes now."""
         return self._me.role
 
     def encoders(self) -> frozenset[str]:
         """Addresses on which features are announced."""
-        return frozenset(
-            peer.events for peer in self._others if peer.events and (peer.role is None or peer.role.sends_features)
-        )
+        return frozenset(peer.events for peer in self._others if peer.events and peer.role.sends_features)
 
     def takers_of_features(self) -> Mapping[str, str]:
         """Addresses on which those announce who take features, by instance."""
-        return {
-            peer.instance: peer.events
-            for peer in self._others
-            if peer.events and (peer.role is None or peer.role.takes_features)
-        }
-
-    def has_bus(self) -> bool:
-        """Whether there may be instances that the file does not name."""
-        return any(peer.role is None for peer in self._others)
+        return {peer.instance: peer.events for peer in self._others if peer.events and peer.role.takes_features}
 
     def takers_of_kv(self) -> list[tuple[str, ...]]:
         """Of each instance that the asking one sends KV to now, the addresses of its workers, by rank."""
-        if self.role is None or not self.role.sends_kv:
+        if not self.role.sends_kv:
             return []
-        return [peer.kv_workers for peer in self._others if peer.kv_workers and peer.role and peer.role.takes_kv]
+        return [peer.kv_workers for peer in self._others if peer.kv_workers and peer.role.takes_kv]
 
     def may_be_at(self, address: str) -> bool:
         """Whether somebody takes KV there, did, or may: whatever part it takes now."""
-        return self.has_bus() or any(address in peer.kv_workers for peer in self._others)
+        return any(address in peer.kv_workers for peer in self._others)
 
     def beside(self, address: str) -> bool:
         """Whether the instance with this KV address shares a device with the asking one."""

@@ -22,9 +22,6 @@ from epd_serve.key_files import derived_key, read_key
 
 Socket = zmq.Socket[bytes]
 
-PLAIN = "plain"
-"""In place of a key file: joined stages, and the bus of their cluster, trust their network."""
-
 _TCP = "tcp://"
 
 
@@ -101,8 +98,6 @@ def _guard(socket: zmq.Socket[Any], address: str, key_file: str, *, serves: bool
     if not address.startswith(_TCP):
         return
     socket.setsockopt(zmq.IPV6, not _is_ipv4(address))
-    if key_file == PLAIN:
-        return
     if not key_file:
         raise ConfigError(f"{address}: a TCP port wants the deployment's key; give its file", param="key_file")
     public, secret = _key_pair(key_file)

@@ -48,8 +48,6 @@ class StageWiring:
         peers: the file that says who else is there (`epd_serve.peers`), or "" for nobody.
         publish: ZMQ address on which this instance announces, or "" where it has nothing to do with features.
         load_publish: ZMQ address on which its scheduler announces `StageReport`, or "" to keep its load to itself.
-        publish_by_connecting: `publish`, `load_publish` and `kv_publish` are a bus that is bound already, not addresses
-            of ours to bind.
         mooncake_master: `host:port` of the second tier's master, or "" for the arena alone.
         mooncake_segment_bytes: memory this instance gives to the second tier (encoders).
         feature_path: `host` (through the arena) or `device` (second tier straight into device memory of the workers).
@@ -88,7 +86,6 @@ class StageWiring:
     arena_id: str = ""
     peers: str = ""
     publish: str = ""
-    publish_by_connecting: bool = False
     load_publish: str = ""
     mooncake_master: str = ""
     mooncake_segment_bytes: int = 0

@@ -135,7 +135,7 @@ class Encoder:
                 item.tokens * self._bytes_per_token,
                 self._wiring.incarnation,
                 host=self._wiring.arena_id,
-                pooled=bool(self._wiring.mooncake_master) or self._wiring.publish_by_connecting,
+                pooled=bool(self._wiring.mooncake_master) or self._wiring.spans_nodes,
                 metadata=dict(item.metadata),
             )
         )

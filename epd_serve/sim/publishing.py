@@ -29,10 +29,7 @@ class Publisher:
         self._socket: Socket | None = None
         if address:
             self._socket = open_socket(zmq.PUB, linger_s=0.2)
-            if wiring.publish_by_connecting:
-                self._socket.connect(address)
-            else:
-                bind(self._socket, address, wiring.key_file)
+            bind(self._socket, address, wiring.key_file)
 
     def send(self, message: wire.Announcement) -> None:
         if self._socket is not None:

@@ -84,7 +84,7 @@ def report_links(raw: dict[str, Any], state: str) -> None:
 
     with zmq.Context() as context, context.socket(zmq.PUB) as socket:
         address = worker_endpoint(raw["kv_publish"], 0)
-        (socket.connect if raw["publish_by_connecting"] else socket.bind)(address)
+        socket.bind(address)
         peers = Peers(StageWiring.from_json(raw))
         peers.changed()
         links = [wire.KvLink(workers[0], 0, state) for workers in peers.takers_of_kv()]

@@ -53,15 +53,8 @@ def test_a_flip_changes_who_sends_and_who_takes_but_nobody_has_left(file: Path) 
     assert p1.may_be_at(D0.kv_workers[0])
 
 
-def test_whose_line_is_gone_has_left_unless_a_bus_hides_others(file: Path) -> None:
+def test_whose_line_is_gone_has_left(file: Path) -> None:
     assert not seen(file, "P0", P0, D1).may_be_at(D0.kv_workers[0])
-    assert seen(file, "P0", P0, D1, Peer("bus", events="tcp://bus:1")).may_be_at(D0.kv_workers[0])
-
-
-def test_a_bus_is_heard_by_all_who_listen(file: Path) -> None:
-    bus = Peer("bus", events="tcp://bus:1")
-    assert seen(file, "P0", bus).encoders() == {bus.events}
-    assert seen(file, "E0", bus).takers_of_features() == {"bus": bus.events}
 
 
 @pytest.mark.parametrize(("address", "beside"), [(D0.kv_workers[1], True), (D1.kv_workers[0], False), ("?", False)])

@@ -15,8 +15,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from epd_serve.errors import ConfigError
 from epd_serve.key_files import derived_key
-from epd_serve.sockets import PLAIN, Socket, bind, connect, open_socket, readable
-from tests.waiting import PATIENCE_S, wait_for
+from epd_serve.sockets import Socket, bind, connect, open_socket, readable
+from tests.waiting import PATIENCE_S
 
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 ADDRESSES = ("tcp://127.0.0.1:*", "tcp://[::1]:*")
@@ -178,11 +178,3 @@ def test_a_key_that_cannot_be_used_is_named(opened: Callable[[int], Socket], tmp
     path.chmod(0o644)
     with pytest.raises(ConfigError, match=str(path)):
         bind(opened(zmq.ROUTER), "tcp://127.0.0.1:*", str(path))
-
-
-def test_who_trusts_the_network_says_so(opened: Callable[[int], Socket]) -> None:
-    server, client = opened(zmq.ROUTER), opened(zmq.DEALER)
-    bind(server, "tcp://127.0.0.1:*", PLAIN)
-    connect(client, server.last_endpoint.decode(), PLAIN)
-    client.send(b"READY")
-    wait_for(lambda: readable(server))

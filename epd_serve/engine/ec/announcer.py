@@ -48,11 +48,8 @@ class Announcer:
         self._thread: threading.Thread | None = None
         if wiring.publish:
             self._socket = open_socket(zmq.PUB, linger_s=0.2)
-            if wiring.publish_by_connecting:
-                self._socket.connect(wiring.publish)
-            else:
-                # Here, not in the thread: an encoder nobody hears must not start.
-                bind(self._socket, wiring.publish, wiring.key_file)
+            # Here, not in the thread: an encoder nobody hears must not start.
+            bind(self._socket, wiring.publish, wiring.key_file)
             self._thread = threading.Thread(target=self._run, name="epd-announcer", daemon=True)
 
     def start(self) -> None:

@@ -92,7 +92,7 @@ class DeviceExit:
             if peers.changed():  # at first before the probe is there to be answered
                 takers = peers.takers_of_features()
                 ear.follow(takers.values())
-                self._need.expect(() if peers.has_bus() else takers)
+                self._need.expect(takers)
             try:
                 self._offer()
             except (StoreError, DeviceMemoryError) as error:

@@ -111,7 +111,7 @@ class ArenaNeed:
     """The encoder's half: whether its features must be in the arena too.
 
     Needed until every instance that is expected to take them said that it reaches this life of the encoder; one that
-    comes, or restarts and says otherwise, makes it needed again. Where nobody is expected by name (a bus names nobody),
+    comes, or restarts and says otherwise, makes it needed again. Where nobody is expected by name (no file of peers),
     the first that reaches it is believed to stand for all.
     """
 

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Subscription:
-    """Deaf until told whom to follow; several instances may share an address (a bus).
+    """Deaf until told whom to follow.
 
     Args:
         key_file: of the deployment's key, where addresses may be TCP ports.

@@ -50,11 +50,8 @@ class Reporter:
         if wiring.kv_publish:
             self._socket = open_socket(zmq.PUB, linger_s=0.2)
             address = worker_endpoint(wiring.kv_publish, rank)
-            if wiring.publish_by_connecting:
-                self._socket.connect(address)
-            else:
-                # Here, not in the thread: a worker that nobody hears must not start.
-                bind(self._socket, address, wiring.key_file)
+            # Here, not in the thread: a worker that nobody hears must not start.
+            bind(self._socket, address, wiring.key_file)
 
     def start(self) -> None:
         """From now on `snapshot` is called."""

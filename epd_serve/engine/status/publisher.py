@@ -36,11 +36,8 @@ class LoadPublisher:
         self._changed = threading.Event()
         self._closing = threading.Event()
         self._socket: Socket = open_socket(zmq.PUB)
-        if wiring.publish_by_connecting:
-            self._socket.connect(wiring.load_publish)
-        else:
-            # Here, not in the thread: an engine nobody hears must not start.
-            bind(self._socket, wiring.load_publish, wiring.key_file)
+        # Here, not in the thread: an engine nobody hears must not start.
+        bind(self._socket, wiring.load_publish, wiring.key_file)
         self._thread = threading.Thread(target=self._run, name="epd-load", daemon=True)
         self._thread.start()
 

@@ -64,7 +64,6 @@ def test_the_extra_takes_the_version_that_is_pinned_and_that_the_doctor_wants() 
     assert f"\nray=={RAY}\n" in (ROOT / "requirements" / "ray.txt").read_text(encoding="utf-8")
 
 
-
 @pytest.mark.parametrize(
     ("ray", "variables", "level"),
     [

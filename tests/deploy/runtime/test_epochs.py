@@ -17,6 +17,7 @@ from deploy.runtime.client import AgentClient
 from deploy.runtime.messages import Call, Done, Know, Seen, Watch, to_agent
 from deploy.runtime.stream import unix_socket
 from epd_serve.peers import Peer
+from epd_serve.roles import Role
 from tests.waiting import PATIENCE_S, until
 
 
@@ -90,7 +91,7 @@ async def test_who_comes_late_with_an_earlier_epoch_is_refused_by_the_next_life_
 
 async def test_each_life_is_told_first_who_is_there_elsewhere(tmp_path: Path) -> None:
     answers = Answers(tmp_path)
-    client, peers = answers.client(1), (Peer("D0"),)
+    client, peers = answers.client(1), (Peer("D0", Role.D),)
     async with answers.served():
         await within(client.know(peers))
     answers.asked.clear()

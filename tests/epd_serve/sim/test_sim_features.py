@@ -159,28 +159,34 @@ async def test_features_get_lost_on_demand(tmp_path: Path, shm: Path) -> None:
 
 
 async def test_a_feature_that_another_host_announced_is_fetched(tmp_path: Path, shm: Path) -> None:
-    elsewhere = f"ipc://{tmp_path}/bus"
-    with zmq.asyncio.Context() as context, context.socket(zmq.PUB) as bus:
-        bus.setsockopt(zmq.LINGER, 0)
-        bus.bind(elsewhere)
-        async with layout(tmp_path, shm, peers=[Peer("bus", events=elsewhere)], feature_wait_s=FOR_EVER) as stages:
+    elsewhere = f"ipc://{tmp_path}/E9.events"
+    with zmq.asyncio.Context() as context, context.socket(zmq.PUB) as encoder:
+        encoder.setsockopt(zmq.LINGER, 0)
+        encoder.bind(elsewhere)
+        async with layout(
+            tmp_path, shm, peers=[Peer("E9", Role.E, events=elsewhere)], feature_wait_s=FOR_EVER
+        ) as stages:
             waiting = asyncio.create_task(stages.clients["P0"].post(CHAT, json=looking("k", **PREFILL_ONLY)))
             nbytes = 4 * Profile().feature_bytes_per_token
             while not waiting.done():  # the first ones may come before it listens
-                await bus.send(wire.encode(wire.FeatureReady("k", nbytes, "E-elsewhere", host="there", pooled=True)))
+                await encoder.send(
+                    wire.encode(wire.FeatureReady("k", nbytes, "E-elsewhere", host="there", pooled=True))
+                )
                 await asyncio.wait([waiting], timeout=0.05)
             assert waiting.result().status_code == 200 and stages.engines["P0"].item_count == 0
 
 
 async def test_an_encoder_that_failed_is_not_waited_for(tmp_path: Path, shm: Path) -> None:
-    elsewhere = f"ipc://{tmp_path}/bus"
-    with zmq.asyncio.Context() as context, context.socket(zmq.PUB) as bus:
-        bus.setsockopt(zmq.LINGER, 0)
-        bus.bind(elsewhere)
-        async with layout(tmp_path, shm, peers=[Peer("bus", events=elsewhere)], feature_wait_s=FOR_EVER) as stages:
+    elsewhere = f"ipc://{tmp_path}/E9.events"
+    with zmq.asyncio.Context() as context, context.socket(zmq.PUB) as encoder:
+        encoder.setsockopt(zmq.LINGER, 0)
+        encoder.bind(elsewhere)
+        async with layout(
+            tmp_path, shm, peers=[Peer("E9", Role.E, events=elsewhere)], feature_wait_s=FOR_EVER
+        ) as stages:
             waiting = asyncio.create_task(stages.clients["P0"].post(CHAT, json=looking("k", **PREFILL_ONLY)))
             while not waiting.done():
-                await bus.send(wire.encode(wire.FeatureFailed("k", "no room")))
+                await encoder.send(wire.encode(wire.FeatureFailed("k", "no room")))
                 await asyncio.wait([waiting], timeout=0.05)
             assert waiting.result().status_code == 200 and stages.engines["P0"].item_count == 1
 

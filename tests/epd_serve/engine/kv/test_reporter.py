@@ -30,10 +30,10 @@ def wiring(publish: str, **more: object) -> StageWiring:
 
 
 @contextmanager
-def listening(address: str, *, bound: bool = False) -> Iterator[Socket]:
+def listening(address: str) -> Iterator[Socket]:
     socket = open_socket(zmq.SUB)
     socket.setsockopt(zmq.SUBSCRIBE, b"")
-    (socket.bind if bound else socket.connect)(address)
+    socket.connect(address)
     try:
         yield socket
     finally:
@@ -130,15 +130,6 @@ def test_a_report_that_cannot_be_made_does_not_end_the_reports(
     with reporting(address, snapshot), listening(address) as news:
         assert heard(news) == report()
     assert "no links yet" in caplog.text
-
-
-def test_on_a_bus_the_worker_connects(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/bus"
-    with listening(address, bound=True) as bus:
-        reporter = Reporter(wiring(address, publish_by_connecting=True), 0, report, change_s=0.0, idle_s=0.05)
-        reporter.start()
-        assert heard(bus) == report()
-        reporter.close()
 
 
 def test_a_worker_without_an_address_is_silent() -> None:

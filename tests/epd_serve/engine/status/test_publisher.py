@@ -24,9 +24,8 @@ def ear(tmp_path: Path) -> Iterator[Socket]:
         yield socket
 
 
-def wiring(tmp_path: Path, *, bus: bool = False) -> StageWiring:
-    address = f"ipc://{tmp_path}/P0.load"
-    return StageWiring("P0", Role.P, "life", load_publish=address, publish_by_connecting=bus)
+def wiring(tmp_path: Path) -> StageWiring:
+    return StageWiring("P0", Role.P, "life", load_publish=f"ipc://{tmp_path}/P0.load")
 
 
 def heard(ear: Socket) -> StageReport:
@@ -56,13 +55,6 @@ def test_a_change_goes_out_without_waiting_for_the_heartbeat(tmp_path: Path, ear
     publisher.offer(StageReport("P0", "life", 0, waiting=-1))
     while heard(ear).waiting != -1:
         pass
-    publisher.close()
-
-
-def test_on_a_bus_it_connects(tmp_path: Path, ear: Socket) -> None:
-    ear.bind(f"ipc://{tmp_path}/P0.load")
-    publisher = LoadPublisher(wiring(tmp_path, bus=True), change_s=0.001, idle_s=0.01)
-    assert heard(ear).instance == "P0"
     publisher.close()
 
 
