@@ -177,6 +177,11 @@ class Metrics:
             ("failed", "next", "cause"),
             registry=self.registry,
         )
+        self.access_log_dropped = Counter(
+            "epd_proxy_access_log_dropped",
+            "Lines of the access log that were lost: its disk is full, or nobody reads it.",
+            registry=self.registry,
+        )
         self.announcements = LabelledCounter(
             "epd_proxy_announcements", "Announcements heard.", ("kind",), registry=self.registry
         )

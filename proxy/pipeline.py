@@ -34,13 +34,14 @@ from proxy.generate.tokenize import TokenizeStep
 from proxy.media.fetch import Resolver, UrlFetcher, resolve
 from proxy.media.loader import LoadedItem, MediaLoader, source_bytes
 from proxy.metrics import Metrics
+from proxy.records.record import Record
+from proxy.records.records import Records
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable
 from proxy.request.body_memory import weighed
 from proxy.request.client_sink import ClientSink
-from proxy.request.explanation import NO_EXPLANATION, Explanation
 from proxy.request.parse import Endpoint, ParsedRequest, parse
 from proxy.stages.bodies import base_body
 from proxy.stages.circuits import Circuits
@@ -80,6 +81,7 @@ class Pipeline:
         self.memory = MemoryBudget(settings.memory.process_bytes, apart=apart)
         self.arriving = FairShare(max(1, settings.max_in_flight // 2), apart=apart)
         register_stage_metrics(self.metrics.registry, table)
+        self.records = Records(settings.records, settings.access_log, self.metrics.access_log_dropped.inc)
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
         self.circuits = Circuits(table, self.metrics)
         self.gate = Gate(settings.admission, CapacityTracker(table, settings), self.metrics, table.pause)
@@ -146,6 +148,7 @@ class Pipeline:
         await self._media.aclose()
         await self._stages.aclose()
         self.trace.close()
+        self.records.close()
 
     def admitted(self, account: str) -> AbstractContextManager[None]:
         """Hold one request, an exchange that `drain` counts, from before its body is read.
@@ -160,30 +163,31 @@ class Pipeline:
 
     async def run(
         self,
-        request_id: str,
+        record: Record,
         endpoint: Endpoint,
         raw: bytearray,
         tenant: str,
         held: MemoryReservation,
         sink: ClientSink,
-        explanation: Explanation = NO_EXPLANATION,
         *,
         until: float | None = None,
     ) -> None:
         """Serve one admitted request through `sink`. Raises an EpdError where there is something to answer instead.
 
         Args:
-            raw: its body, which is empty afterwards. held: has the bytes of it, and of all that is made of it.
+            record: where to note what becomes of it. raw: its body, which is empty afterwards.
+            held: has the bytes of it, and of all that is made of it.
             until: loop time at which the client wants the whole answer; whoever calls cancels then.
         """
         try:
             trial = self._suspects.trial(raw)
             request = self._parsed(endpoint, raw, held)
+            _note(record, request)
             for name in request.dropped:
                 self.metrics.fields_dropped.labels(endpoint.value, name).inc()
             if not endpoint.generates:  # takes no place with the stages, so it waits for none
-                items = await self._load(request_id, request, tenant, held)
-                return await self._tokenize.run(request_id, request, items, sink)
+                items = await self._load(record, request, tenant, held)
+                return await self._tokenize.run(record.id, request, items, sink)
             self._router.check_servable(fused_for=request.needs_fused)
             trial.check()
             gate = self.gate.admitted(
@@ -191,10 +195,11 @@ class Pipeline:
                 priority=priority_of(request, self.settings.key_limits),
                 sequences=sequences_of(request, self.settings.max_sequences),
                 until=until,
+                record=record,
             )
             with gate as passed:
                 self._budget.deposit()
-                job = await self._job(request_id, request, tenant, held, passed, trial, explanation)
+                job = await self._job(record, request, tenant, held, passed, trial)
                 del request  # and with it the media as the client wrote them
                 await self._run(job, sink)
         except RecursionError:  # what can just be decoded may be too deep to be measured, or written again
@@ -212,27 +217,24 @@ class Pipeline:
 
     async def _job(
         self,
-        request_id: str,
+        record: Record,
         request: ParsedRequest,
         tenant: str,
         held: MemoryReservation,
         passed: Pass,
         trial: Trial,
-        explanation: Explanation,
     ) -> Job:
         arrived = asyncio.get_running_loop().time()
-        items = await self._load(request_id, request, tenant, held)
-        if items:
-            explanation.stamp("media")
+        items = await self._load(record, request, tenant, held)
         salt = tenant if self.settings.tells_tenants_apart else None
-        base = base_body(request, items, salt, request_id=request_id)
+        base = base_body(request, items, salt, request_id=record.id)
         self._prioritise(base, passed)
         tokens = prompt_tokens(request, items)
         passed.weighs(tokens)
         if items:
             held.give_back(source_bytes(request.media))
             request = structs.replace(request, body=base, media=tuple(item.ref for item in items))
-        return Job(request_id, request, base, items, tokens, arrived, passed, trial, explanation=explanation)
+        return Job(record.id, request, base, items, tokens, arrived, passed, trial, record)
 
     async def _run(self, job: Job, sink: ClientSink) -> None:
         if not self._router.encodes_apart(job):
@@ -241,18 +243,20 @@ class Pipeline:
             await self._generate.run(job, sink, encoding)
 
     async def _load(
-        self, request_id: str, request: ParsedRequest, tenant: str, held: MemoryReservation
+        self, record: Record, request: ParsedRequest, tenant: str, held: MemoryReservation
     ) -> tuple[LoadedItem, ...]:
         begun = time.monotonic()
         owner = DEFAULT_TENANT if self.settings.shared_features else tenant
 
         def fetched() -> None:
-            self.trace.stamp(request_id, "downloaded", t0=begun)
+            self.trace.stamp(record.id, "downloaded", t0=begun)
+            record.took("downloaded", begun)
 
         items = await self._media.load(request, tenant=owner, held=held, on_fetched=fetched)
         if items:
             self.metrics.media_seconds.observe(time.monotonic() - begun)
-            self.trace.stamp(request_id, "media", keys=[item.key for item in items])
+            self.trace.stamp(record.id, "media", keys=[item.key for item in items])
+            record.took("media", begun, items=len(items))
         return items
 
     def _prioritise(self, body: dict[str, Any], passed: Pass) -> None:
@@ -267,3 +271,11 @@ def _stage_key(settings: ProxySettings) -> str:
     if settings.stage_key or not settings.key_file:
         return settings.stage_key
     return stage_key(read_key(settings.key_file, "key_file"))
+
+
+def _note(record: Record, request: ParsedRequest) -> None:
+    """What is wanted, without any of its content."""
+    record.model, record.stream = request.model, request.stream
+    record.answers = request.body.get("n") or 1
+    for item in request.media:
+        record.media[item.modality.value] = record.media.get(item.modality.value, 0) + 1

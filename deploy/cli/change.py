@@ -118,7 +118,7 @@ def parse_counts(words: list[str]) -> dict[str, int]:
 
 def _status_command(arguments: dict[str, Any]) -> int:
     with client(arguments) as http:
-        status = _get(http, "/deployment")
+        status = get(http, "/deployment")
     print(json.dumps(status, indent=2) if arguments["as_json"] else status_text(status))
     return DONE
 
@@ -145,10 +145,10 @@ def _change(call: Callable[[dict[str, Any]], Call], arguments: dict[str, Any]) -
 
 
 def _front_restarted(http: httpx.Client, *, wait: bool, as_json: bool) -> int:
-    status = _get(http, "/deployment")
+    status = get(http, "/deployment")
     while wait and status["front"]["restarting"]:
         time.sleep(LOOK_S)
-        status = _get(http, "/deployment")
+        status = get(http, "/deployment")
     front, parts = status["front"], {name: one for name, one in status["parts"].items() if name.startswith("front.")}
     if as_json:
         print(json.dumps({"front": front, "parts": parts}, indent=2))
@@ -170,20 +170,20 @@ def _until_over(http: httpx.Client, change: dict[str, Any], say: Callable[[str],
         if change["over"]:
             return change
         time.sleep(LOOK_S)
-        change = _get(http, f"/deployment/changes/{change['number']}")
+        change = get(http, f"/deployment/changes/{change['number']}")
 
 
 def _say(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
-def _get(http: httpx.Client, path: str) -> dict[str, Any]:
+def get(http: httpx.Client, path: str, **params: Any) -> dict[str, Any]:
     """Of whoever answers: where the controller dies meanwhile another one follows, as long as there is a launch."""
     import httpx
 
     while True:
         try:
-            answer = http.get(path)
+            answer = http.get(path, params=params)
             break
         except (httpx.ReadError, httpx.RemoteProtocolError):
             time.sleep(LOOK_S)

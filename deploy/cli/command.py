@@ -21,6 +21,7 @@ from deploy.cli.end import add_logs_and_down
 from deploy.cli.parts import add_proxy, add_stage
 from deploy.cli.standard_output import until_the_reader_leaves
 from deploy.cli.which import check_ray
+from deploy.cli.why import add_why
 from deploy.options.config import DeployConfig, build_config
 from deploy.options.flags import Parser, add_option, split, subparser
 from deploy.options.suggestions import unknown
@@ -78,6 +79,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         "demo-model": _add_demo_model(commands),
         **add_change(commands),
         **add_logs_and_down(commands),
+        **add_why(commands),
     }
 
 

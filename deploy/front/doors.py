@@ -26,6 +26,7 @@ from proxy.registry.warm_links import GRACE_S
 
 if TYPE_CHECKING:
     from proxy.config.settings import ProxySettings
+    from proxy.records.records import Found, Question
     from proxy.registry.ledger import Tally, Work
     from proxy.workers.hub import WorkerHub
     from proxy.workers.wire import Family
@@ -196,6 +197,12 @@ class FrontDoors:
         await self._started.wait()
         assert self._hub is not None
         return await self._hub.counted()
+
+    async def look(self, question: Question) -> Found:
+        """What all of them know of requests."""
+        await self._started.wait()
+        assert self._hub is not None
+        return await self._hub.look(question)
 
     async def configure(self, settings: ProxySettings) -> None:
         """Of those that start from now on."""

@@ -8,6 +8,7 @@ import msgspec
 from deploy.runtime.protocol import Observed
 from deploy.runtime.stream import EveryAnswer, EveryCall, Request
 from epd_serve.roles import Role
+from proxy.records.records import Found, Question
 from proxy.registry.ledger import Tally, Work
 from proxy.workers.shared_counters import Asked
 from proxy.workers.wire import Family
@@ -65,6 +66,12 @@ class Counts(msgspec.Struct, tag=True, frozen=True):
     """For `/metrics`."""
 
 
+class Look(msgspec.Struct, tag=True, frozen=True):
+    """What is known of requests?"""
+
+    question: Question
+
+
 class Restart(msgspec.Struct, tag=True, frozen=True):
     pass
 
@@ -77,7 +84,21 @@ class End(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
-Call = State | Watch | Ready | AllSeen | UntilEmpty | UntilQuiet | PausableS | Counts | Restart | Idle | End | EveryCall
+Call = (
+    State
+    | Watch
+    | Ready
+    | AllSeen
+    | UntilEmpty
+    | UntilQuiet
+    | PausableS
+    | Counts
+    | Look
+    | Restart
+    | Idle
+    | End
+    | EveryCall
+)
 
 
 # What it answers.
@@ -112,6 +133,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     number: int
     pausable_s: float | None = None
     counts: list[Family] = []
+    found: Found = Found()
 
 
 Answer = Done | Word

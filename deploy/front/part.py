@@ -25,6 +25,7 @@ from deploy.front.messages import (
     End,
     Idle,
     Leases,
+    Look,
     PausableS,
     Ready,
     Restart,
@@ -175,6 +176,8 @@ class _FrontPart:
                 return Done(number, pausable_s=None if math.isinf(seconds) else seconds)
             case Counts():
                 return Done(number, counts=await doors.counted())
+            case Look(question):
+                return Done(number, found=await doors.look(question))
             case Restart():
                 await doors.restart()
             case Idle():

@@ -15,6 +15,7 @@ from deploy.front.messages import (
     Done,
     End,
     Idle,
+    Look,
     PausableS,
     Ready,
     Restart,
@@ -30,6 +31,7 @@ from deploy.runtime.stream import Open
 from epd_serve.errors import EpdError
 
 if TYPE_CHECKING:
+    from proxy.records.records import Found, Question
     from proxy.workers.wire import Family
 
 
@@ -96,6 +98,9 @@ class RemoteDoors:
     async def counted(self) -> list[Family]:
         self.counts = (await self._ask(Counts())).counts
         return self.counts
+
+    async def look(self, question: Question) -> Found:
+        return (await self._ask(Look(question))).found
 
     async def restart(self) -> None:
         await self._ask(Restart())

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from proxy.config.settings import ProxySettings
+    from proxy.records.records import Found, Question
     from proxy.registry.table import InstanceTable
 
 GRACE_S = 2.0
@@ -82,6 +83,9 @@ class Fronts(Doors, Draining, Protocol):
         """All of them, gracefully."""
 
     async def metrics(self) -> bytes: ...
+
+    async def look(self, question: Question) -> Found:
+        """What they know of requests."""
 
     async def configure(self, settings: ProxySettings) -> None:
         """Of those that start from now on."""
@@ -257,8 +261,8 @@ class Life(ABC):
         return [one.order.spec for one in await anext(self.host.watch())]
 
     async def _answer(self, controller: Controller) -> None:
-        routes = await asyncio.to_thread(_control_routes)  # the web framework loads while others go on
-        await self.answer(routes(controller))
+        routes = await asyncio.to_thread(_routes)  # the web framework loads while others go on
+        await self.answer(routes(controller, self.doors))
 
     async def _configure(self, options: Sequence[str]) -> None:
         """Noted before anybody goes by it, so that the next life does."""
@@ -329,12 +333,21 @@ class Life(ABC):
         self._killing = asyncio.create_task(self.process.over(KILLED))
 
 
-def _control_routes() -> Callable[[Controller], APIRouter]:
+def _routes() -> Callable[[Controller, Fronts], APIRouter]:
     """Loads the web framework: for a thread."""
+    from fastapi import APIRouter
+
     import proxy.http.admin  # noqa: F401
     from deploy.control.routes import control_routes
+    from proxy.http.requests import request_routes
 
-    return control_routes
+    def routes(controller: Controller, doors: Fronts) -> APIRouter:
+        both = APIRouter()
+        both.include_router(control_routes(controller))
+        both.include_router(request_routes(doors.look))
+        return both
+
+    return routes
 
 
 def _id(spec: Spec) -> str:

@@ -39,6 +39,8 @@ def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> Pro
         media.setdefault("allowed_local_root", Path(config.media_root).resolve())
     if config.allow_private_media:
         media.setdefault("allow_private_addresses", True)
+    if log := overrides.get("access_log"):  # front doors may run in another folder
+        overrides["access_log"] = log if log == "-" else str(Path(log).resolve())
     if config.trace_dir:
         overrides.setdefault("trace_path", Path(config.trace_dir).resolve() / "proxy.jsonl")
     if facts is not None and facts.max_positions is not None:

@@ -21,6 +21,7 @@ from proxy.admission.queue import AdmissionQueue
 from proxy.admission.ticket import Capacity, Kind, Place, QueueFull, Ticket
 from proxy.config.limits import AdmissionLimits
 from proxy.metrics import Metrics
+from proxy.records.record import Record
 from proxy.registry.pause import Pause
 from proxy.request.client_deadline import DeadlineUnreachable
 
@@ -64,58 +65,81 @@ class Gate:
     def _part_of_capacity(self, of: str) -> float:
         return float(getattr(self._capacity(), of))
 
-    def admitted(self, kind: Kind, *, priority: int = 0, sequences: int = 1, until: float | None = None) -> Pass:
+    def admitted(
+        self,
+        kind: Kind,
+        *,
+        priority: int = 0,
+        sequences: int = 1,
+        until: float | None = None,
+        record: Record | None = None,
+    ) -> Pass:
         """Let a request in for the time of the context that the pass is.
 
         Args:
             until: loop time, which is that of `time.monotonic`, at which the client wants its whole answer.
+            record: of the request, where its waits are noted.
 
         Raises:
             OverloadedError: too many wait, or it would wait too long. DeadlineUnreachable: longer than `until`.
         """
         now = self._now()
-        self._refuse_hopeless(kind, self.queue.due_at(kind, now, priority), now, until)
+        record = Record("") if record is None else record
+        self._refuse_hopeless(kind, self.queue.due_at(kind, now, priority), now, until, record)
         try:
             ticket = self.queue.admit(kind, now, priority=priority, sequences=sequences)
         except QueueFull as full:
-            self._metrics.refused.labels("queue_full").inc()
+            self._refuse("queue_full", kind, record)
             message = f"{full.waiting} requests with {_what(kind)} wait already; try again later"
             raise self._overloaded(message, full.retry_after_s) from None
-        return Pass(self, ticket)
+        return Pass(self, ticket, record)
 
     def _leave(self, ticket: Ticket) -> None:
         self.queue.leave(ticket, self._now())
         self._pump()
 
-    def _refuse_hopeless(self, kind: Kind, due: float, now: float, until: float | None) -> None:
+    def _refuse_hopeless(self, kind: Kind, due: float, now: float, until: float | None, record: Record) -> None:
         wait_s = self.queue.predicted_wait_s(kind, due, now, at_least=True) or 0.0
         best_s = min(self._begin_s[kind], default=0.0)
         if until is not None and time.monotonic() + wait_s + best_s > until:
-            self._metrics.refused.labels("deadline").inc()
+            self._refuse("deadline", kind, record, predicted_wait_s=wait_s, best_s=best_s)
             raise DeadlineUnreachable(
                 f"an answer would begin in {wait_s + best_s:.1f} s at best, later than the deadline of the request"
             )
         if wait_s > self._settings.max_wait_s:
-            self._metrics.refused.labels("wait").inc()
+            self._refuse("wait", kind, record, predicted_wait_s=wait_s)
             likely_s = self.queue.predicted_wait_s(kind, due, now)
             message = f"a request with {_what(kind)} would wait about {likely_s or wait_s:.0f} s now; try again later"
             raise self._overloaded(message, likely_s)
+
+    def _refuse(self, reason: str, kind: Kind, record: Record, **details: float) -> None:
+        self._metrics.refused.labels(reason).inc()
+        record.note("refused", reason=reason, **self._ahead(kind), **details)
+
+    def _ahead(self, kind: Kind) -> dict[str, object]:
+        """Who else is about, for records."""
+        queue = self.queue
+        return {"kind": kind.value, "waiting": queue.waiting(kind), "with_stages": queue.served(kind)}
 
     def _overloaded(self, message: str, retry_after_s: float | None) -> OverloadedError:
         # Spread: clients that are refused together must not come back together.
         return OverloadedError(message, retry_after_s=(retry_after_s or 1.0) * random.uniform(1.0, 1.25))
 
-    async def _wait_turn(self, ticket: Ticket, *, encode: bool) -> None:
+    async def _wait_turn(self, ticket: Ticket, record: Record, *, encode: bool) -> None:
         """Wait for the ticket's turn. Raises OverloadedError after `max_wait_s`, if nothing was done for it yet."""
-        begun = time.monotonic()
+        begun, line = time.monotonic(), "encode" if encode else "serve"
         now = self._now()
         if self._pause.left_s or not self.queue.goes_at_once(ticket, now, self._capacity(), encode=encode):
+            record.note("waits", line=line, paused=bool(self._pause.left_s), **self._ahead(ticket.kind))
             self.queue.enqueue(ticket, now, encode=encode)
-            await self._turn(ticket, now)
+            try:
+                await self._turn(ticket, now, record)
+            finally:
+                record.took("queued", begun, line=line)
         waited_s = time.monotonic() - begun
-        self._metrics.queue_seconds.labels(ticket.kind.value, "encode" if encode else "serve").observe(waited_s)
+        self._metrics.queue_seconds.labels(ticket.kind.value, line).observe(waited_s)
 
-    async def _turn(self, ticket: Ticket, begun: float) -> None:
+    async def _turn(self, ticket: Ticket, begun: float, record: Record) -> None:
         turn = self._waiters[ticket] = asyncio.get_running_loop().create_future()
         try:
             self._pump(begun)
@@ -123,14 +147,14 @@ class Gate:
                 await turn
             while not turn.done():
                 if (left_s := begun + self._settings.max_wait_s - self._now()) <= 0:
-                    raise self._too_late(ticket)
+                    raise self._too_late(ticket, record)
                 await asyncio.wait([turn], timeout=left_s)  # or longer: a pause may begin meanwhile
         finally:
             del self._waiters[ticket]
             self.queue.step_back(ticket)  # what else the request began may take a while to end
 
-    def _too_late(self, ticket: Ticket) -> OverloadedError:
-        self._metrics.refused.labels("wait").inc()
+    def _too_late(self, ticket: Ticket, record: Record) -> OverloadedError:
+        self._refuse("wait", ticket.kind, record)
         wait_s = self.queue.predicted_wait_s(ticket.kind, ticket.due, self._now())
         waited_s = self._settings.max_wait_s
         return self._overloaded(f"a request with {_what(ticket.kind)} has waited {waited_s:g} s in vain", wait_s)
@@ -161,9 +185,10 @@ class Gate:
 class Pass:
     """What one admitted request holds, until the context that it is ends."""
 
-    def __init__(self, gate: Gate, ticket: Ticket) -> None:
+    def __init__(self, gate: Gate, ticket: Ticket, record: Record) -> None:
         self._gate = gate
         self._ticket = ticket
+        self._record = record
         self._turns = asyncio.Lock()
         self._cut: Callable[[], None] = _nothing
 
@@ -181,7 +206,7 @@ class Pass:
         """Wait until encoders take it. Any number of times, and at the same time."""
         async with self._turns:
             if self._ticket.place is Place.LOADING:
-                await self._gate._wait_turn(self._ticket, encode=True)
+                await self._gate._wait_turn(self._ticket, self._record, encode=True)
 
     def give_back(self) -> None:
         """Give a place back, at the encoders or with the stages: something has to be encoded first, or others are
@@ -223,7 +248,7 @@ class Pass:
     async def to_stages(self) -> None:
         """Wait until the instances that prefill and decode take it, unless it has a place there."""
         if self._ticket.place is not Place.SERVED:
-            await self._gate._wait_turn(self._ticket, encode=False)
+            await self._gate._wait_turn(self._ticket, self._record, encode=False)
 
     def prefilled(self) -> None:
         """Its prompt is computed, or nobody can tell when it is. Any number of times."""

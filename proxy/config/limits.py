@@ -233,6 +233,26 @@ class PoisonLimits:
         require_positive(self, "blame_s", "quarantine_s", "quarantine_max_s", "memory_s", "bodies")
 
 
+@dataclass(frozen=True)
+class RecordLimits:
+    """How much one proxy process remembers of requests that have ended, for `epd-serve why`
+    (`proxy/records/kept.py`).
+
+    Attributes:
+        requests: half of them the newest, a quarter older ones that failed, a quarter older ones that were slow. 0 to
+            remember none.
+        size_bytes: bytes that they may take, shared out likewise.
+    """
+
+    requests: int = 4096
+    size_bytes: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "size_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"records.{name} must not be negative", param=f"records.{name}")
+
+
 def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raises ConfigError naming the setting and its choices."""
     if value not in choices:

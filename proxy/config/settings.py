@@ -19,6 +19,7 @@ from proxy.config.limits import (
     MediaLimits,
     MemoryLimits,
     PoisonLimits,
+    RecordLimits,
     RetryLimits,
     Timeouts,
     require_one_of,
@@ -76,6 +77,8 @@ class ProxySettings:
         arena: the arena of this host where all stages of the layout use it, else None.
         max_known_features: how many features the proxy remembers.
         trace_path: JSON-lines file for phase stamps; by default none.
+        access_log: file for a line of JSON for each request that has ended, `-` for standard error; by default none.
+        records: what is remembered of requests that have ended.
         policy: how instances are chosen: `first-token`, `least-loaded`, `round-robin`, `power-of-two` or
             `cache-affine`.
         key_limits: what one API key may do at once and per minute.
@@ -119,6 +122,8 @@ class ProxySettings:
     arena: Path | None = None
     max_known_features: int = 65_536
     trace_path: Path | None = None
+    access_log: str = ""
+    records: RecordLimits = field(default_factory=RecordLimits)
     policy: str = "first-token"
     key_limits: KeyLimits = field(default_factory=KeyLimits)
     explain: bool = True

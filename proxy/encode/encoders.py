@@ -35,7 +35,7 @@ from proxy.registry.instance_state import Lease, Work
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint
 from proxy.request.payload import encoded
-from proxy.routing.policy import Candidate, predictions_s, with_neighbours
+from proxy.routing.policy import Candidate, with_neighbours
 from proxy.stages.bodies import encode_body
 from proxy.stages.circuits import Circuits
 from proxy.stages.client import StageClient
@@ -116,8 +116,9 @@ class Encoders:
         costs = [item.tokens for item in items]
         each = share_of(costs, len(encoders))
         workers = with_neighbours([self._with_speed(encoder) for encoder in encoders], each)
-        order.job.explanation.predicted("encode", lambda: zip(workers, predictions_s(workers, each), strict=True))
         shares = spread([item.key for item in items], costs, workers)
+        chosen = [worker.id for worker, share in zip(workers, shares, strict=True) if share]
+        order.job.record.chose("encode", "earliest", each, workers, chosen)
         with ExitStack() as leases:
             try:
                 async with asyncio.TaskGroup() as group:
@@ -136,6 +137,7 @@ class Encoders:
         an encoder, which may be on its way."""
         pause = self._table.pause
         until = pause.now() + self._timeouts.encode_s
+        waits = False
         while True:
             untried = [encoder for encoder in self._table.live(Role.E) if encoder.incarnation_id not in tried]
             if not untried:
@@ -154,6 +156,9 @@ class Encoders:
             if left_s <= 0:
                 return [], "store_full"
             self._metrics.store_waits.inc()
+            if not waits:
+                waits = True
+                order.job.record.note("waits", line="store", full=len(untried))
             await self._table.changed(min(left_s, RELOOK_S))
 
     def _with_speed(self, encoder: Candidate) -> Candidate:
@@ -180,6 +185,7 @@ class Encoders:
             done = weight
         except (StageError, DeadlineError) as error:
             logger.warning("request %s: %s", job.id, error.message)
+            job.record.failed("encode_failed", error, instance.id)
             if isinstance(error, StageDied):
                 job.trial.died(incarnation_id, sent_at=sent_at, encoding=True, ago_s=error.ago_s)
         finally:
@@ -206,15 +212,17 @@ class Encoders:
         if any(other.incarnation_id not in tried for other in self._table.live(Role.E)):
             if not self._budget.withdraw(time.monotonic()):
                 self._metrics.retries_refused.inc()
+                job.record.note("retry_refused", stage=instance.id)
                 self._give_up(order, items, "no_retries_left")
                 return
             self._metrics.retries.labels(instance.id).inc()
+            job.record.again("retry", stage=instance.id, of="encode")
         await self.encode(order, items, tried)
 
     async def _post(self, order: EncodeOrder, instance: Instance, items: Sequence[LoadedItem]) -> dict[str, Any]:
         job = order.job
         body = encoded(encode_body(job.base, items, order.again))
-        begun, outcome = time.perf_counter(), "cancelled"
+        begun, outcome = time.monotonic(), "cancelled"
         self._trace.stamp(job.id, "encode_sent", to=instance.id)
         try:
             answer = await self._unless_it_hangs(
@@ -222,14 +230,15 @@ class Encoders:
                 self._stages.post(instance, Endpoint.CHAT, body, job.headers, timeout_s=self._timeouts.encode_s),
             )
             outcome = "ok"
-            job.explanation.encoded_by(instance.id)
+            job.record.encoded_by(instance.id)
             return answer
         except EpdError as error:
             outcome = error.code or type(error).__name__
             raise
         finally:
-            self._metrics.stage_seconds.labels("E", outcome).observe(time.perf_counter() - begun)
+            self._metrics.stage_seconds.labels("E", outcome).observe(time.monotonic() - begun)
             self._trace.stamp(job.id, "encode_done", by=instance.id, outcome=outcome)
+            job.record.took("encode_call", begun, stage=instance.id, items=len(items), outcome=outcome)
 
     def _hangs(self, incarnation_id: IncarnationId) -> bool:
         return self._table.silence_s(*incarnation_id) > self._timeouts.encode_silence_s
@@ -252,3 +261,4 @@ class Encoders:
     def _give_up(self, order: EncodeOrder, items: Sequence[LoadedItem], reason: str) -> None:
         logger.warning("request %s: %d items go on unencoded (%s)", order.job.id, len(items), reason)
         self._metrics.encode_fallback.labels(reason).inc(len(items))
+        order.job.record.note("not_encoded", items=len(items), reason=reason)

@@ -74,7 +74,7 @@ class EncodeStep:
             job = await self.run(job)
         finally:
             job.passed.encoded()
-        job.explanation.stamp("encoded")
+        job.record.took("encoded", begun)
         self._trace.stamp(job.id, "encoded", t0=begun)
         return job
 
@@ -87,6 +87,7 @@ class EncodeStep:
         items = _distinct(job)
         to_encode = [item for item in items if not self._knows(item.key)]
         self._metrics.encode_skipped.inc(len(items) - len(to_encode))
+        job.record.note("features", items=len(items), in_store=len(items) - len(to_encode))
         missing = await self._obtain(to_encode, EncodeOrder(job, self._done, self._knows))
         if to_encode and not missing:
             job.trial.survived(encoding=True)
@@ -102,6 +103,7 @@ class EncodeStep:
         items = [item for item in items if item.key in lost] or items
         keys = {item.key for item in items}
         self._metrics.encoded_again.inc(len(items))
+        job.record.note("encodes_again", items=len(items))
         # What the directory knows of these is what has just proved wrong.
         order = EncodeOrder(job, self._done, again=frozenset(keys | set(lost)), shunned=self._directory.makers(keys))
         return self._with_features(job, await self._obtain(items, order))
@@ -118,6 +120,8 @@ class EncodeStep:
             leading = [item for item in items if seats[item.key].leads]
             following = [item for item in items if not seats[item.key].leads]
             self._metrics.encode_coalesced.inc(len(following))
+            if following:
+                order.job.record.note("encoded_for_another", items=len(following))
             try:
                 async with asyncio.TaskGroup() as group:
                     if leading:
@@ -166,11 +170,13 @@ class EncodeStep:
             seats[item.key].leave()  # or it may come to lead a flight that nobody here flies
             logger.warning("request %s: %s", order.job.id, error.message)
             self._metrics.encode_fallback.labels("leader_late").inc()
+            order.job.record.note("not_encoded", items=1, reason="leader_late")
             return
         if leads:
             await self._lead([item], seats, order)
         elif not seats[item.key].result:
             self._metrics.encode_fallback.labels("leader_failed").inc()
+            order.job.record.note("not_encoded", items=1, reason="leader_failed")
 
     def _knows(self, key: str) -> bool:
         return self._directory.knows(key, time.monotonic())

@@ -82,7 +82,7 @@ class Attempt:
         """
         self._metrics.paths.labels(route.path.name).inc()
         prefill_id = route.prefill.instance.id if route.prefill is not None else None
-        job.explanation.attempted(route.path.name, prefill_id, route.decode.instance.id)
+        job.record.attempted(route.path.name, prefill_id, route.decode.instance.id)
         decoding = self._circuits.call(route.decode.instance)
         prefilling = self._circuits.call(route.prefill.instance) if route.prefill is not None else None
         calls = (decoding,) if prefilling is None else (prefilling, decoding)
@@ -174,6 +174,7 @@ class Attempt:
     async def _deliver(self, job: Job, instance: Instance, body: bytes | Pieces) -> None:
         """Have P send its KV. Raises KvNotDelivered where its answer says that it could not."""
         answer = await self._stages.post(instance, job.request.endpoint, body, job.headers, timeout_s=None)
+        job.record.cached_tokens = _cached_tokens(answer)
         params = answer.get("kv_transfer_params")
         if isinstance(params, dict) and params.get("ok") is False:
             raise KvNotDelivered(str(params.get("reason") or "no reason given"), stage=instance.id)
@@ -214,13 +215,12 @@ class Attempt:
     ) -> None:
         """Run P. Its failure fails the attempt while P is `needed`: no longer when the client has D's first byte."""
         instance = lease.instance
-        begun, outcome = time.perf_counter(), "cancelled"
+        begun, outcome = time.monotonic(), "cancelled"
         try:
             with call:
                 await sends()
             outcome = "ok"
             job.passed.prefilled()
-            job.explanation.stamp("prefilled")
         except DeadlineError as error:
             outcome = error.code or type(error).__name__
             raise StageTimeout(error.message, stage=instance.id) from error
@@ -234,7 +234,8 @@ class Attempt:
         finally:
             lease.release()
             self._trace.stamp(job.id, "prefilled", outcome=outcome)
-            self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.perf_counter() - begun)
+            job.record.took("prefilled", begun, stage=instance.id, outcome=outcome)
+            self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.monotonic() - begun)
 
     async def _answer(
         self,
@@ -247,7 +248,7 @@ class Attempt:
         opening: asyncio.Lock | None = None,
     ) -> None:
         instance, request = lease.instance, job.request
-        begun, outcome = time.perf_counter(), "cancelled"
+        begun, outcome = time.monotonic(), "cancelled"
 
         def first() -> None:
             call.succeeded()
@@ -268,7 +269,7 @@ class Attempt:
                         )
                         call.succeeded()
                         job.trial.survived()
-                        job.explanation.stamp("answered")
+                        job.record.took("answered", begun, stage=instance.id)
                         keep = bool(request.body.get("return_token_ids"))
                         await sink.respond_json(200, public_answer(answer, keep_token_ids=keep))
                 except DeadlineError as error:
@@ -282,11 +283,19 @@ class Attempt:
             raise
         finally:
             lease.release()
-            self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.perf_counter() - begun)
+            self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.monotonic() - begun)
 
     def _first_byte(self, job: Job, instance: Instance) -> None:
         job.passed.prefilled()
         self._metrics.ttft_seconds.observe(asyncio.get_running_loop().time() - job.arrived)
         self._metrics.first_tokens.labels(instance.role.value).inc()
         self._trace.stamp(job.id, "first_byte", stage=instance.id)
-        job.explanation.stamp("first_byte")
+        job.record.first_byte(instance.id)
+
+
+def _cached_tokens(answer: Mapping[str, Any]) -> int | None:
+    """Prompt tokens that a stage found in its prefix cache, where it says so (`--enable-prompt-tokens-details`)."""
+    usage = answer.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return cached if isinstance(cached, int) else None

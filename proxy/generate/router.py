@@ -9,6 +9,7 @@ prefers heads for which the items are ready (`Job.features`).
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Collection, Sequence
 
 from msgspec import Struct
@@ -28,7 +29,6 @@ from proxy.routing.policy import (
     burden,
     first_token,
     least_loaded,
-    predictions_s,
     preferred,
     with_neighbours,
 )
@@ -55,12 +55,14 @@ class _HeadChoice(Struct, frozen=True):
     Attributes:
         head: as the policy sees it: encoding that the request has to wait for first counts as load of its own.
         tail: who decodes, where the head does not.
+        tails: among whom that one was chosen.
         rank: what speaks against it, before any load.
     """
 
     path: Path
     head: Candidate
     tail: Candidate | None
+    tails: Sequence[Candidate]
     rank: tuple[int, ...]
 
 
@@ -74,6 +76,7 @@ class Router:
     def __init__(self, table: InstanceTable, *, instance_wait_s: float, policy: str = "first-token") -> None:
         self._table = table
         self._instance_wait_s = instance_wait_s
+        self._policy_name = policy
         self._policy = POLICIES[policy]
         # A decode instance answers with what another one has prefilled: there is no first token to predict.
         self._tail_policy = least_loaded if self._policy is first_token else self._policy
@@ -98,7 +101,7 @@ class Router:
         possible = live or paths(self._table.wanted, multimodal=True, fused=_fused(job))
         ways = {path.encode for path in possible}
         if len(ways) > 1:
-            choice = self._pick(job, (), self._placement(job)) if live else None
+            choice = self._pick(job, (), self._placement(job), noted=True) if live else None
             return choice is not None and choice.path.encode
         return True in ways
 
@@ -112,11 +115,16 @@ class Router:
         now = self._table.pause.now
         until = now() + self._instance_wait_s
         placement = self._placement(job)
-        while (choice := self._pick(job, avoid, placement)) is None:
+        since, missing = time.monotonic(), ""
+        while (choice := self._pick(job, avoid, placement, noted=True)) is None:
             if (left_s := until - now()) <= 0:
+                job.record.took("waited", since, missing=missing)
                 missing = ", ".join(self._table.missing()) or "an instance"
                 raise NoInstanceError(f"no live instance: {missing} is missing; try again later")
+            missing = missing or ", ".join(self._table.missing()) or "an instance"
             await self._table.changed(left_s)
+        if missing:
+            job.record.took("waited", since, missing=missing)
         if choice.tail is None:
             return Route(choice.path, None, self._table.acquire(choice.head.id, Work.DECODE, placement.cost))
         prefill = self._table.acquire(choice.head.id, Work.PREFILL, placement.cost)
@@ -133,16 +141,36 @@ class Router:
         affinity = prompt_affinity(job.base) if self._by_affinity else ""
         return Placement(job.tokens, affinity, self._random.getrandbits(32))
 
-    def _pick(self, job: Job, avoid: Collection[IncarnationId], placement: Placement) -> _HeadChoice | None:
+    def _pick(
+        self, job: Job, avoid: Collection[IncarnationId], placement: Placement, *, noted: bool = False
+    ) -> _HeadChoice | None:
+        """`noted`: the request goes by it."""
         choices = self._choices(job, avoid, placement)
-        if len(choices) <= 1:
-            return choices[0] if choices else None
+        if not choices:
+            return None
         fittest = min(choice.rank for choice in choices)
-        choices = [choice for choice in choices if choice.rank == fittest]
-        heads = [choice.head for choice in choices]
-        head = self._policy(heads, placement)
-        job.explanation.predicted("prompt", lambda: zip(heads, predictions_s(heads, placement.cost), strict=True))
-        return next(choice for choice in choices if choice.head is head)
+        compared = [choice for choice in choices if choice.rank == fittest]
+        chosen = compared[0]
+        if len(compared) > 1:
+            head = self._policy([choice.head for choice in compared], placement)
+            chosen = next(choice for choice in compared if choice.head is head)
+        if noted:
+            self._note(job, choices, chosen, placement)
+        return chosen
+
+    def _note(self, job: Job, choices: Sequence[_HeadChoice], chosen: _HeadChoice, placement: Placement) -> None:
+        job.record.chose(
+            "prompt",
+            self._policy_name,
+            placement.cost,
+            [choice.head for choice in choices],
+            [chosen.head.id],
+            paths=[choice.path.name for choice in choices],
+            ranks=[choice.rank for choice in choices],
+        )
+        if chosen.tail is not None:
+            policy = "least-loaded" if self._tail_policy is least_loaded else self._policy_name
+            job.record.chose("decode", policy, 1.0, chosen.tails, [chosen.tail.id])
 
     def _choices(self, job: Job, avoid: Collection[IncarnationId], placement: Placement) -> list[_HeadChoice]:
         """Every live head that the job can go to, and of each kind with which tail."""
@@ -150,7 +178,8 @@ class Router:
         encoders = self._table.live(Role.E) if undecided else ()
         choices = []
         for path in paths(self._roles(job), multimodal=bool(job.items), fused=_fused(job)):
-            tail = self._tail(path, avoid, placement)
+            tails = preferred(self._table.live(path.tail), avoid) if path.tail is not None else ()
+            tail = self._tail_policy(tails, replace(placement, cost=1.0)) if tails else None
             for head in self._table.live(path.head):
                 rank = (
                     burden(head, avoid) + (burden(tail, avoid) if tail is not None else 0),
@@ -159,7 +188,7 @@ class Router:
                 )
                 if undecided:
                     head = _with_encoding(head, job.items, encoders if path.encode else ())
-                choices.append(_HeadChoice(path, head, tail, rank))
+                choices.append(_HeadChoice(path, head, tail, tails, rank))
         return choices
 
     def _roles(self, job: Job) -> frozenset[Role]:
@@ -167,11 +196,6 @@ class Router:
         being up."""
         roles = self._table.live_roles()
         return roles | self._table.wanted & {Role.E} if job.items else roles
-
-    def _tail(self, path: Path, avoid: Collection[IncarnationId], placement: Placement) -> Candidate | None:
-        if path.tail is None:
-            return None
-        return self._tail_policy(preferred(self._table.live(path.tail), avoid), replace(placement, cost=1.0))
 
 
 def _fused(job: Job) -> bool:

@@ -102,12 +102,15 @@ class GenerateStep:
             await self._encoded(progress)
         begun = time.monotonic()
         await job.passed.to_stages()
-        job.explanation.stamp("admitted")
+        job.record.note("admitted")
         self._trace.stamp(job.id, "admitted", t0=begun)
         failure: StageError | StageRefusal | None = None
         while True:
             job.trial.check()
+            suspected, since = job.trial.suspected, time.monotonic()
             async with job.trial.turn(job.passed.give_back):
+                if suspected:
+                    job.record.took("on_trial", since)
                 job.trial.check()  # other copies may have been on trial meanwhile
                 await job.passed.to_stages()  # to wait, to encode after all, or again, is to give the place back
                 route = await self._router.route(progress.job, avoid=progress.avoid)
@@ -118,11 +121,14 @@ class GenerateStep:
                     stage = route.decode.instance.id
                     raise failure or StageError("nobody can go on after the first token", stage=stage)
                 failure = None
+                began = time.monotonic()
                 sent_at = asyncio.get_running_loop().time()
                 try:
                     if self._may_run(progress, route) and await self._answered(progress, delivery, route, sink):
                         return
                 except (StageError, StageRefusal) as error:
+                    stage = error.stage if isinstance(error, StageError) else route.decode.instance.id
+                    job.record.failed("failed", error, stage, s=time.monotonic() - began, delivery=delivery.value)
                     if not sink.repeatable:
                         raise
                     failure = error
@@ -196,6 +202,7 @@ class GenerateStep:
             return False
         finally:
             self._metrics.went_ahead.labels(outcome).inc()
+            progress.job.record.note("went_ahead", outcome=outcome)
 
     async def _run_attempt(
         self, job: Job, delivery: Delivery, route: Route, sink: ClientSink, encoding: Encoding | None = None
@@ -238,11 +245,13 @@ class GenerateStep:
                 give_up = True
             if not give_up and not self._budget.withdraw(time.monotonic()):
                 self._metrics.retries_refused.inc()
+                progress.job.record.note("retry_refused", stage=failure.stage)
                 give_up = True
         if give_up:
             raise failure
         logger.warning("request %s: %s; trying again", progress.job.id, failure.message)
         self._metrics.retries.labels(failure.stage).inc()
+        progress.job.record.again("retry", stage=failure.stage, failures=progress.failures, of="attempt")
         return pause_s
 
     async def _step_down(
@@ -280,6 +289,7 @@ class GenerateStep:
             progress.job = _without_features(job, missing.keys) if missing is not None else job
             progress.delivery = Delivery.PIXELS
         self._metrics.step_downs.labels(delivery.value, progress.delivery.value, cause).inc()
+        job.record.again("step_down", cause=cause, before=delivery.value, then=progress.delivery.value)
         logger.warning(
             "request %s: %s (feature missing: %s); trying again with %s",
             job.id,

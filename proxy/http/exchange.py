@@ -33,10 +33,10 @@ from proxy.errors import (
 from proxy.http.body import ClientLeft, read_body
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
+from proxy.records.record import Record
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_deadline import DeadlineLapsed, deadline_s
 from proxy.request.client_sink import ClientSink
-from proxy.request.explanation import NO_EXPLANATION, Explanation, is_requested
 from proxy.request.parse import Endpoint
 from proxy.server.client_disconnect import DisconnectWatch
 from proxy.tenants.auth import caller_of
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 LAST_WORD_S = 1.0
 """How long a client may take to read the error that ends its request. One that reads nothing would be waited for as
 long as it keeps its connection."""
+EXPLAIN = "x-epd-explain"
 CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 T = TypeVar("T")
 
@@ -54,6 +55,11 @@ def client_request_id(headers: Headers) -> str | None:
     name of ours, since clients may give one name to many."""
     request_id = headers.get("x-request-id", "")
     return request_id if CLIENT_ID.fullmatch(request_id) else None
+
+
+def is_explained(headers: Headers) -> bool:
+    """Whether the client wants to be told what becomes of its request. Anything but `1`, `true`, `yes` means no."""
+    return headers.get(EXPLAIN, "").strip().lower() in ("1", "true", "yes")
 
 
 class RequestHeaders(Headers):
@@ -91,40 +97,45 @@ class Exchange:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pipeline = self._pipeline
         headers = RequestHeaders(scope)
-        explained = self._settings.explain and is_requested(headers)
-        explanation = Explanation(self._id, enabled=True) if explained else NO_EXPLANATION
         named = client_request_id(headers)
-        sink = ClientSink(send, {"x-request-id": named or self._id}, explanation.headers)
+        record = Record(self._id, self._endpoint.value, named or "")
+        explained = self._settings.explain and is_explained(headers)
+        sink = ClientSink(send, {"x-request-id": named or self._id}, record.headers if explained else dict)
         outcome = "500"
         pipeline.trace.stamp(self._id, "arrived", **({"client_id": named} if named else {}))
+        pipeline.records.begin(record)
         try:
             with pipeline.drain:
                 try:
-                    outcome = await self._serve(scope, headers, receive, sink, explanation)
+                    outcome = await self._serve(scope, headers, receive, sink, record)
                 except EpdError as error:
-                    outcome = await self._answer_error(error, sink)
+                    outcome = await self._answer_error(error, sink, record)
         except DrainingError as error:
             pipeline.metrics.refused.labels("draining").inc()
-            outcome = await self._answer_error(error, sink)
+            outcome = await self._answer_error(error, sink, record)
         except asyncio.CancelledError:
             outcome = CANCELLED
             raise
         except Exception:
+            answer = internal_error()
+            record.ends_in(answer)
             if not sink.committed:
-                answer = internal_error()
                 await sink.respond_json(answer.status, error_body(answer), {"connection": "close"})
             raise  # the server logs the traceback
         finally:
             pipeline.metrics.requests.labels(self._endpoint.value, outcome).inc()
             pipeline.trace.stamp(self._id, "done", outcome=outcome)
+            record.outcome, record.status, record.bytes_out = outcome, sink.status, sink.bytes_sent
+            record.events_sent = sink.events_sent
+            with pipeline.background.handling("Record"):  # whatever is wrong with it, its client has an answer
+                pipeline.records.end(record, sink.last)
 
-    async def _serve(
-        self, scope: Scope, headers: Headers, receive: Receive, sink: ClientSink, explanation: Explanation
-    ) -> str:
+    async def _serve(self, scope: Scope, headers: Headers, receive: Receive, sink: ClientSink, record: Record) -> str:
         """Read the body and work, until the client leaves or there is no more time. Returns how it ended, for the
         metrics. Raises EpdError: what to answer instead."""
         begun = time.monotonic()  # the event loop's clock, too
         caller = caller_of(headers, self._settings)
+        record.tenant = caller.tenant
         limit = _limit(headers, self._settings)
         cancel_scope: CancelScope[_Why] = CancelScope()
         admitted, memory = self._pipeline.admitted(caller.account), self._pipeline.memory.request(caller.account)
@@ -136,22 +147,22 @@ class Exchange:
             except ClientLeft:
                 return CANCELLED
             what = "the request"
-            explanation.stamp("received")
+            record.bytes_in = len(raw)
+            record.took("received", begun)
             self._pipeline.trace.stamp(self._id, "received")
 
             def left() -> None:
                 if not sink.finished:
                     logger.info("request %s: the client left", self._id)
+                    record.note("client_left")
                     cancel_scope.cancel(_Why.LEFT)
 
             until = begun + limit.s if limit.clients else None
             with DisconnectWatch(scope, receive, left):
                 try:
-                    await self._pipeline.run(
-                        self._id, self._endpoint, raw, caller.tenant, held, sink, explanation, until=until
-                    )
+                    await self._pipeline.run(record, self._endpoint, raw, caller.tenant, held, sink, until=until)
                 except EpdError as error:
-                    return await self._answer_error(error, sink)
+                    return await self._answer_error(error, sink, record)
             return str(sink.status)
         if cancel_scope.reason is _Why.LEFT or sink.finished:
             return CANCELLED
@@ -159,10 +170,11 @@ class Exchange:
             self._pipeline.metrics.deadlines_lapsed.inc()
         raise limit.error(what)
 
-    async def _answer_error(self, error: EpdError, sink: ClientSink) -> str:
+    async def _answer_error(self, error: EpdError, sink: ClientSink, record: Record) -> str:
         """The error as JSON, or, once the stream has begun, as one event after which the connection is aborted:
         returning with the response unfinished makes the server close it."""
         _let_go(error)
+        record.ends_in(error)
         if error.status >= 500:
             logger.warning("request %s ended with %d: %s", self._id, error.status, error.message)
         with suppress(TimeoutError):

@@ -14,6 +14,8 @@ from starlette.types import Send
 
 from proxy import strict_json
 
+EVENT_END = b"\n\n"
+
 
 class ShownToken(Struct, frozen=True):
     """What a client has of an answer whose first token it was shown.
@@ -36,9 +38,13 @@ class ClientSink:
     Attributes:
         committed: the response has begun: its status has been sent.
         shown: the first token, where the client has that and nothing else.
+        bytes_sent: of the body. events_sent: of a stream.
     """
 
-    __slots__ = ("_headers", "_late_headers", "_send", "committed", "finished", "shown", "status")
+    __slots__ = (
+        "_before", "_headers", "_last", "_late_headers", "_send", "bytes_sent", "committed", "events_sent", "finished",
+        "shown", "status",
+    )  # fmt: skip
 
     def __init__(
         self, send: Send, headers: Mapping[str, str], late_headers: Callable[[], Mapping[str, str]] = dict
@@ -50,6 +56,13 @@ class ClientSink:
         self.finished = False
         self.shown: ShownToken | None = None
         self.status = 0
+        self.bytes_sent = self.events_sent = 0
+        self._before = self._last = b""
+
+    @property
+    def last(self) -> bytes:
+        """The end of what was sent, as it was written: why the answer ended stands in it, and what it took."""
+        return self._before + self._last
 
     @property
     def repeatable(self) -> bool:
@@ -61,12 +74,16 @@ class ClientSink:
 
     async def write(self, data: bytes) -> None:
         assert self.committed and not self.finished, "write outside of a started response"
+        self._count(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish(self, data: bytes = b"") -> None:
         """End the response, with the last of it."""
         assert self.committed and not self.finished, "the end of a response that is not under way"
         self.finished = True
+        if data:
+            self._last = self.last  # of all the last three are kept
+            self._count(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def respond_json(
@@ -78,7 +95,13 @@ class ClientSink:
             status, {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
         )
         self.finished = True
+        self.bytes_sent, self._last = len(body), body
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _count(self, data: bytes) -> None:
+        self.bytes_sent += len(data)
+        self.events_sent += data.count(EVENT_END)
+        self._before, self._last = self._last, data
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         assert not self.committed, "a second response to one request"

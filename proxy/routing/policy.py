@@ -34,7 +34,7 @@ UNMEASURED_RATE = 1000.0
 """Of a kind of instance none of which has done anything yet."""
 
 
-class Candidate(Struct, frozen=True):
+class Candidate(Struct, frozen=True, array_like=True):
     """An instance as a policy sees it.
 
     Attributes:

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from proxy.admission.gate import Pass
 from proxy.media.loader import LoadedItem
+from proxy.records.record import Record
 from proxy.registry.feature_directory import Metadata
-from proxy.request.explanation import NO_EXPLANATION, Explanation
 from proxy.request.parse import ParsedRequest
 from proxy.stages.suspects import Trial
 
@@ -42,7 +42,7 @@ class Job(Struct, frozen=True):
         arrived: loop time in seconds when the request came in.
         passed: its place with the stages.
         trial: whether its body is suspected of killing instances.
-        explanation: what the client may want to be told; steps stamp it.
+        record: what becomes of it; steps note there what they do.
     """
 
     id: str
@@ -53,8 +53,8 @@ class Job(Struct, frozen=True):
     arrived: float
     passed: Pass
     trial: Trial
+    record: Record
     features: Features | None = None
-    explanation: Explanation = NO_EXPLANATION
 
     @property
     def headers(self) -> dict[str, str]:

@@ -19,6 +19,7 @@ from epd_serve.errors import EpdError
 from epd_serve.wire import Announcement
 from proxy.background import Background
 from proxy.errors import most_telling
+from proxy.records.records import Found, Question, found_together
 from proxy.registry.announcements import Announcements, take_in
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed
@@ -30,6 +31,8 @@ from proxy.workers.wire import (
     FeedError,
     FromParent,
     Hello,
+    RecordsQuery,
+    RecordsReply,
     Serving,
     Setup,
     TotalQuery,
@@ -71,7 +74,7 @@ class Worker:
         self.roster_is_old = asyncio.Event()
         self.writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count()
-        self._pending: dict[int, asyncio.Future[None]] = {}
+        self._pending: dict[int, asyncio.Future[CountsReply | RecordsReply]] = {}
 
     def send(self, message: FromParent) -> None:
         if self.writer is not None:
@@ -80,23 +83,31 @@ class Worker:
 
     async def tell(self, timeout_s: float) -> bool:
         """Have it say what it has counted. False when it did not in time."""
-        number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._pending[number] = reply
-        self.send(CountsQuery(number))
+        return await self._asked(CountsQuery(next(self._numbers)), timeout_s) is not None
+
+    async def look(self, question: Question, timeout_s: float) -> Found | None:
+        """What it knows of requests; None when it did not say in time."""
+        reply = await self._asked(RecordsQuery(next(self._numbers), question), timeout_s)
+        return reply.found if isinstance(reply, RecordsReply) else None
+
+    async def _asked(self, query: CountsQuery | RecordsQuery, timeout_s: float) -> CountsReply | RecordsReply | None:
+        reply: asyncio.Future[CountsReply | RecordsReply] = asyncio.get_running_loop().create_future()
+        self._pending[query.number] = reply
+        self.send(query)
         try:
             async with asyncio.timeout(timeout_s):
-                await reply
+                return await reply
         except TimeoutError:
-            return False
+            return None
         finally:
-            del self._pending[number]
-        return True
+            del self._pending[query.number]
 
-    def reply(self, message: CountsReply) -> None:
-        self.counts = message.counts
+    def reply(self, message: CountsReply | RecordsReply) -> None:
+        if isinstance(message, CountsReply):
+            self.counts = message.counts
         waiting = self._pending.get(message.number)
         if waiting is not None and not waiting.done():
-            waiting.set_result(None)
+            waiting.set_result(message)
 
 
 class WorkerHub:
@@ -197,7 +208,7 @@ class WorkerHub:
                         case Serving():
                             worker.serving = True
                             worker.changed.set()
-                        case CountsReply():
+                        case CountsReply() | RecordsReply():
                             worker.reply(message)
                         case TotalQuery():
                             if len(answers) >= MAX_QUESTIONS:
@@ -236,6 +247,12 @@ class WorkerHub:
     async def counted(self) -> list[Family]:
         """What all workers have counted together."""
         return await self._all_counted(None)
+
+    async def look(self, question: Question) -> Found:
+        """What all workers know of requests. One that does not answer in time is left out."""
+        serving = [one for one in self._workers.values() if one.writer is not None]
+        found = await asyncio.gather(*(one.look(question, TELL_S) for one in serving))
+        return found_together(question, [one for one in found if one is not None])
 
     async def _answer(self, worker: Worker, question: TotalQuery) -> None:
         with self._background.handling(TotalQuery.__name__):  # who asked waits for its deadline, and nobody else

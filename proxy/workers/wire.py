@@ -17,6 +17,7 @@ from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.config.settings import ProxySettings
+from proxy.records.records import Found, Question
 
 MAX_FRAME_BYTES = 16 << 20
 _LENGTH_BYTES = 4
@@ -93,6 +94,13 @@ class CountsQuery(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class RecordsQuery(msgspec.Struct, tag=True, frozen=True):
+    """What do you know of requests?"""
+
+    number: int
+    question: Question
+
+
 class TotalReply(msgspec.Struct, tag=True, frozen=True):
     """Answers a worker's `TotalQuery` of that number with the counts of all workers together."""
 
@@ -120,6 +128,13 @@ class CountsReply(msgspec.Struct, tag=True, frozen=True):
     counts: list[Family]
 
 
+class RecordsReply(msgspec.Struct, tag=True, frozen=True):
+    """Answers a `RecordsQuery`."""
+
+    number: int
+    found: Found
+
+
 class TotalQuery(msgspec.Struct, tag=True, frozen=True):
     """What have all workers counted, with this one's counts as given?"""
 
@@ -128,8 +143,8 @@ class TotalQuery(msgspec.Struct, tag=True, frozen=True):
 
 
 Message = TypeVar("Message")
-FromParent = Setup | Roster | CountsQuery | TotalReply
-FromWorker = Hello | Serving | CountsReply | TotalQuery
+FromParent = Setup | Roster | CountsQuery | RecordsQuery | TotalReply
+FromWorker = Hello | Serving | CountsReply | RecordsReply | TotalQuery
 
 
 def _plain(value: Any) -> Any:

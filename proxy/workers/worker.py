@@ -38,6 +38,8 @@ from proxy.workers.wire import (
     FromParent,
     FromWorker,
     Hello,
+    RecordsQuery,
+    RecordsReply,
     Roster,
     Serving,
     Setup,
@@ -137,6 +139,8 @@ class Feed:
                 self.informed.set()
             case CountsQuery():
                 self.say(CountsReply(message.number, own_counts(pipeline.metrics.registry)))
+            case RecordsQuery():
+                self.say(RecordsReply(message.number, pipeline.records.look(message.question)))
             case TotalReply():
                 waiting = self._pending.get(message.number)
                 if waiting is not None and not waiting.done():

@@ -31,6 +31,7 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.config.limits import Timeouts
 from proxy.config.settings import ProxySettings
+from proxy.records.records import Question
 from proxy.registry.instance_state import Work
 from tests.proxy.fakes import FakeStage, answer, bound, once, served, settings, text_body
 from tests.waiting import PATIENCE_S, until
@@ -182,6 +183,25 @@ async def test_all_nodes_answer_and_what_they_hold_is_summed() -> None:
             return sum(float(line.rpartition(" ")[2]) for line in ended) == 4
 
         await until(counted)
+
+
+async def test_whichever_node_had_a_request_it_is_found_and_a_node_that_does_not_answer_is_left_out() -> None:
+    async with house() as h:
+        h.publish()
+        await h.doors.ready()
+        ids = [(await node.ask()).headers["x-request-id"] for node in h.nodes]
+        for name in ids:
+            (told,) = (await h.doors.look(Question(id=name))).requests
+            assert told["id"] == name and told["decode"] == h.observed.order.id
+
+        async def counted() -> bool:
+            minute = (await h.doors.look(Question(minute=True))).minute
+            return minute is not None and sum(minute.outcomes.values()) == len(ids)
+
+        await until(counted)
+        h.nodes[0].cut_off()
+        listed = (await h.doors.look(Question(limit=10))).requests
+        assert [one["id"] for one in listed] == ids[1:]
 
 
 async def test_a_front_part_that_dies_costs_no_front_door_and_knows_again_what_it_was_told() -> None:

@@ -19,6 +19,7 @@ from proxy.config.limits import AdmissionLimits
 from proxy.encode.encoders import EncodeOrder
 from proxy.encode.step import EncodeStep
 from proxy.metrics import Metrics
+from proxy.records.record import Record
 from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.pause import Pause
 from proxy.routing.rendezvous import owners
@@ -264,10 +265,11 @@ async def test_a_follower_that_gave_up_does_not_come_to_lead() -> None:
 
     def job(*keys: str) -> Any:
         gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
-        passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0))
+        passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0), Record("r"))
         return SimpleNamespace(
             id="r",
             passed=passed,
+            record=Record("r"),
             items=[SimpleNamespace(key=key, ref=SimpleNamespace(param=key)) for key in keys],
             features=None,
         )

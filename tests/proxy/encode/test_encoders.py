@@ -25,6 +25,7 @@ from proxy.errors import StageRefusal
 from proxy.fields.parts import MediaRef
 from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
+from proxy.records.record import Record
 from proxy.registry.pause import Pause
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint, ParsedRequest
@@ -192,9 +193,9 @@ def job(costs: list[int]) -> Job:
         for index, cost in enumerate(costs)
     ]
     gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
-    passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0))
+    passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0), Record("r"))
     trial = Suspects(PoisonLimits(), Metrics(), wait_s=60.0).trial(b"{}")
-    return Job("r", request, body, tuple(items), float(sum(costs)), 0.0, passed, trial)
+    return Job("r", request, body, tuple(items), float(sum(costs)), 0.0, passed, trial, Record("r"))
 
 
 ENDINGS = st.lists(st.sampled_from(["ok", "later", "error", "late", "refusal", "hangs"]), max_size=12)

@@ -6,11 +6,13 @@ import base64
 import io
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from proxy.records.records import Question
 from proxy.redact import RedactingFilter, redact_logs, redacted
 from tests.proxy.fakes import cluster, data_url, encodes, image_body, image_file, refuses, replies, settings, streams
 
@@ -56,8 +58,9 @@ async def test_no_secret_leaves_by_any_way(logged: io.StringIO, tmp_path: Path) 
             raise httpx.ConnectError(f"no way to {request.url}")
         return httpx.Response(200, stream=httpx.ByteStream(png))
 
-    trace = tmp_path / "proxy.jsonl"
-    config = settings(api_keys=(KEY,), stage_key=STAGE_KEY, trace_path=trace, retries=0, send_pixels="always")
+    trace, log = tmp_path / "proxy.jsonl", tmp_path / "access.jsonl"
+    config = settings(api_keys=(KEY,), stage_key=STAGE_KEY, trace_path=trace, access_log=str(log), retries=0)
+    config = replace(config, send_pixels="always")
     assert not found_in(repr(config))
     transport = httpx.MockTransport(media)
     records = []
@@ -83,7 +86,9 @@ async def test_no_secret_leaves_by_any_way(logged: io.StringIO, tmp_path: Path) 
         await ask(data_url(png))
         metrics = (await c.client.get("/metrics")).text
         instances = (await c.client.get("/instances")).text
-    everything = "\n".join([logged.getvalue(), trace.read_text(), metrics, instances, *records])
+        look = c.pipeline.records.look
+        told = str([look(Question(id=one["id"])) for one in look(Question(limit=99)).requests])
+    everything = "\n".join([logged.getvalue(), trace.read_text(), log.read_text(), told, metrics, instances, *records])
     assert not found_in(everything, pixels, "pa55word", "sk-wrong-5ecret")
     assert [one[:3] for one in records] == ["200", "400", "400", "400", "400", "401", "400", "502", "502"]
     assert "validation error" in records[6]

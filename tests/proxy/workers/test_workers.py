@@ -21,6 +21,7 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.background import Background
 from proxy.config.limits import Timeouts
+from proxy.records.records import Question
 from proxy.registry.instance_state import Lease, Work
 from proxy.workers import hub as worker_hub
 from proxy.workers.hub import Worker, WorkerHub
@@ -133,6 +134,25 @@ async def test_every_worker_says_the_same_of_instances_and_health() -> None:
         async with asyncio.timeout(DEADLINE_S):
             while {(await c.ask("/health")).status_code for _ in range(4)} != {503}:
                 pass
+
+
+async def test_whichever_worker_had_a_request_it_is_found() -> None:
+    async with crew(3) as c:
+        names = [f"mine-{number}" for number in range(9)]
+        for name in names:
+            await c.ask("/v1/chat/completions", method="POST", json=text_body(), headers={"x-request-id": name})
+        for name in names:
+            (told,) = (await c.hub.look(Question(id=name))).requests
+            assert told["client_id"] == name and told["decode"] == "PD0"
+        listed = (await c.hub.look(Question(limit=5))).requests
+        assert [one["client_id"] for one in listed] == names[:-6:-1]
+
+        async def counted() -> bool:
+            minute = (await c.hub.look(Question(minute=True))).minute
+            return minute is not None and minute.outcomes == {"200": 9}
+
+        await until(counted)
+        assert not (await c.hub.look(Question(id="nobody"))).requests
 
 
 async def test_connections_that_live_long_are_shared_out() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from proxy.records.record import MAX_EVENTS, MAX_MOMENTS, Record
 from proxy.registry.instance_state import Work
-from proxy.request.explanation import MAX_STAMPS, Explanation
 from proxy.routing.policy import UNMEASURED_RATE
 from tests.proxy.fakes import cluster, encodes, image_body, replies, settings, text_body
 
@@ -77,17 +77,18 @@ async def test_an_operator_can_keep_it_to_himself() -> None:
 
 @pytest.mark.parametrize("name", ["evil\r\nset-cookie: a=b", "ünï"])
 def test_names_from_elsewhere_cannot_break_the_headers(name: str) -> None:
-    explanation = Explanation("id", enabled=True, clock=lambda: 0.0)
-    explanation.attempted("PD", None, name)
-    value = explanation.headers()["x-epd-instances"]
+    record = Record("id")
+    record.attempted("PD", None, name)
+    value = record.headers()["x-epd-instances"]
     assert value.isascii() and value.isprintable()
 
 
-def test_stamps_are_bounded() -> None:
-    explanation = Explanation("id", enabled=True, clock=lambda: 0.0)
-    for _ in range(10 * MAX_STAMPS):
-        explanation.stamp("again")
-    assert explanation.headers()["x-epd-timing-ms"].count("again") == MAX_STAMPS
+def test_events_are_bounded_and_those_left_out_are_counted() -> None:
+    record = Record("id")
+    for _ in range(MAX_EVENTS + 7):
+        record.note("admitted")
+    assert len(record.events) == MAX_EVENTS and record.lost == 7
+    assert record.headers()["x-epd-timing-ms"].count("admitted") == MAX_MOMENTS
 
 
 async def test_a_client_s_name_for_its_request_comes_back_and_stages_get_ours(tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""`epd-serve why REQUEST_ID`: where a request went and why, what it waited for, what failed, why it was refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+from deploy.cli.change import DONE, get
+from deploy.cli.which import add_which, client
+from deploy.memory.placement_table import table
+from deploy.options.flags import Parser, subparser
+
+ORDERS = ("newest", "slowest", "failed")
+WIDEST, BAR_LEAST = 140, 16
+BAR, MARK, REST = "█", "│", "·"
+"""What took from here to there, what happened here, and the time of the request."""
+
+Json = Mapping[str, Any]
+
+
+def add_why(commands: Any) -> dict[str, Parser]:
+    """The parser, by name."""
+    parser = subparser(commands, "why", "where a request went and why, what it waited for, why it was refused")
+    parser.set_defaults(command=_why)
+    parser.add_argument(
+        "request", nargs="?", default="", metavar="REQUEST_ID",
+        help="x-request-id of its answer, or the client's own; without one the requests that are remembered are listed",
+    )  # fmt: skip
+    parser.add_argument("--order", choices=ORDERS, default=ORDERS[0], help="of the list (default: newest)")
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="lines of the list, up to 200")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
+    add_which(parser)
+    return {"why": parser}
+
+
+def _why(arguments: dict[str, Any]) -> int:
+    name = arguments["request"]
+    with client(arguments) as http:
+        if name:
+            told = get(http, f"/requests/{quote(name, safe='')}")
+        else:
+            told = get(http, "/requests", order=arguments["order"], limit=arguments["limit"])
+    if arguments["as_json"]:
+        print(json.dumps(told, indent=2))
+    elif name:
+        print(request_text(told["request"], told["others"], min(WIDEST, shutil.get_terminal_size().columns)))
+    else:
+        print(list_text(told["requests"], time.time()))
+    return DONE
+
+
+def list_text(requests: list[Json], now: float) -> str:
+    """For people."""
+    if not requests:
+        return "no request is remembered"
+    rows = [("request", "client's id", "ago", "path", "ended", "code", "attempts", "first byte", "total")]
+    for one in requests:
+        rows.append((
+            one["id"], one["client_id"] or "-", _seconds(now - one["began"]), one["path"] or "-", one["outcome"],
+            one["code"] or "-", str(one["attempts"]), _seconds(one["first_byte_s"]), _seconds(one["total_s"]),
+        ))  # fmt: skip
+    return table(rows)
+
+
+def request_text(told: Json, others: list[str], width: int) -> str:
+    """For people: what became of it, why these instances, and its time as bars."""
+    lines = [*_head(told), ""]
+    for choice in told["choices"]:
+        lines += [*_choice(choice), ""]
+    lines += _timeline(told, width)
+    if told["left_out"]:
+        lines.append(f"({told['left_out']} more are not remembered)")
+    if others:
+        lines += ["", f"the client has named {len(others)} more requests so: {', '.join(others)}"]
+    return "\n".join(lines)
+
+
+def _head(told: Json) -> Iterator[str]:
+    mine = f" ({told['client_id']})" if told["client_id"] else ""
+    items = ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in told["items"].items()) or "text"
+    yield f"request {told['id']}{mine}: {told['endpoint']}, {items}"
+    outcomes = {"running": "is running, for", "cancelled": "cancelled after", "broken": "broken off after"}
+    ended = outcomes.get(told["outcome"], f"{told['outcome']} in")
+    attempts = f", {told['attempts']} attempts" if told["attempts"] > 1 else ""
+    yield f"  {ended} {_seconds(told['total_s'])}{_way(told)}{attempts}"
+    if told["code"]:
+        because = f": {told['message']}" if told["message"] else f" at {told['param']}" if told["param"] else ""
+        yield f"  {told['code']}{because}"
+    tokens, finish = told["tokens"], f", finish {told['finish']}" if told["finish"] else ""
+    known = {f"{name} tokens": count for name, count in tokens.items() if count is not None}
+    cached = "" if tokens["cached"] is not None else "; prefix cache not told by the stage"
+    counts = ", ".join(f"{count} {name}" for name, count in known.items())
+    if told["attempts"]:
+        yield f"  {counts or 'tokens not told by the stage'}{cached if counts else ''}{finish}"
+
+
+def _way(told: Json) -> str:
+    stages = (("encode", "+".join(told["encode"])), ("prefill", told["prefill"]), ("decode", told["decode"]))
+    way = ", ".join(f"{stage} {instance}" for stage, instance in stages if instance)
+    return f" by {told['path']}: {way}" if told["path"] else ""
+
+
+def _choice(choice: Json) -> Iterator[str]:
+    what = {"prompt": "takes the prompt", "decode": "decodes", "encode": "encodes"}[choice["work"]]
+    yield f"{', '.join(choice['chosen'])} {what}, at {_seconds(choice['at_s'])}: {choice['why']}"
+    if len(choice["candidates"]) < 2:
+        return
+    by = f" ({choice['policy']})" if choice["work"] != "encode" else ""
+    rows = [("", f"candidate{by}", "load", "per second", "predicted", "")]
+    for one in choice["candidates"]:
+        per_s = f"{one['per_s']:.0f}" if one["per_s"] else "-"
+        predicted = _seconds(one["predicted_s"]) if not one["why_not"] else "-"
+        chosen = "→" if one["chosen"] else ""
+        rows.append((chosen, one["id"], f"{one['load']:.0f}", per_s, predicted, one["why_not"]))
+    yield from (f"  {line}".rstrip() for line in table(rows).splitlines())
+
+
+def _timeline(told: Json, width: int) -> Iterator[str]:
+    total_s = max(told["total_s"], 1e-6)
+    described = [(one["at_s"], one.get("s"), _words(one)) for one in told["events"]]
+    bar = max(BAR_LEAST, width - 22 - max((len(words) for _, _, words in described), default=0))
+    room = max(20, width - 22 - bar)
+    yield f"{'at':>9}  {'took':>9}  "
+    for at_s, took_s, words in described:
+        took = _seconds(took_s) if took_s is not None else ""
+        drawn = _bar((at_s - (took_s or 0.0)) / total_s, at_s / total_s, bar, lasts=took_s is not None)
+        yield f"{_seconds(at_s):>9}  {took:>9}  {words[:room]:{room}}{drawn}".rstrip()
+
+
+def _bar(begin: float, end: float, width: int, *, lasts: bool) -> str:
+    """Of a part of the whole time, which is from 0 to 1."""
+    first, last = (min(width - 1, max(0, int(part * width))) for part in (begin, end))
+    drawn = (BAR if lasts else MARK) * (last - first + 1 if lasts else 1)
+    return REST * (first if lasts else last) + drawn + REST * (width - 1 - last)
+
+
+def _words(event: Json) -> str:
+    """An event in a few words: its name, whom it is about, and the rest as it stands."""
+    name = event["event"].replace("_", " ")
+    rest = {key: value for key, value in event.items() if key not in ("at_s", "event", "s") and value not in ("", None)}
+    stage = rest.pop("stage", "")
+    details = " ".join(f"{key}={value}" if not isinstance(value, str) else value for key, value in rest.items())
+    return " ".join(filter(None, (name, stage, details)))
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"

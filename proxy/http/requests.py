@@ -1,0 +1,51 @@
+"""What became of requests, on the admin listener: one of them, the newest, slowest or failed ones, the last minute."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path, Query
+from fastapi.responses import JSONResponse, Response
+
+from epd_serve.errors import NotFoundError
+from proxy.records.minute import Counts
+from proxy.records.records import MOST, Found, Question
+
+Look = Callable[[Question], Awaitable[Found]]
+"""Asks every front door."""
+
+ID_CHARS = 128
+Name = Annotated[
+    str, Path(max_length=ID_CHARS, description="`x-request-id` of the answer: the server's name, or the client's own.")
+]
+Order = Annotated[Literal["newest", "slowest", "failed"], Query(description="Which first, and of `failed` only those.")]
+Limit = Annotated[int, Query(ge=1, le=MOST)]
+
+
+def request_routes(look: Look) -> APIRouter:
+    """`/requests` and what is below it, and `/rates`."""
+    router = APIRouter(tags=["requests"])
+
+    @router.get("/requests", operation_id="requests")
+    async def requests(order: Order = "newest", limit: Limit = 20) -> Response:
+        found = await look(Question(order=order, limit=limit))
+        return JSONResponse({"requests": found.requests})
+
+    @router.get("/requests/{name:path}", operation_id="request")
+    async def request(name: Name) -> Response:
+        found = (await look(Question(id=name))).requests
+        if not found:
+            raise NotFoundError(
+                f"no front door remembers a request {name}: it may be too long ago (records.requests, "
+                "records.size_bytes), or the front door that had it has ended",
+                code="unknown_request",
+            )
+        return JSONResponse({"request": found[0], "others": [one["id"] for one in found[1:]]})
+
+    @router.get("/rates", operation_id="rates")
+    async def rates() -> Response:
+        found = await look(Question(minute=True))
+        return JSONResponse((found.minute or Counts()).summary())
+
+    return router

@@ -1,0 +1,145 @@
+"""What has ended within the last minute: counts, and how long first tokens and tokens took. Pure.
+
+Times are counted in buckets whose ends are a factor of 2**(1/4) apart, so that those of several front doors add up, and
+a percentile is right within a tenth. The minute is cut into parts, of which the oldest is forgotten as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from proxy.records.record import Record
+
+PART_S = 5.0
+PARTS = 12
+PER_OCTAVE = 4
+LEAST_S = 1e-4
+FRACTIONS = {"p50": 0.5, "p99": 0.99}
+
+
+class Counts(Struct):
+    """What has ended in some time.
+
+    Attributes:
+        seconds: how long that was.
+        outcomes, codes: requests by outcome, and by the code of the error that they ended in.
+        refused: by code, those that were turned away with 429 or 503.
+        first_byte, token: of streams, by bucket. tokens: of answers, as far as they are known.
+    """
+
+    seconds: float = 0.0
+    outcomes: dict[str, int] = {}
+    codes: dict[str, int] = {}
+    refused: dict[str, int] = {}
+    retried: int = 0
+    tokens: int = 0
+    first_byte: dict[int, int] = {}
+    token: dict[int, int] = {}
+
+    def add(self, record: Record) -> None:
+        _count(self.outcomes, record.outcome)
+        if record.code:
+            _count(self.codes, record.code)
+            if record.status in (429, 503):
+                _count(self.refused, record.code)
+        self.retried += record.retried
+        tokens = record.tokens_sent
+        self.tokens += tokens or 0
+        if record.first_byte_s is not None:
+            _count(self.first_byte, bucket(record.first_byte_s))
+            if (token_s := record.token_s(tokens)) is not None:
+                _count(self.token, bucket(token_s))
+
+    def summary(self) -> dict[str, Any]:
+        """For people: rates per second, percentiles in ms, None where nothing was counted."""
+        seconds, requests = max(self.seconds, 1.0), sum(self.outcomes.values())
+        return {
+            "seconds": round(self.seconds, 1),
+            "requests": requests,
+            "requests_per_s": round(requests / seconds, 2),
+            "tokens_per_s": round(self.tokens / seconds, 1),
+            "ttft_ms": _percentiles(self.first_byte),
+            "tpot_ms": _percentiles(self.token),
+            "outcomes": self.outcomes,
+            "codes": self.codes,
+            "refused": self.refused,
+            "retried": self.retried,
+        }
+
+
+def together(several: Iterable[Counts]) -> Counts:
+    """What several processes have counted, in the longest of their times."""
+    every = list(several)
+
+    def summed(name: str) -> dict[Any, int]:
+        total: Counter[Any] = Counter()
+        for one in every:
+            total.update(getattr(one, name))
+        return dict(total)
+
+    return Counts(
+        max((one.seconds for one in every), default=0.0),
+        summed("outcomes"),
+        summed("codes"),
+        summed("refused"),
+        sum(one.retried for one in every),
+        sum(one.tokens for one in every),
+        summed("first_byte"),
+        summed("token"),
+    )
+
+
+class LastMinute:
+    """Of one process. Times are of its clock, and do not go backwards."""
+
+    def __init__(self, now: float) -> None:
+        self._began = now
+        self._parts: deque[tuple[float, Counts]] = deque([(now, Counts())], maxlen=PARTS)
+
+    def add(self, record: Record, now: float) -> None:
+        """It has ended."""
+        self._part(now).add(record)
+
+    def counts(self, now: float) -> Counts:
+        since = now - PARTS * PART_S
+        counts = together(part for began, part in self._parts if began > since)
+        counts.seconds = min(now - self._began, PARTS * PART_S)
+        return counts
+
+    def _part(self, now: float) -> Counts:
+        began, part = self._parts[-1]
+        if now >= began + PART_S:
+            part = Counts()
+            self._parts.append((now, part))
+        return part
+
+
+def bucket(seconds: float) -> int:
+    """Bucket `b` holds times up to `LEAST_S * 2 ** (b / PER_OCTAVE)`."""
+    return max(0, math.ceil(PER_OCTAVE * math.log2(max(seconds, LEAST_S) / LEAST_S)))
+
+
+def percentile_s(buckets: Mapping[int, int], fraction: float) -> float | None:
+    """The time that this fraction did not exceed, as if times were spread evenly within a bucket."""
+    left = fraction * sum(buckets.values())
+    if not left:
+        return None
+    for at in sorted(buckets):
+        if buckets[at] >= left:
+            return LEAST_S * math.exp2((at - 1 + left / buckets[at]) / PER_OCTAVE)
+        left -= buckets[at]
+    return LEAST_S * math.exp2(max(buckets) / PER_OCTAVE)
+
+
+def _percentiles(buckets: Mapping[int, int]) -> dict[str, float | None]:
+    seconds = {name: percentile_s(buckets, fraction) for name, fraction in FRACTIONS.items()}
+    return {name: round(1000 * s, 2) if s is not None else None for name, s in seconds.items()}
+
+
+def _count(counts: dict[Any, int], name: Any) -> None:
+    counts[name] = counts.get(name, 0) + 1

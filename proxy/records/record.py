@@ -1,0 +1,259 @@
+"""What becomes of one request, noted while it runs: the one source of its `x-epd-*` headers, of its line in the access
+log, and of what `epd-serve why` tells of it.
+
+Always on, so noting is all that is done meanwhile: a tuple on a list, and candidates as they are at hand. What follows
+from that is worked out when somebody asks. No content: names, counts, times, codes, and messages of ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct, field
+
+from epd_serve.errors import EpdError, RequestError
+from proxy.routing.policy import Candidate, predictions_s
+
+MAX_EVENTS, MAX_CHOICES = 200, 24
+"""Of one request, which may be retried for minutes."""
+
+MAX_MOMENTS, MAX_PREDICTIONS, MAX_VALUE_CHARS = 64, 8, 2000
+"""Of headers: more than that some clients refuse."""
+
+MAX_MESSAGE_CHARS, MAX_CODE_CHARS = 300, 64
+
+MOMENTS = frozenset({
+    "received", "media", "encoded", "admitted", "dispatched", "prefilled", "first_byte", "answered"
+})  # fmt: skip
+"""Events that `x-epd-timing-ms` tells; the others are in what `why` tells only."""
+
+Event = tuple[float, str, dict[str, Any]]
+"""Seconds since the arrival, a name, and details. `s` among them: for how long that has taken until then."""
+
+
+class Choice(Struct, frozen=True, array_like=True):
+    """What one choice of instances went by.
+
+    Attributes:
+        at_s: since the request's arrival.
+        work: `prompt` (who takes it first), `decode` (who goes on with it), or `encode`.
+        policy: which chose. cost: what the work adds, in the candidates' unit.
+        candidates: who was there. paths: for each the way that the request would take, of a prompt.
+        ranks: for each what spoke against it before any load, of a prompt; only those with the lowest were compared.
+        chosen: ids.
+    """
+
+    at_s: float
+    work: str
+    policy: str
+    cost: float
+    candidates: Sequence[Candidate]
+    chosen: Sequence[str]
+    paths: Sequence[str] = ()
+    ranks: Sequence[tuple[int, ...]] = ()
+
+    @property
+    def compared(self) -> list[Candidate]:
+        """Those among which the policy chose."""
+        if not self.ranks:
+            return list(self.candidates)
+        best = min(self.ranks)
+        return [one for one, rank in zip(self.candidates, self.ranks, strict=True) if rank == best]
+
+    def predicted_s(self) -> dict[str, float]:
+        """By id of those compared: when the work would be done there, and by how much that delays its neighbours."""
+        compared = self.compared
+        return {one.id: s for one, s in zip(compared, predictions_s(compared, self.cost), strict=True)}
+
+
+class Record(Struct):
+    """One request. Written by the task that serves it; packed as it is when it has ended.
+
+    Attributes:
+        id: by which the stages and logs know it. client_id: its client's own name for it, or "".
+        began: seconds since the epoch. clock: `time.monotonic` at that moment.
+        tenant: digest, never the key. media: items by modality. answers: to one prompt.
+        path, encode, prefill, decode: of the last attempt, and instances that have encoded something for it.
+        attempts: at prefill and decode. outcome: as in `epd_proxy_requests_total`, "" while it runs.
+        status: of HTTP, 0 where none was sent. code, param, message: of the error, if it ended in one.
+        finish: the model's reason. Token counts are None where no stage has told them.
+        events_sent: of a stream. first_byte_s: of a stream, since the arrival.
+        retried: something of it was done again. events, choices: in order; lost: how many found no place.
+    """
+
+    id: str
+    endpoint: str = ""
+    client_id: str = ""
+    began: float = field(default_factory=time.time)
+    clock: float = field(default_factory=time.monotonic)
+    tenant: str = ""
+    model: str = ""
+    stream: bool = False
+    answers: int = 1
+    media: dict[str, int] = {}
+    bytes_in: int = 0
+    bytes_out: int = 0
+    path: str = ""
+    encode: list[str] = []
+    prefill: str = ""
+    decode: str = ""
+    attempts: int = 0
+    outcome: str = ""
+    status: int = 0
+    code: str = ""
+    param: str = ""
+    message: str = ""
+    finish: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    events_sent: int = 0
+    first_byte_s: float | None = None
+    total_s: float = 0.0
+    events: list[Event] = []
+    choices: list[Choice] = []
+    retried: bool = False
+    lost: int = 0
+
+    # While it runs.
+
+    def note(self, event: str, **details: Any) -> None:
+        """`event` has happened now. A name may come again when a step is repeated."""
+        if len(self.events) < MAX_EVENTS:
+            self.events.append((time.monotonic() - self.clock, event, details))
+        else:
+            self.lost += 1
+
+    def again(self, event: str, **details: Any) -> None:
+        """The same of a step that is done once more."""
+        self.retried = True
+        self.note(event, **details)
+
+    def took(self, event: str, since: float, **details: Any) -> None:
+        """`event` has come to its end now, and began at this moment of `time.monotonic`."""
+        self.note(event, s=time.monotonic() - since, **details)
+
+    def chose(
+        self,
+        work: str,
+        policy: str,
+        cost: float,
+        candidates: Sequence[Candidate],
+        chosen: Sequence[str],
+        *,
+        paths: Sequence[str] = (),
+        ranks: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """Instances were chosen among these."""
+        if len(self.choices) < MAX_CHOICES:
+            at_s = time.monotonic() - self.clock
+            self.choices.append(Choice(at_s, work, policy, cost, candidates, chosen, paths, ranks))
+        else:
+            self.lost += 1
+
+    def failed(self, event: str, error: EpdError, stage: str, **details: Any) -> None:
+        """A call to `stage` has failed of this. What a stage refuses it may quote: that stays out."""
+        code = _text(error.code or type(error).__name__, MAX_CODE_CHARS)
+        self.note(event, stage=stage, code=code, message=_message(error), **details)
+
+    def ends_in(self, error: EpdError) -> None:
+        """The client is answered with this."""
+        self.code = _text(error.code or error.type, MAX_CODE_CHARS)
+        self.param, self.message = _text(error.param or "", MAX_CODE_CHARS), _message(error)
+        self.note("ends", status=error.status, code=self.code)
+
+    def encoded_by(self, instance: str) -> None:
+        """`instance` has encoded an item of the request."""
+        if instance not in self.encode:
+            self.encode.append(instance)
+
+    def attempted(self, path: str, prefill: str | None, decode: str) -> None:
+        """An attempt begins on these instances."""
+        self.attempts += 1
+        self.path, self.prefill, self.decode = path, prefill or "", decode
+        self.note("dispatched", path=path, prefill=self.prefill, decode=decode)
+
+    def first_byte(self, stage: str) -> None:
+        """The client's first token has come, from this instance."""
+        self.note("first_byte", stage=stage)
+        self.first_byte_s = self.events[-1][0]
+
+    # What follows from it.
+
+    @property
+    def tokens_sent(self) -> int | None:
+        """Of the answer: as the stage says, else the events of its stream that are tokens; None where neither is."""
+        if self.completion_tokens is not None:
+            return self.completion_tokens
+        around = 2 if self.endpoint.endswith("/chat/completions") else 1  # the role, and [DONE]
+        return self.events_sent - around if self.events_sent > around else None
+
+    def token_s(self, tokens: int | None) -> float | None:
+        """Seconds per token after the first, of a stream of one answer with so many tokens (TPOT)."""
+        if self.first_byte_s is None or tokens is None or tokens < 2 or self.answers > 1 or self.outcome != "200":
+            return None
+        return (self.total_s - self.first_byte_s) / (tokens - 1)
+
+    def headers(self) -> dict[str, str]:
+        """The `x-epd-*` response headers so far. `x-epd-timing-ms` counts from the arrival."""
+        told: dict[str, object] = {"request-id": self.id}
+        if predicted := self._predicted_ms():
+            told["predicted-ms"] = predicted
+        if self.attempts:
+            stages = ("encode", "+".join(self.encode)), ("prefill", self.prefill), ("decode", self.decode)
+            told |= {"attempts": self.attempts, "path": self.path}
+            told["instances"] = ", ".join(f"{stage}={instance}" for stage, instance in stages if instance)
+        moments = [f"{name}={1000 * at_s:.1f}" for at_s, name, _ in self.events if name in MOMENTS]
+        told["timing-ms"] = ", ".join(moments[:MAX_MOMENTS])
+        return {f"x-epd-{name}": _printable(str(value)) for name, value in told.items()}
+
+    def _predicted_ms(self) -> str:
+        """Of the last choice of each kind, of a head where there was one: the shortest times."""
+        told = [
+            one for one in self.choices if one.work != "decode" and (one.work == "encode" or len(one.candidates) > 1)
+        ]
+        last = {one.work: one for one in told}
+        parts = []
+        for work in sorted(last):
+            shortest = sorted(last[work].predicted_s().items(), key=lambda pair: pair[1])[:MAX_PREDICTIONS]
+            parts += [f"{work}@{name}={1000 * s:.1f}" for name, s in shortest]
+        return ", ".join(parts)
+
+    def phases_ms(self) -> Mapping[str, float]:
+        """How long each took, in all of the request's life; they overlap."""
+        phases: dict[str, float] = {}
+        for _, name, details in self.events:
+            phase = PHASES.get(name)
+            if phase is not None and "s" in details:
+                phases[phase] = phases.get(phase, 0.0) + 1000 * details["s"]
+        if self.first_byte_s is not None:
+            phases["first_byte"] = 1000 * self.first_byte_s
+        phases["total"] = 1000 * self.total_s
+        return {name: round(ms, 1) for name, ms in phases.items()}
+
+
+PHASES = {
+    "received": "body",
+    "media": "media",
+    "queued": "queue",
+    "encoded": "encode",
+    "prefilled": "prefill",
+}
+"""Events that took time, and what the access log calls that."""
+
+
+def _message(error: EpdError) -> str:
+    """Only where it is about us: of what is wrong with a request it may quote the request."""
+    return "" if isinstance(error, RequestError) else _text(error.message, MAX_MESSAGE_CHARS)
+
+
+def _text(text: str, most: int) -> str:
+    """Not longer than that, and of characters that can be encoded: JSON lets half of one through."""
+    return text[:most].encode(errors="replace").decode()
+
+
+def _printable(value: str) -> str:
+    """Header-safe: names of instances come from other hosts too."""
+    return "".join(char if " " <= char <= "~" else "?" for char in value[:MAX_VALUE_CHARS])

@@ -1,0 +1,131 @@
+"""All records of one process: from a request's arrival to its end, and what can be asked of them."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from msgspec import Struct
+
+from proxy.config.limits import RecordLimits
+from proxy.records.access_log import AccessLog
+from proxy.records.answer_end import answer_end
+from proxy.records.kept import Kept, KeptRecords
+from proxy.records.minute import Counts, LastMinute, together
+from proxy.records.record import Record
+from proxy.records.told import summary, told
+
+NEWEST, SLOWEST, FAILED = ORDERS = ("newest", "slowest", "failed")
+MOST = 200
+MOST_OF_A_NAME = 16
+"""Requests that one client gave one name: all of each is told."""
+
+
+class Question(Struct, frozen=True):
+    """What is asked of every front door.
+
+    Attributes:
+        id: of a request, ours or its client's: all of it. Without one a list, in this `order`, of at most `limit`.
+        minute: the counts of the last minute.
+    """
+
+    id: str = ""
+    order: str = NEWEST
+    limit: int = 0
+    minute: bool = False
+
+
+class Found(Struct, frozen=True):
+    """What one front door answers, or all of them together.
+
+    Attributes:
+        requests: best first, as `proxy/records/told.py` writes them.
+    """
+
+    requests: list[dict[str, Any]] = []
+    minute: Counts | None = None
+
+
+def found_together(question: Question, several: Iterable[Found]) -> Found:
+    """The answers of several front doors as one. Of requests that one client gave the same name the newest is first."""
+    every = list(several)
+    requests = [request for one in every for request in one.requests]
+    requests.sort(key=lambda one: one["total_s"] if question.order == SLOWEST else one["began"], reverse=True)
+    minutes = [one.minute for one in every if one.minute is not None]
+    return Found(requests[: question.limit or MOST], together(minutes) if minutes else None)
+
+
+class Records:
+    """Of one process, in its event loop.
+
+    Args:
+        access_log: a file, `-` for standard error, or "" for none.
+        dropped: called with a number of lines of it that were lost.
+
+    Raises:
+        ConfigError: the access log cannot be opened.
+    """
+
+    def __init__(self, limits: RecordLimits, access_log: str, dropped: Callable[[int], object]) -> None:
+        self._running: dict[str, Record] = {}
+        self._kept = KeptRecords(limits)
+        self._minute = LastMinute(time.monotonic())
+        self._log = AccessLog(access_log, dropped) if access_log else None
+
+    def begin(self, record: Record) -> None:
+        """It has arrived."""
+        self._running[record.id] = record
+
+    def end(self, record: Record, last: bytes) -> None:
+        """It has ended, with its outcome; an answer with these bytes."""
+        del self._running[record.id]
+        now = time.monotonic()
+        record.total_s = now - record.clock
+        if record.status == 200 and last:
+            ending = answer_end(last)
+            record.finish, record.prompt_tokens, record.completion_tokens = ending[:3]
+            if not record.prefill:  # for a D all that P has computed is cached
+                record.cached_tokens = ending.cached_tokens
+        self._minute.add(record, now)
+        self._kept.add(record)
+        if self._log is not None:
+            self._log.ended(record)
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    def look(self, question: Question) -> Found:
+        """What this process knows."""
+        minute = self._minute.counts(time.monotonic()) if question.minute else None
+        if question.id:
+            return found_together(question, [Found([told(record) for record in self._called(question.id)], minute)])
+        if question.limit <= 0:
+            return Found(minute=minute)
+        return Found([summary(record) for record in self._listed(question)], minute)
+
+    def _called(self, name: str) -> list[Record]:
+        running = [self._as_of_now(one) for one in self._running.values() if name in (one.id, one.client_id)]
+        ended = [one for one in self._kept if name in (one.id, one.client_id)]
+        return running[:MOST_OF_A_NAME] + [one.record() for one in heapq.nlargest(MOST_OF_A_NAME, ended, key=_number)]
+
+    def _listed(self, question: Question) -> list[Record]:
+        most = min(question.limit, MOST)
+        if question.order == SLOWEST:
+            return [one.record() for one in heapq.nlargest(most, self._kept)]
+        if question.order == FAILED:
+            failed = (one for one in self._kept if one.failed)
+            return [one.record() for one in heapq.nlargest(most, failed, key=_number)]
+        running = [self._as_of_now(one) for one in self._running.values()]
+        ended = [one.record() for one in heapq.nlargest(most, self._kept, key=_number)]
+        return sorted(running + ended, key=lambda one: one.began, reverse=True)[:most]
+
+    def _as_of_now(self, record: Record) -> Record:
+        record.total_s = time.monotonic() - record.clock
+        return record
+
+
+def _number(one: Kept) -> int:
+    return one.number

@@ -1,0 +1,71 @@
+"""The last minute: what is counted in it, what is forgotten, and how right its percentiles are."""
+
+from __future__ import annotations
+
+import random
+from statistics import quantiles
+
+import pytest
+
+from proxy.records.minute import LEAST_S, PART_S, PARTS, Counts, LastMinute, bucket, percentile_s, together
+from proxy.records.record import Record
+
+
+def ended(total_s: float = 1.0, *, first_byte_s: float | None = None, tokens: int | None = None) -> Record:
+    record = Record("r", outcome="200", status=200, total_s=total_s)
+    record.first_byte_s, record.completion_tokens = first_byte_s, tokens
+    return record
+
+
+def test_what_is_older_than_a_minute_is_forgotten() -> None:
+    minute = LastMinute(0.0)
+    for second in range(200):
+        minute.add(ended(), float(second))
+    counts = minute.counts(200.0)
+    assert counts.seconds == PART_S * PARTS
+    assert 60 - PART_S <= counts.outcomes["200"] <= 60
+    assert minute.counts(1000.0).outcomes == {}
+
+
+def test_a_rate_is_per_second_of_the_time_there_was() -> None:
+    minute = LastMinute(100.0)
+    for _ in range(30):
+        minute.add(ended(), 109.0)
+    assert minute.counts(110.0).summary()["requests_per_s"] == 3.0
+
+
+@pytest.mark.parametrize("median_s", [0.002, 0.03, 0.7, 40.0])
+def test_a_percentile_is_right_within_a_tenth(median_s: float) -> None:
+    drawn = random.Random(1)
+    times = [median_s * drawn.lognormvariate(0, 0.6) for _ in range(20_000)]
+    buckets: dict[int, int] = {}
+    for time_s in times:
+        buckets[bucket(time_s)] = buckets.get(bucket(time_s), 0) + 1
+    cuts = quantiles(times, n=100)
+    assert percentile_s(buckets, 0.5) == pytest.approx(cuts[49], rel=0.1)
+    assert percentile_s(buckets, 0.99) == pytest.approx(cuts[98], rel=0.1)
+
+
+def test_no_time_is_too_short_or_too_long() -> None:
+    assert bucket(0.0) == bucket(LEAST_S) == 0 < bucket(1e9)
+    assert percentile_s({}, 0.5) is None
+
+
+def test_tokens_after_the_first_share_the_time_after_the_first() -> None:
+    counts = Counts(seconds=10.0)
+    counts.add(ended(2.1, first_byte_s=0.1, tokens=21))
+    summary = counts.summary()
+    assert summary["tpot_ms"]["p50"] == pytest.approx(100, rel=0.2)
+    assert summary["ttft_ms"]["p50"] == pytest.approx(100, rel=0.2)
+    assert summary["tokens_per_s"] == 2.1
+
+
+def test_what_several_processes_counted_adds_up() -> None:
+    refused = Record("r", outcome="429", status=429, code="overloaded")
+    one, other = Counts(seconds=60.0), Counts(seconds=10.0)
+    one.add(ended(first_byte_s=0.5))
+    other.add(ended(first_byte_s=0.5))
+    other.add(refused)
+    both = together([one, other])
+    assert both.seconds == 60.0 and both.outcomes == {"200": 2, "429": 1} and both.refused == {"overloaded": 1}
+    assert sum(both.first_byte.values()) == 2

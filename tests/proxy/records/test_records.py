@@ -1,0 +1,186 @@
+"""What `epd-serve why` is told: why a request went where it went, what it waited for, and why it was turned away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from proxy.config.limits import AdmissionLimits, RecordLimits
+from proxy.records.records import FAILED, NEWEST, SLOWEST, Question
+from proxy.registry.instance_state import Work
+from proxy.routing.policy import UNMEASURED_RATE
+from tests.proxy.fakes import QUICK, Cluster, answer, cluster, encodes, image_body, once, replies, settings, text_body
+
+CHAT = "/v1/chat/completions"
+
+
+def why(c: Cluster, name: str) -> dict[str, Any]:
+    return c.pipeline.records.look(Question(id=name)).requests[0]
+
+
+def listed(c: Cluster, order: str = NEWEST, limit: int = 20) -> list[dict[str, Any]]:
+    return c.pipeline.records.look(Question(order=order, limit=limit)).requests
+
+
+def events(told: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [one for one in told["events"] if one["event"] == name]
+
+
+def choice(told: dict[str, Any], work: str) -> dict[str, Any]:
+    """The last one of this kind."""
+    found: dict[str, Any] = [one for one in told["choices"] if one["work"] == work][-1]
+    return found
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def ask(c: Cluster, name: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    await c.client.post(CHAT, json=body or text_body(), headers={"x-request-id": name})
+    await until(lambda: why(c, name)["outcome"] != "running")
+    return why(c, name)
+
+
+async def test_a_choice_is_told_with_what_it_went_by() -> None:
+    async with cluster("PD0", "PD1") as c:
+        with c.table.acquire("PD0", Work.DECODE, 2 * UNMEASURED_RATE):
+            told = await ask(c, "mine")
+    chosen = choice(told, "prompt")
+    busy, idle = chosen["candidates"]
+    assert chosen["policy"] == "first-token" and chosen["chosen"] == ["PD1"] == [told["decode"]]
+    assert (busy["id"], busy["load"], busy["chosen"], idle["chosen"]) == ("PD0", 2 * UNMEASURED_RATE, False, True)
+    assert busy["predicted_s"] == pytest.approx(2 + idle["predicted_s"], abs=0.001)
+    assert "least predicted time" in chosen["why"]
+
+
+async def test_who_goes_on_is_chosen_among_those_that_decode() -> None:
+    async with cluster("P0", "D0", "D1") as c:
+        with c.table.acquire("D0", Work.DECODE):
+            told = await ask(c, "mine")
+    assert choice(told, "prompt")["why"] == "the only one"
+    decode = choice(told, "decode")
+    assert decode["policy"] == "least-loaded" and decode["chosen"] == ["D1"] and len(decode["candidates"]) == 2
+
+
+async def test_an_image_s_way_has_its_encoder_and_what_the_store_had() -> None:
+    async with cluster("E0", "E1", "PD0") as c:
+        c["E0"].usual = c["E1"].usual = encodes()
+        told = await ask(c, "first", image_body())
+        assert choice(told, "encode")["chosen"] == told["encode"] and len(told["encode"]) == 1
+        assert events(told, "features")[0]["in_store"] == 0
+        (call,) = events(told, "encode_call")
+        assert call["outcome"] == "ok" and 0 < call["s"] < 60 and [call["stage"]] == told["encode"]
+
+
+async def test_a_retry_is_told_with_its_cause_and_why_not_there_again() -> None:
+    async with cluster("PD0", "PD1") as c:
+        c["PD0"].script.append(replies(500, {"error": {"message": "out of luck"}}))
+        c["PD1"].script.append(replies(500, {"error": {"message": "out of luck"}}))
+        told = await ask(c, "mine")
+    failed = events(told, "failed")
+    assert [one["code"] for one in failed] == ["stage_failed"] * 2 and "out of luck" in failed[0]["message"]
+    assert len(events(told, "retry")) == 2 and told["attempts"] == 3 and told["retried"]
+    second = [one for one in told["choices"] if one["work"] == "prompt"][1]
+    (aside,) = [one for one in second["candidates"] if one["id"] == failed[0]["stage"]]
+    assert "failed there" in aside["why_not"] and aside["predicted_s"] is None
+
+
+async def test_a_full_queue_explains_its_429() -> None:
+    narrow = AdmissionLimits(sequences_per_instance=1, text_queue=1)
+    released = asyncio.Event()
+    async with cluster("PD0", config=settings(admission=narrow)) as c:
+        c["PD0"].usual = once(released, answer)
+        asked = [asyncio.create_task(c.client.post(CHAT, json=text_body())) for _ in range(2)]
+        await until(lambda: c.metric("epd_proxy_queue_waiting", kind="text") == 1)
+        refused = await c.client.post(CHAT, json=text_body(), headers={"x-request-id": "late"})
+        told = why(c, "late")
+        (waiting,) = [one for one in listed(c) if one["outcome"] == "running" and not one["attempts"]]
+        waits = events(why(c, waiting["id"]), "waits")
+        released.set()
+        await asyncio.gather(*asked)
+    assert refused.status_code == told["status"] == 429 and told["code"] == "overloaded"
+    (why_refused,) = events(told, "refused")
+    assert (why_refused["reason"], why_refused["waiting"], why_refused["with_stages"]) == ("queue_full", 1, 1)
+    assert "wait already" in told["message"]
+    assert waits[0]["line"] == "serve" and waits[0]["with_stages"] == 1
+    (queued,) = events(why(c, waiting["id"]), "queued")
+    assert queued["s"] > 0 and why(c, waiting["id"])["phases_ms"]["queue"] == pytest.approx(1000 * queued["s"], abs=0.1)
+
+
+async def test_a_missing_role_is_told_by_name() -> None:
+    async with cluster("P0", "D0", config=settings(timeouts=replace(QUICK, instance_wait_s=0.05))) as c:
+        c.table.mark_down("D0", "killed")
+        told = await ask(c, "mine")
+    assert (told["status"], told["code"]) == (503, "no_instance")
+    assert events(told, "waited")[0]["missing"] == "D"
+
+
+async def test_what_a_client_wrote_is_in_no_record() -> None:
+    async with cluster("PD0") as c:
+        c["PD0"].script.append(replies(400, {"error": {"message": "no such tool: gossip", "code": 400}}))
+        told = await ask(c, "mine", text_body(user="gossip", n="gossip"))
+        refused = await ask(c, "other", text_body(user="gossip"))
+    assert "gossip" not in str(told) and "gossip" not in str(refused)
+    assert (told["status"], told["param"], refused["status"]) == (400, "n", 400)
+
+
+async def test_half_a_character_in_a_field_s_name_harms_no_record() -> None:
+    async with cluster("PD0", config=settings(strict_fields=True)) as c:
+        body = b'{"model": "demo", "messages": [{"role": "user", "content": "hi"}], "\\ud800": 1}'
+        refused = await c.client.post(CHAT, content=body, headers={"x-request-id": "half"})
+        await until(lambda: why(c, "half")["outcome"] != "running")
+        assert refused.status_code == why(c, "half")["status"] == 400
+        assert c.metric("epd_proxy_broken_messages_total", kind="Record") == 0
+
+
+async def test_lists_are_in_their_order() -> None:
+    async with cluster("PD0", config=settings(retries=0)) as c:
+        c["PD0"].script.append(replies(500, {}))
+        for name in ("a", "b", "c"):
+            await ask(c, name)
+    assert [one["client_id"] for one in listed(c)] == ["c", "b", "a"]
+    assert [one["client_id"] for one in listed(c, FAILED)] == ["a"]
+    slowest = [one["total_s"] for one in listed(c, SLOWEST)]
+    assert slowest == sorted(slowest, reverse=True) and len(slowest) == 3
+    assert len(listed(c, limit=2)) == 2
+
+
+async def test_a_name_that_a_client_gave_twice_is_the_newest_s() -> None:
+    async with cluster("PD0") as c:
+        first = await ask(c, "same")
+        second = await ask(c, "same")
+        found = c.pipeline.records.look(Question(id="same")).requests
+    assert [one["id"] for one in found] == [second["id"], first["id"]] and first["id"] != second["id"]
+
+
+async def test_nothing_is_remembered_where_nothing_may_be_but_of_running_requests() -> None:
+    released = asyncio.Event()
+    async with cluster("PD0", config=settings(records=RecordLimits(requests=0))) as c:
+        c["PD0"].usual = once(released, answer)
+        asked = asyncio.create_task(c.client.post(CHAT, json=text_body(), headers={"x-request-id": "mine"}))
+        await c["PD0"].until(lambda stage: stage.active == 1)
+        assert why(c, "mine")["outcome"] == "running" and why(c, "mine")["decode"] == "PD0"
+        released.set()
+        await asked
+        await c.idle()
+        assert not c.pipeline.records.look(Question(id="mine")).requests
+
+
+async def test_the_last_minute_counts_what_has_ended() -> None:
+    async with cluster("PD0") as c:
+        for stream in (True, False):
+            await c.client.post(CHAT, json=text_body(stream=stream))
+        await c.client.post(CHAT, content=b"{")
+        await c.idle()
+        minute = c.pipeline.records.look(Question(minute=True)).minute
+    assert minute is not None
+    summary = minute.summary()
+    assert summary["outcomes"] == {"200": 2, "400": 1} and summary["codes"] == {"invalid_json": 1}
+    assert summary["ttft_ms"]["p50"] > 0 and summary["requests"] == 3
