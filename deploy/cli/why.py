@@ -16,6 +16,9 @@ from deploy.options.flags import Parser, subparser
 
 ORDERS = ("newest", "slowest", "failed")
 WIDEST, BAR_LEAST = 140, 16
+TIMES = 22
+"""Characters before the words: when it happened, and how long it took."""
+
 BAR, MARK, REST = "█", "│", "·"
 """What took from here to there, what happened here, and the time of the request."""
 
@@ -91,11 +94,13 @@ def _head(told: Json) -> Iterator[str]:
         because = f": {told['message']}" if told["message"] else f" at {told['param']}" if told["param"] else ""
         yield f"  {told['code']}{because}"
     tokens, finish = told["tokens"], f", finish {told['finish']}" if told["finish"] else ""
-    known = {f"{name} tokens": count for name, count in tokens.items() if count is not None}
-    cached = "" if tokens["cached"] is not None else "; prefix cache not told by the stage"
-    counts = ", ".join(f"{count} {name}" for name, count in known.items())
     if told["attempts"]:
-        yield f"  {counts or 'tokens not told by the stage'}{cached if counts else ''}{finish}"
+        said = [f"{tokens[name]} {name} tokens" for name in ("prompt", "completion") if tokens[name] is not None]
+        if tokens["completion"] is None and tokens["counted"] is not None:
+            said.append(f"{tokens['counted']} tokens by its events")
+        cached = tokens["cached"]
+        said.append("prefix cache not told" if cached is None else f"{cached} tokens from the prefix cache")
+        yield f"  {', '.join(said)}{finish}"
 
 
 def _way(told: Json) -> str:
@@ -122,13 +127,14 @@ def _choice(choice: Json) -> Iterator[str]:
 def _timeline(told: Json, width: int) -> Iterator[str]:
     total_s = max(told["total_s"], 1e-6)
     described = [(one["at_s"], one.get("s"), _words(one)) for one in told["events"]]
-    bar = max(BAR_LEAST, width - 22 - max((len(words) for _, _, words in described), default=0))
-    room = max(20, width - 22 - bar)
+    longest = max((len(words) for _, _, words in described), default=0)
+    room = max(20, min(longest + 1, width - TIMES - BAR_LEAST))
+    bar = max(BAR_LEAST, width - TIMES - room)
     yield f"{'at':>9}  {'took':>9}  "
     for at_s, took_s, words in described:
         took = _seconds(took_s) if took_s is not None else ""
         drawn = _bar((at_s - (took_s or 0.0)) / total_s, at_s / total_s, bar, lasts=took_s is not None)
-        yield f"{_seconds(at_s):>9}  {took:>9}  {words[:room]:{room}}{drawn}".rstrip()
+        yield f"{_seconds(at_s):>9}  {took:>9}  {words[: room - 1]:{room}}{drawn}".rstrip()
 
 
 def _bar(begin: float, end: float, width: int, *, lasts: bool) -> str:

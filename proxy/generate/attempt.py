@@ -269,7 +269,7 @@ class Attempt:
                         )
                         call.succeeded()
                         job.trial.survived()
-                        job.record.took("answered", begun, stage=instance.id)
+                        job.record.took("answered", begun, stage=instance.id, outcome="ok")
                         keep = bool(request.body.get("return_token_ids"))
                         await sink.respond_json(200, public_answer(answer, keep_token_ids=keep))
                 except DeadlineError as error:
@@ -283,6 +283,8 @@ class Attempt:
             raise
         finally:
             lease.release()
+            if request.stream:
+                job.record.took("answered", begun, stage=instance.id, outcome=outcome)
             self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.monotonic() - begun)
 
     def _first_byte(self, job: Job, instance: Instance) -> None:

@@ -30,6 +30,7 @@ class Counts(Struct):
         outcomes, codes: requests by outcome, and by the code of the error that they ended in.
         refused: by code, those that were turned away with 429 or 503.
         first_byte, token: of streams, by bucket. tokens: of answers, as far as they are known.
+        running: requests that have not ended. waiting: those of them that no stage has been asked for yet.
     """
 
     seconds: float = 0.0
@@ -40,6 +41,8 @@ class Counts(Struct):
     tokens: int = 0
     first_byte: dict[int, int] = {}
     token: dict[int, int] = {}
+    running: int = 0
+    waiting: int = 0
 
     def add(self, record: Record) -> None:
         _count(self.outcomes, record.outcome)
@@ -60,6 +63,8 @@ class Counts(Struct):
         seconds, requests = max(self.seconds, 1.0), sum(self.outcomes.values())
         return {
             "seconds": round(self.seconds, 1),
+            "running": self.running,
+            "waiting": self.waiting,
             "requests": requests,
             "requests_per_s": round(requests / seconds, 2),
             "tokens_per_s": round(self.tokens / seconds, 1),
@@ -91,6 +96,8 @@ def together(several: Iterable[Counts]) -> Counts:
         sum(one.tokens for one in every),
         summed("first_byte"),
         summed("token"),
+        sum(one.running for one in every),
+        sum(one.waiting for one in every),
     )
 
 

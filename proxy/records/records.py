@@ -99,12 +99,18 @@ class Records:
 
     def look(self, question: Question) -> Found:
         """What this process knows."""
-        minute = self._minute.counts(time.monotonic()) if question.minute else None
+        minute = self._counts() if question.minute else None
         if question.id:
             return found_together(question, [Found([told(record) for record in self._called(question.id)], minute)])
         if question.limit <= 0:
             return Found(minute=minute)
         return Found([summary(record) for record in self._listed(question)], minute)
+
+    def _counts(self) -> Counts:
+        counts = self._minute.counts(time.monotonic())
+        counts.running = len(self._running)
+        counts.waiting = sum(not (one.attempts or one.encode) for one in self._running.values())
+        return counts
 
     def _called(self, name: str) -> list[Record]:
         running = [self._as_of_now(one) for one in self._running.values() if name in (one.id, one.client_id)]

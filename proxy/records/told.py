@@ -47,6 +47,7 @@ def told(record: Record) -> dict[str, Any]:
             "prompt": record.prompt_tokens,
             "completion": record.completion_tokens,
             "cached": record.cached_tokens,
+            "counted": record.tokens_sent,
         },
         "bytes_in": record.bytes_in,
         "bytes_out": record.bytes_out,
@@ -72,7 +73,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
                 "load": round(one.load, 1),
                 "per_s": round(one.rate, 1) or None,
                 "neighbours_s": [_rounded(s) for s in one.neighbours_s],
-                "predicted_s": _rounded(predicted.get(one.id)),
+                "predicted_s": _rounded(predicted.get(one.id)) if choice.work != "decode" else None,
                 "chosen": one.id in choice.chosen,
                 "why_not": "" if one.id in compared else _why_not(rank, suspended=one.suspended),
             }
@@ -108,17 +109,24 @@ def _why(choice: Choice, predicted: dict[str, float]) -> str:
         return f"the only one left, {aside} put aside" if aside else "the only one"
     if choice.work == "encode":
         return "each item where all are done soonest"
-    if choice.policy == "first-token":
-        first, second = sorted(predicted.values())[:2]
-        return f"least predicted time: {1000 * first:.1f} ms, the next {1000 * second:.1f} ms"
-    if choice.policy == "least-loaded":
-        first, second = sorted(one.load for one in compared)[:2]
-        return f"least load: {first:.0f}, the next {second:.0f}"
+    if choice.policy in ("first-token", "least-loaded"):
+        return _least(choice, predicted)
     return {
         "round-robin": "not picked for longest",
         "power-of-two": "the less loaded of two drawn at random",
         "cache-affine": "owner of this conversation, while its load is within the bound",
     }.get(choice.policy, choice.policy)
+
+
+def _least(choice: Choice, predicted: dict[str, float]) -> str:
+    if choice.policy == "first-token":
+        what, values, unit = "predicted time", [1000 * s for s in predicted.values()], " ms"
+    else:
+        what, values, unit = "load", [one.load for one in choice.compared], ""
+    first, second = (f"{value:.1f}{unit}" for value in sorted(values)[:2])
+    if first == second:
+        return f"equal {what}, {first}: its turn"
+    return f"least {what}: {first}, the next {second}"
 
 
 def _plain(value: Any) -> Any:

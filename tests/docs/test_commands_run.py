@@ -96,6 +96,7 @@ SERVE = [
     if one.words[:2] == ("epd-serve", "serve") and len(one.words) > 2 and not is_name(serve_parser(), one.words[1:])
 ]
 LAYOUTS = [one for one in EVERY if one.words[:2] == ("epd-serve", "layout") and len(one.words) > 2]
+LOOKING = [one for one in EVERY if one.words[:2] in (("epd-serve", "why"), ("epd-serve", "top"))]
 DOCTOR = [one for one in EVERY if one.words[:2] == ("epd-serve", "doctor") and "--imports" not in one.words]
 PLACES = {
     "/models/Qwen2.5-VL-7B-Instruct": builtin_model_dir(),
@@ -163,6 +164,21 @@ def test_a_deployment_is_served_as_written_but_simulated(command, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", LOOKING, ids=str)
+def test_what_looks_at_a_deployment_sees_it(command, looked_at, tmp_path):
+    base, root = looked_at
+    name = "41f6d0c8a0d24f2c9a1f"  # the document's request
+    body = {"model": "epd-demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    httpx.post(f"{base}/v1/chat/completions", json=body, headers={"x-request-id": name}, timeout=PATIENCE_S)
+    words = [name if word == "REQUEST_ID" else word for word in command.words]
+    short = ("--once",) if words[1] == "top" and "--once" not in words else ()
+
+    done = run((*words, *short, "--run-root", root), tmp_path)
+
+    assert (name if words[1] == "why" else "P0") in done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [one for one in EVERY if one.words[1:2] == ("demo-model",)], ids=str)
 def test_a_model_is_written(command, tmp_path):
     if "--preset" not in command.words:
@@ -179,9 +195,21 @@ def endpoint(tmp_path_factory) -> Iterator[str]:
         yield base
 
 
+@pytest.fixture(scope="module")
+def looked_at(tmp_path_factory) -> Iterator[tuple[str, str]]:
+    """A deployment and where its run directory is."""
+    with tempfile.TemporaryDirectory(prefix="epd-") as root:
+        with simulated(("--layout", "E-P-D"), tmp_path_factory.mktemp("looked-at"), root) as base:
+            yield base, root
+
+
 @contextmanager
-def simulated(words: Sequence[str], folder: Path) -> Iterator[str]:
-    """A deployment by the words of a document, on simulated stages, devices of this machine and free ports."""
+def simulated(words: Sequence[str], folder: Path, below: str | None = None) -> Iterator[str]:
+    """A deployment by the words of a document, on simulated stages, devices of this machine and free ports.
+
+    Args:
+        below: for its run directory.
+    """
     port, admin = free_ports(2)
     words = in_place(words, folder)
     instead = {
@@ -202,7 +230,8 @@ def simulated(words: Sequence[str], folder: Path) -> Iterator[str]:
         key.write_text("a" * 64)
         key.chmod(0o600)
     base = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryDirectory(prefix="epd-") as root:  # sockets lie in it, whose paths have to be short
+    with tempfile.TemporaryDirectory(prefix="epd-") as own:  # sockets lie in it, whose paths have to be short
+        root = below or own
         simulate = ("--engine", "sim", "--port", str(port), "--lame-duck-s", "0", "--run-root", root)
         process = start("epd-serve", ("serve", *words, *simulate), folder)
         try:

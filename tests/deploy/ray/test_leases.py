@@ -41,7 +41,7 @@ def devices(places: tuple[Place, ...]) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(("kind", "each"), [("npu", 2), ("cuda", 2), ("cpu", 4)])
 async def test_each_lease_has_devices_of_one_node_and_its_own(connected: RayNodes, kind: str, each: int) -> None:
     async with leases(kind) as held:
-        before = {node: each for node in await held.free()}
+        before = dict.fromkeys(await held.free(), each)
         for node in before:
             await until(partial(_is_free, held, node, each), "all of it")
         places = await held.acquire([Wish(kind, 2), Wish(kind, 1), Wish(kind, 1)])
