@@ -126,8 +126,8 @@ async def _serve(given: GivenStages, doors: FrontDoors, admin: Admin | None, end
 
 
 async def _answer(doors: FrontDoors, admin: Admin) -> None:
-    await asyncio.to_thread(importlib.import_module, "proxy.http.admin")  # the web framework loads while others go on
-    await serve_admin(admin, doors.table, doors.metrics, grace_s=GRACE_S)
+    requests = await asyncio.to_thread(importlib.import_module, "proxy.http.requests")  # the web framework, too
+    await serve_admin(admin, doors.table, doors.metrics, grace_s=GRACE_S, more=[requests.request_routes(doors.look)])
 
 
 def _say(line: str) -> None:
