@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from deploy.control.progress import State
 from deploy.control.refusals import RefusedError
 from deploy.runtime.leases import LeaseError
+from deploy.runtime.protocol import Phase
 from epd_serve.errors import EpdError
 from epd_serve.roles import Role
 from tests.deploy.control.cluster import Cluster
@@ -195,6 +196,7 @@ async def test_another_controller_takes_over_what_is_leased_and_gives_back_what_
         assert before.items() <= cluster.up().items()
 
 
+EVENTS = (*["change"] * 3, "undo", "dies", "comes", "silent", "luck", "stage", "kill", "kill at a call")
 LAYOUTS = ("EPD", "2EPD", "EP-D", "E-P-D", "(E-P)-D", "(E-PD)x2", "2E-2P-2D", "E-P-3D")
 
 
@@ -216,6 +218,7 @@ async def _walk(folder: Path, chance: random.Random) -> None:
             await asyncio.sleep(chance.choice((0.0, 0.0, 0.01, 0.05)))
         while sum(cluster.leases.nodes.values()) < 9:
             cluster.comes(4)
+        cluster.runtime.fate = lambda name: "up"
         cluster.runtime.silent.clear()
         cluster.runtime.changed.set()
         await cluster.whole()
@@ -223,7 +226,8 @@ async def _walk(folder: Path, chance: random.Random) -> None:
 
 async def _something(cluster: Cluster, chance: random.Random) -> None:
     alive = sorted(cluster.leases.nodes)
-    match chance.choice(("change", "change", "change", "undo", "dies", "comes", "silent", "kill", "kill at a call")):
+    up = [name for name, one in cluster.runtime.there.items() if one.phase is Phase.UP]
+    match chance.choice(EVENTS):
         case "change":
             await _asked(cluster.controller.relayout(chance.choice(LAYOUTS), dry_run=chance.random() < 0.2))
         case "undo":
@@ -235,6 +239,13 @@ async def _something(cluster: Cluster, chance: random.Random) -> None:
         case "silent":
             cluster.runtime.silent ^= {chance.choice(alive)}
             cluster.runtime.changed.set()
+        case "luck":
+            unlucky = chance.choice((0.0, 0.5))
+            cluster.runtime.fate = lambda name: "fails" if chance.random() < unlucky else "up"
+        case "stage" if up:
+            name = chance.choice(up)
+            cluster.runtime.say_down(name)
+            asyncio.get_running_loop().call_later(chance.choice((0.0, 0.05)), cluster.runtime.say_up, name)
         case "kill":
             cluster.kill()
         case "kill at a call":
