@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deploy.cli.which import add_which, client
-from deploy.memory.placement_table import table
+from deploy.memory.placement_table import short_node, table
 from deploy.options.flags import Parser, subparser
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.roles import Role
@@ -215,7 +215,7 @@ def status_text(status: dict[str, Any]) -> str:
     for one in status["instances"]:
         state = f"{one['phase']}: {one['reason']}" if one["reason"] else str(one["phase"])
         role = f"{one['role']} (P|D)" if one["both"] else str(one["role"])
-        devices = f"{one['node']}:" * several + ",".join(map(str, one["devices"]))
+        devices = f"{short_node(one['node'])}:" * several + ",".join(map(str, one["devices"]))
         rows.append((str(one["id"]), role, devices, state, str(one["in_flight"]), str(one["restarts"])))
     lines = [f"launch {status['launch']}: {status['layout']}, {status['state']}"]
     if status["trouble"]:

@@ -17,6 +17,7 @@ from deploy.change.place import place
 from deploy.change.types import Wanted
 from deploy.control.lent import Lent
 from deploy.control.refusals import RefusedError
+from deploy.memory.placement_table import short_node
 from deploy.plan.allot import Devices, allot, copies
 from deploy.plan.blueprint import Blueprint, draw
 from deploy.plan.machines import NOWHERE, Machine, Machines
@@ -81,7 +82,7 @@ class Aim:
             places = await self.leases.places()
         lent = Lent(machines, places, await self.leases.free())
         groups = list(place(parsed, lent.pool, lent.numbered(running)))
-        waits = [one.waits or f"node {one.node} to join" for one in lent.waiting]
+        waits = [one.waits or f"node {short_node(one.node)} to join" for one in lent.waiting]
         coming = Counter(one.wish.devices for one in lent.waiting)
         for at, group in enumerate(copies(parsed)):
             if groups[at]:
@@ -122,7 +123,7 @@ class Aim:
         kind = lent.machines.kind
         got = replace(lent, places=await leases.acquire([Wish(kind, width) for width in widths]))
         if got.waiting:
-            raise RefusedError(f"node {got.waiting[0].node} has yet to join: try again", "node_joins")
+            raise RefusedError(f"node {short_node(got.waiting[0].node)} has yet to join: try again", "node_joins")
         return [got.devices(one) for one in got.places]
 
     # Drawing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.change.types import Shortage
+from deploy.memory.placement_table import short_node
 from deploy.runtime.leases import LeaseError
 from epd_serve.errors import EpdError
 
@@ -73,7 +74,7 @@ def shortage_text(short: Shortage) -> str:
     if short.what == "last path":
         return f"{', '.join(short.blocks)} would have to go first, and nothing else serves {short.where}"
     if short.what == "node":
-        return f"node {short.where} is not there"
+        return f"node {short_node(short.where)} is not there"
     needed, free = (f"{amount / (1 << 20):,.0f} MiB" for amount in (short.needed, short.free))
     first = f" before {', '.join(short.blocks)} has gone" if short.blocks else ""
-    return f"{short.what} of {short.where}: {needed} needed, {free} free{first}"
+    return f"{short.what} of {short_node(short.where)}: {needed} needed, {free} free{first}"

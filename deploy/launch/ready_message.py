@@ -24,7 +24,7 @@ def ready_message(blueprint: Blueprint, logs: Path | str, instances: Mapping[str
     rows = [
         (*row, column)
         for row, column in zip(
-            placement_rows(blueprint.plans, blueprint.device),
+            placement_rows(blueprint.plans, blueprint.device, blueprint.machines.described),
             ("stage port", *(str(urlsplit(instances[plan.id].url).port) for plan in blueprint.plans)),
             strict=True,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from epd_serve.placement import InstancePlan
@@ -15,15 +15,24 @@ def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
     return "\n".join(indent + line for line in lines)
 
 
-def placement_rows(plans: Sequence[InstancePlan], kind: str = "device") -> list[tuple[str, ...]]:
+def short_node(node: str) -> str:
+    """Its id for people: of one that no person has chosen, the beginning."""
+    return node if len(node) <= 16 else node[:8]
+
+
+def placement_rows(
+    plans: Sequence[InstancePlan],
+    kind: str = "device",
+    devices: Callable[[Sequence[int]], str] = lambda ids: ",".join(map(str, ids)),
+) -> list[tuple[str, ...]]:
     """Header and one row per instance: id, stages, devices, neighbours on them, and its part of the cores where any
-    instance has only a part."""
+    instance has only a part. `devices`: tells them to people."""
     shared = any(plan.core_share is not None for plan in plans)
     rows: list[tuple[str, ...]] = [("instance", "stages", kind, "shares it with", *(("cores",) if shared else ()))]
     for plan in plans:
         neighbours = ", ".join(plan.colocated_with) or "-"
         part = ("all" if plan.core_share is None else f"{plan.core_share:.3g}",) if shared else ()
-        rows.append((plan.id, plan.role.value, ",".join(map(str, plan.devices)), neighbours, *part))
+        rows.append((plan.id, plan.role.value, devices(plan.devices), neighbours, *part))
     return rows
 
 

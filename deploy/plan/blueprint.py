@@ -13,6 +13,7 @@ from pathlib import Path
 from deploy.doctor.preflight import preflight
 from deploy.host.environment import environment
 from deploy.memory.check import NO_MEMORY, OneStage
+from deploy.memory.placement_table import short_node
 from deploy.memory.plan import MemoryPlan
 from deploy.options.config import DeployConfig
 from deploy.options.engines import checked_profile
@@ -221,7 +222,7 @@ def _devices(layout: Layout, machines: Machines) -> tuple[int, ...]:
         return inventory.allot(layout.device_count)
     found = allot(copies(layout), inventory.ids)
     if not all(found):
-        there = ", ".join(f"{node.id}: {len(node.inventory.ids)}" for node in machines.nodes)
+        there = ", ".join(f"{short_node(node.id)}: {len(node.inventory.ids)}" for node in machines.nodes)
         raise ConfigError(
             f"layout {layout} needs {layout.device_count} devices, those of an instance on one node; there are {there}",
             param="--layout",
@@ -237,7 +238,9 @@ def _look_at(
     if first.doubts is None:
         ascend, doubts = preflight(machines.kind, plans, environment(), refuse=config.start_checks == "refuse")
         return numbers(ascend.cann), doubts
-    return first.cann, tuple(f"node {node.id}: {doubt}" for node in machines.nodes for doubt in node.doubts or ())
+    return first.cann, tuple(
+        f"node {short_node(node.id)}: {doubt}" for node in machines.nodes for doubt in node.doubts or ()
+    )
 
 
 def _shm(config: DeployConfig, features_travel: bool, plans: Sequence[InstancePlan]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from deploy.memory.placement_table import short_node
 from epd_serve.errors import ConfigError
 from epd_serve.placement import InstancePlan
 from npu_ops.core_sets import CoreSets, core_sets
@@ -78,7 +79,7 @@ class Machines:
         known = tuple(sorted(nodes, key=lambda node: node.id))
         kinds = {node.inventory.kind for node in known}
         if len(kinds) != 1:
-            told = ", ".join(f"{node.id}: {node.inventory.kind}" for node in known) or "none"
+            told = ", ".join(f"{short_node(node.id)}: {node.inventory.kind}" for node in known) or "none"
             raise ConfigError(f"a deployment takes nodes with one kind of devices; there are {told}", param="--device")
         return cls(known)
 
@@ -118,7 +119,7 @@ class Machines:
     def described(self, devices: Sequence[int]) -> str:
         """For people: `0,1`, and `b:0,1` where there are several nodes."""
         node, numbers = self.local(devices)
-        return f"{node}:" * self.several + ",".join(map(str, numbers))
+        return f"{short_node(node)}:" * self.several + ",".join(map(str, numbers))
 
     def split(self, plans: Iterable[InstancePlan]) -> list[tuple[Machine, tuple[InstancePlan, ...]]]:
         """The instances of each node that has any, with the numbers that their devices have there."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from deploy.memory.check import OneStage, Outcome, share_memory
+from deploy.memory.placement_table import short_node
 from deploy.memory.plan import MemoryPlan
 from deploy.options.stage_args import StageArgs
 from deploy.plan.machines import Machines
@@ -33,7 +34,7 @@ def share_memory_of_nodes(
     """
     outcomes = []
     for machine, own in machines.split(plans):
-        where = f"node {machine.id}: " * machines.several
+        where = f"node {short_node(machine.id)}: " * machines.several
         try:
             one = share_memory(
                 own,
@@ -47,7 +48,8 @@ def share_memory_of_nodes(
         except ConfigError as error:
             raise ConfigError(f"{where}{error.message}", param=error.param) from error
         plan = one.plan and replace(
-            one.plan, groups=tuple(replace(group, node=machine.id * machines.several) for group in one.plan.groups)
+            one.plan,
+            groups=tuple(replace(group, node=short_node(machine.id) * machines.several) for group in one.plan.groups),
         )
         outcomes.append(replace(one, plan=plan, warnings=tuple(f"{where}{line}" for line in one.warnings)))
     known = [one.plan for one in outcomes if one.plan is not None]

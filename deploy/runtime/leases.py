@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from deploy.memory.placement_table import short_node
 from epd_serve.errors import EpdError
 
 
@@ -51,7 +52,9 @@ class LeaseError(EpdError):
     code = "no_devices"
 
     def __init__(self, kind: str, missing: Sequence[int], free: Mapping[str, int]) -> None:
-        there = ", ".join(f"{node} has {count}" for node, count in sorted(free.items())) or "there are no nodes"
+        there = (
+            ", ".join(f"{short_node(node)} has {count}" for node, count in sorted(free.items())) or "there are no nodes"
+        )
         wanted = " and ".join(f"{count} on one node" if count > 1 else "1" for count in missing)
         self.lacks = f"free {kind} devices ({wanted} lacking; {there})"
         self.missing, self.free = tuple(missing), dict(free)

@@ -134,3 +134,11 @@ def test_nodes_with_other_devices_are_not_of_one_deployment() -> None:
 
 def _named(blueprint: Blueprint, name: str) -> Spec:
     return next(spec for plan, spec in zip(blueprint.plans, specs(blueprint), strict=True) if plan.id == name)
+
+
+def test_people_are_told_nodes_by_the_beginning_of_a_long_id_and_devices_by_their_own_numbers() -> None:
+    long = "3f" * 28
+    machines = Machines.of([cpu_node(long, 1), cpu_node("b", 1)])
+    ids = machines.numbered("b", [0]), machines.numbered(long, [0])
+    assert [machines.described(one) for one in ids] == ["b:0", "3f3f3f3f:0"]
+    assert Machines.of([cpu_node(long, 2)]).described((0, 1)) == "0,1", "there is no other"
