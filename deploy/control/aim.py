@@ -114,7 +114,7 @@ class Aim:
     async def _one(self, leases: Leases, lent: Lent, group: Group) -> Devices:
         """Raises LeaseError, RefusedError."""
         if not all(allot([group], lent.unleased())):  # do not ask, and wait, for what is not there
-            raise LeaseError(lent.machines.kind, [group.tp], lent.free)
+            raise lent.lacking([group.tp])
         (devices,) = await self._acquired(leases, lent, [group.tp])
         return devices
 
@@ -181,7 +181,7 @@ def _over(
         missing = [width for (_, width), devices in zip(lacking, free, strict=True) if not devices]
         if not missing:
             return groups, lacking, free
-    raise LeaseError(lent.machines.kind, missing, lent.free)
+    raise lent.lacking(missing)
 
 
 def _nowhere(like: Machine, count: int) -> Machine:

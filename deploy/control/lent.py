@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from deploy.plan.allot import Devices
 from deploy.plan.machines import Machines
-from deploy.runtime.leases import Place
+from deploy.runtime.leases import LeaseError, Place
 from deploy.runtime.protocol import Spec
 
 
@@ -46,6 +46,11 @@ class Lent:
         known = {node.id for node in self.machines.nodes}
         those = (spec for spec in specs if spec.node in known)
         return [replace(spec, devices=self.machines.numbered(spec.node, spec.devices)) for spec in those]
+
+    def lacking(self, widths: Sequence[int]) -> LeaseError:
+        """That places with so many devices each are not there."""
+        free = {node.id: self.free.get(node.id, 0) for node in self.machines.nodes}
+        return LeaseError(self.machines.kind, widths, free)
 
     def unleased(self) -> list[int]:
         """On each node as many devices as are said to be free there, by ids that nobody of ours has."""

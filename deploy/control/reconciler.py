@@ -251,7 +251,7 @@ class Reconciler:
         return {spec.node for spec in wanted.specs} <= {node.id for node in self.overlay.nodes}
 
     async def _look_again(self) -> None:
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, EpdError):
             async with asyncio.timeout(self.deadlines.call_s):
                 await self.look()
 
@@ -280,7 +280,7 @@ class Reconciler:
             self._write()
             self._watcher.publish()
         else:
-            change.reason = f"{change.reason}; and the way back: {why}"
+            change.reason = f"{change.reason}; and the way back: {why}" if change.reason else why
             self.changes.end(State.FAILED)
             self._write()
             self.trouble.wait(self.wanted.layout, why)

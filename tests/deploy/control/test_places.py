@@ -183,6 +183,20 @@ async def test_a_change_in_which_a_node_dies_goes_on_elsewhere(tmp_path: Path, c
         assert cluster.reconciler.wanted.layout == layout and cluster.reconciler.changes.past[-1].state is State.DONE
 
 
+async def test_a_replacement_that_does_not_start_has_no_way_back_and_is_tried_again(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "E-P-D", {"a": 2, "b": 2, "c": 2})
+    async with cluster.running():
+        await cluster.whole()
+        cluster.runtime.fate = lambda name: "fails"
+        cluster.dies("b")
+        await until(lambda: cluster.reconciler.changes.past[-1].what == "replace")
+        failed = cluster.reconciler.changes.past[-1]
+        assert failed.state is State.FAILED and failed.reason.endswith("did not start: no luck")
+        assert (await cluster.controller.status())["state"] == "degraded"
+        cluster.runtime.fate = lambda name: "up"
+        await cluster.whole()
+
+
 async def test_another_controller_takes_over_what_is_leased_and_gives_back_what_nobody_knows_of(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "E-P-D", {"a": 2, "b": 2})
     async with cluster.running():
