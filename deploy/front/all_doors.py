@@ -139,9 +139,11 @@ class AllDoors:
 
     def publish(self, instances: Iterable[Observed], wanted: Iterable[Role]) -> None:
         """Everything that there is, and the roles that there are to be."""
-        self._instances, self._wanted = tuple(instances), tuple(sorted(wanted))
-        self._told.publish(self._instances, self._wanted)
-        self._changed()
+        now = tuple(map(_for_fronts, instances)), tuple(sorted(wanted))
+        if now != (self._instances, self._wanted):
+            self._instances, self._wanted = now
+            self._told.publish(*now)
+            self._changed()
 
     def drain(self, id: str) -> None:
         self._told.drain(id)
@@ -271,14 +273,7 @@ class AllDoors:
         if self._instances is None:
             return None
         leaving = tuple(sorted(self._told.leaving))
-        return State(
-            tuple(map(_for_fronts, self._instances)),
-            self._wanted,
-            leaving,
-            self.paused_s,
-            self._asked,
-            self._settings,
-        )
+        return State(self._instances, self._wanted, leaving, self.paused_s, self._asked, self._settings)
 
     def _changed(self) -> None:
         for front in self.fronts.values():

@@ -47,8 +47,8 @@ from proxy.workers.shared_counters import Asked
 if TYPE_CHECKING:
     from proxy.config.settings import ProxySettings
 
-LOOK_S = 0.1
-"""Between two looks at what has changed for those who watch."""
+LOOK_S = 0.25
+"""Between two looks at what has changed, for those who watch: people, in the end."""
 
 FAILED = 1
 STATE, ENDED = "state", "ended"
