@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -17,7 +18,10 @@ import msgspec
 from deploy.runtime.stream import Epoch, GiveUp, Line, Open, Refused, Request, Superseded, Writer, line_of
 from epd_serve.errors import ConfigError, EpdError
 
-RETRY_S = 0.05
+logger = logging.getLogger(__name__)
+
+RETRY_S, RETRY_MAX_S = 0.05, 1.0
+"""After a connection that ended, or that was not to be had; longer each time, for it may be a machine that has gone."""
 
 
 class SupersededError(EpdError):
@@ -90,13 +94,15 @@ class Asking(Generic[Answer]):
 
     async def _connected(self) -> _Connection[Answer]:
         async with self._one_at_a_time:
+            retry_s = RETRY_S
             while self._connection is None or self._connection.gone:
                 if self._connection is not None and self._connection.superseded:
                     raise SupersededError(f"epoch {self._epoch} is over: another one decides")
                 try:
                     reader, writer = await self._open()
                 except (ConnectionError, FileNotFoundError):
-                    await asyncio.sleep(RETRY_S)
+                    await asyncio.sleep(retry_s)
+                    retry_s = min(2 * retry_s, RETRY_MAX_S)
                 else:
                     self._connection = _Connection(reader, writer, self._answers, self._failed, self._say)
                     if self._epoch:
@@ -185,6 +191,8 @@ class _Connection(Generic[Answer]):
                         self._asked[answer.number].put(answer)
         except ConnectionError:
             pass
+        except (msgspec.MsgspecError, ValueError):  # a line that is no answer, or too long
+            logger.exception("whoever answers says what it cannot say")
         finally:
             self._writer.close()
             for answers in self._asked.values():

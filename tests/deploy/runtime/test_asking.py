@@ -1,4 +1,4 @@
-"""Of several who decide the one of the latest epoch counts, whoever connects or says something last."""
+"""Asking over streams: each life of the other end, and of several who decide the one of the latest epoch."""
 
 from __future__ import annotations
 
@@ -110,3 +110,35 @@ async def test_lines_for_the_operator_reach_who_watches(tmp_path: Path) -> None:
             answering.say("a line")
             await until(lambda: lines == ["a line"])
         await client.disconnect()
+
+
+async def test_who_cannot_be_reached_is_tried_less_and_less_often() -> None:
+    tried: list[float] = []
+
+    async def nowhere() -> Any:
+        tried.append(asyncio.get_running_loop().time())
+        raise ConnectionRefusedError("nobody is there")
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(AgentClient(nowhere, print).nodes(), 1.0)
+    assert 3 <= len(tried) <= 6 and tried[-1] - tried[-2] > tried[1] - tried[0]
+
+
+async def test_who_says_what_is_no_answer_is_left_and_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lives: list[asyncio.StreamWriter] = []
+
+    async def babbles(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lives.append(writer)
+        writer.write(b'{"type": "Nonsense"}\n')
+
+    async with await asyncio.start_unix_server(babbles, tmp_path / "agent.sock"):
+        client = AgentClient(unix_socket(tmp_path / "agent.sock"), print)
+        asking = asyncio.create_task(client.nodes())
+        await until(lambda: len(lives) >= 3)
+        asking.cancel()
+        await client.disconnect()
+        for writer in lives:
+            writer.close()
+    assert "cannot say" in caplog.text
