@@ -52,6 +52,7 @@ class _Member:
         agent: None while it is only remembered.
         instances: its last word, or what is remembered of it.
         asked, heard: numbers of the watch of it that was begun last, and of that whose word was the last.
+        again: another watch is to begin when that one has spoken.
         away: set while it does not answer, and when it is lost.
         nodes: what it said of itself.
         leftovers: instances that are being stopped because others have their names.
@@ -62,6 +63,7 @@ class _Member:
     instances: tuple[Observed, ...] = ()
     asked: int = 0
     heard: int = 0
+    again: bool = False
     nodes: tuple[Node, ...] = ()
     away: asyncio.Event = field(default_factory=asyncio.Event)
     spoken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -227,7 +229,7 @@ class ManyNodes:
         async def called() -> None:
             assert member.agent is not None, "it is not away"
             await call(member.agent)
-            number = self._begin_watch(member, member.agent)
+            number = self._look_again(member, member.agent)
             while member.heard < number:
                 await self._changed.wait()
 
@@ -247,8 +249,16 @@ class ManyNodes:
 
     # --- what the nodes say ---------------------------------------------------------------------------------------
 
+    def _look_again(self, member: _Member, agent: NodeAgent) -> int:
+        """Returns the number of a watch whose first item says what is so now, or later. Who asks while one has not said
+        anything yet shares the one after it, or nobody would get an answer where many ask."""
+        if member.heard == member.asked:
+            return self._begin_watch(member, agent)
+        member.again = True
+        return member.asked + 1
+
     def _begin_watch(self, member: _Member, agent: NodeAgent) -> int:
-        """Anew: its first item says what is so now. Returns its number."""
+        """In place of the one there is. Returns its number."""
         if member.following is not None:
             member.following.cancel()
         member.asked += 1
@@ -270,6 +280,9 @@ class ManyNodes:
     def _take_in(self, member: _Member, agent: NodeAgent, instances: tuple[Observed, ...], number: int) -> None:
         had = {one.order.id for one in member.instances}
         member.instances, member.heard = instances, number
+        if member.again:
+            member.again = False
+            self._begin_watch(member, agent)
         for gone in had - {one.order.id for one in instances}:
             if self._homes.get(gone) == member.id:
                 del self._homes[gone]

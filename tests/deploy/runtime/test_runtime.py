@@ -144,8 +144,8 @@ class OfProcesses(Subject):
 class Mortal(Subject):
     """An agent that is killed again and again."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world.runtime)
+    def __init__(self, world: World, runtime: Runtime) -> None:
+        super().__init__(runtime)
         self._world = world
 
     def fails(self, name: str) -> None:
@@ -179,6 +179,7 @@ class Mortal(Subject):
         "nodes in memory",
         "nodes, one of them with an agent",
         pytest.param("agent that is killed again and again", marks=pytest.mark.slow),
+        pytest.param("nodes, one of them with an agent that is killed again and again", marks=pytest.mark.slow),
     ]
 )
 async def subject(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Subject]:
@@ -197,16 +198,25 @@ async def subject(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
             async with served_below(tmp_path) as (runtime, stages), several_with(runtime) as nodes:
                 yield OfProcesses(nodes, stages)
         case "agent that is killed again and again":
-            async with world_below(tmp_path) as world:
-                mortal = Mortal(world)
-                dying = asyncio.create_task(mortal.dies())
+            async with world_below(tmp_path) as world, dying(Mortal(world, world.runtime)) as mortal:
                 yield mortal
-                assert not dying.done()
-                dying.cancel()
+        case "nodes, one of them with an agent that is killed again and again":
+            async with world_below(tmp_path) as world, several_with(world.runtime) as nodes:
+                async with dying(Mortal(world, nodes)) as mortal:
+                    yield mortal
         case _:
             harshness = Harshness(skips_s=0.02, first_item_s=0.02) if request.param == "harsh watch" else None
             async with FakeRuntime(harshness=harshness) as fake:
                 yield InMemory(fake, fake)
+
+
+@contextlib.asynccontextmanager
+async def dying(mortal: Mortal) -> AsyncIterator[Mortal]:
+    """All the while."""
+    task = asyncio.create_task(mortal.dies())
+    yield mortal
+    assert not task.done()
+    task.cancel()
 
 
 @contextlib.asynccontextmanager
