@@ -283,6 +283,7 @@ async def test_a_node_that_is_lost_is_left_out() -> None:
         assert sum(float(line.rpartition(" ")[2]) for line in ended) == 3, "what it did is still counted"
 
 
+@pytest.mark.slow
 async def test_front_doors_are_replaced_node_by_node_with_other_options() -> None:
     async with house() as h:
         before = dict(h.doors.pids)

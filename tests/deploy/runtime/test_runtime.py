@@ -177,7 +177,7 @@ class Mortal(Subject):
         "agent",
         "agent over its socket",
         "nodes in memory",
-        "nodes, one of them with an agent",
+        pytest.param("nodes, one of them with an agent", marks=pytest.mark.slow),
         pytest.param("agent that is killed again and again", marks=pytest.mark.slow),
         pytest.param("nodes, one of them with an agent that is killed again and again", marks=pytest.mark.slow),
     ]
