@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -42,15 +43,25 @@ class RayLeases:
     Args:
         kind: of its devices. placement: `pack`, `spread` or `strict_spread`, over nodes.
         notes: of the deployment.
+        left_out: nodes that it cannot use.
         acquire_s: how long Ray may take to find room.
     """
 
-    def __init__(self, deployment: str, kind: str, placement: str, notes: Notes, acquire_s: float = ACQUIRE_S) -> None:
+    def __init__(
+        self,
+        deployment: str,
+        kind: str,
+        placement: str,
+        notes: Notes,
+        left_out: Collection[str] = (),
+        acquire_s: float = ACQUIRE_S,
+    ) -> None:
         self._prefix = _prefix(deployment)
         self._kind = kind
         self._resource = RESOURCES[kind]
         self._placement = placement
         self._notes = notes
+        self._left_out = left_out
         self._acquire_s = acquire_s
         noted = msgspec.json.decode(notes.read(NOTE) or b"[]", type=list[Place])
         self._places = {place.lease: place for place in noted}
@@ -60,10 +71,12 @@ class RayLeases:
     async def acquire(self, wishes: Sequence[Wish]) -> tuple[Place, ...]:
         async with self._one_at_a_time:
             made: list[Place] = []
-            until = time.monotonic() + self._acquire_s
+            until, free = time.monotonic() + self._acquire_s, dict(await self.free())
             try:
                 for wish in wishes:
-                    made.append(await self._acquire(wish, made, until))
+                    place = await self._acquire(wish, made, free, until)
+                    made.append(place)
+                    free[place.node] = free.get(place.node, 0) - wish.devices
             except BaseException:
                 await asyncio.shield(self._tidy())
                 raise
@@ -77,7 +90,8 @@ class RayLeases:
 
     async def free(self) -> Mapping[str, int]:
         available = await asyncio.to_thread(_available, self._resource)
-        return {node.id: available.get(node.id, 0) for node in await asyncio.to_thread(nodes_alive)}
+        alive = await asyncio.to_thread(nodes_alive)
+        return {node.id: available.get(node.id, 0) for node in alive if node.id not in self._left_out}
 
     async def release(self, leases: Iterable[str]) -> None:
         async with self._one_at_a_time:
@@ -104,33 +118,36 @@ class RayLeases:
 
     # --- one lease ------------------------------------------------------------------------------------------------
 
-    async def _acquire(self, wish: Wish, made: Sequence[Place], until: float) -> Place:
+    async def _acquire(self, wish: Wish, made: Sequence[Place], free: Mapping[str, int], until: float) -> Place:
         assert wish.kind == self._kind, "a deployment has devices of one kind"
         others = [*self._places.values(), *made]
         numbers = [int(place.lease.removeprefix(self._prefix)) for place in others]
         name = f"{self._prefix}{max(numbers, default=-1) + 1}"
+        ours = Counter(place.node for place in others if place.node)
+        not_on = {*self._left_out, *(ours if self._placement == "strict_spread" else ())}
         group = await asyncio.to_thread(
             placement_group,
             [{self._resource: wish.devices}],
-            strategy="PACK",
+            strategy="STRICT_PACK",
             name=name,
             lifetime="detached",
-            bundle_label_selector=await self._elsewhere(wish, others),
+            bundle_label_selector=[{NODE_LABEL: f"!in({','.join(sorted(not_on))})"}] if not_on else None,
+            _soft_target_node_id=self._rather(wish, ours, free),
         )
         if not await asyncio.to_thread(group.wait, max(0.1, until - time.monotonic())):
             raise LeaseError(self._kind, [wish.devices], await self.free())
         return await self._placed(name, wish, (await self._groups())[name], others)
 
-    async def _elsewhere(self, wish: Wish, others: Iterable[Place]) -> list[dict[str, str]] | None:
-        """Not where a spread deployment is already, while another node has room or, strictly, in any case."""
-        taken = {place.node for place in others if place.node}
-        if self._placement == "pack" or not taken:
-            return None
-        if self._placement == "spread":
-            free = await self.free()
-            if not any(count >= wish.devices for node, count in free.items() if node not in taken):
-                return None
-        return [{NODE_LABEL: f"!in({','.join(sorted(taken))})"}]
+    def _rather(self, wish: Wish, ours: Mapping[str, int], free: Mapping[str, int]) -> str | None:
+        """The node that Ray takes if it still has room when it is asked, and again when it moves the bundle.
+
+        Args:
+            ours: leases of each node that has any.
+        """
+        able = [node for node, count in free.items() if count >= wish.devices]
+        if self._placement == "pack":
+            return max(able, key=lambda node: (node in ours, free[node]), default=None)
+        return max(able, key=lambda node: (-ours.get(node, 0), free[node]), default=None)
 
     async def _placed(self, lease: str, wish: Wish, row: Row, others: Iterable[Place]) -> Place:
         """Where a lease's bundle is now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from functools import partial
 
 import pytest
@@ -16,17 +16,29 @@ from deploy.runtime.leases import LeaseError, Place, Wish
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
+CPUS = 4  # of each node, as conftest.py has them
+EACH = {"npu": 2, "cuda": 2, "cpu": CPUS}
+IDS = pytest.mark.slow  # Ray starts a worker that says which devices they are
 
 
 @contextlib.asynccontextmanager
-async def leases(kind: str, placement: str = "pack", acquire_s: float = 10.0) -> AsyncIterator[RayLeases]:
+async def leases(
+    kind: str, placement: str = "pack", left_out: Collection[str] = (), acquire_s: float = 10.0
+) -> AsyncIterator[RayLeases]:
     notes = GcsNotes("leases")
-    made = RayLeases("leases", kind, placement, notes, acquire_s)
+    everything = RayLeases("leases", kind, placement, notes)
+    for node in await everything.free():  # a moment after others have given it back
+        await until(partial(_has_free, everything, node, EACH[kind]), "all devices")
+    made = RayLeases("leases", kind, placement, notes, left_out, acquire_s)
     try:
         yield made
     finally:
         await release_all("leases")
         await notes.forget()
+
+
+async def _has_free(held: RayLeases, node: str, least: int) -> bool:
+    return (await held.free()).get(node, least) >= least
 
 
 async def _is_free(held: RayLeases, node: str, count: int) -> bool:
@@ -38,12 +50,11 @@ def devices(places: tuple[Place, ...]) -> list[tuple[str, int]]:
     return [(place.node, device) for place in places for device in place.devices]
 
 
-@pytest.mark.parametrize(("kind", "each"), [("npu", 2), ("cuda", 2), ("cpu", 4)])
-async def test_each_lease_has_devices_of_one_node_and_its_own(connected: RayNodes, kind: str, each: int) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("npu", marks=IDS), pytest.param("cuda", marks=IDS), "cpu"])
+async def test_each_lease_has_devices_of_one_node_and_its_own(connected: RayNodes, kind: str) -> None:
+    each = EACH[kind]
     async with leases(kind) as held:
         before = dict.fromkeys(await held.free(), each)
-        for node in before:
-            await until(partial(_is_free, held, node, each), "all of it")
         places = await held.acquire([Wish(kind, 2), Wish(kind, 1), Wish(kind, 1)])
         assert [len(place.devices) for place in places] == [2, 1, 1]
         assert len(set(devices(places))) == 4
@@ -58,39 +69,57 @@ async def test_each_lease_has_devices_of_one_node_and_its_own(connected: RayNode
 
 
 async def test_what_cannot_be_had_as_a_whole_is_not_had_at_all(connected: RayNodes) -> None:
-    async with leases("npu", acquire_s=5.0) as held:
-        first = await held.acquire([Wish("npu", 1)])
+    async with leases("cpu", acquire_s=3.0) as held:
+        first = await held.acquire([Wish("cpu", 1)])
         with pytest.raises(LeaseError) as refused:
-            await held.acquire([Wish("npu", 2), Wish("npu", 2), Wish("npu", 2)])
-        assert refused.value.missing == (2,)
+            await held.acquire([Wish("cpu", CPUS)] * 3)
+        assert refused.value.missing == (CPUS,)
         assert await held.places() == first
-        await until(partial(_is_free, held, first[0].node, 1), "what was not taken")
+        await until(partial(_is_free, held, first[0].node, CPUS - 1), "what was not taken")
 
 
 async def test_the_next_controller_finds_what_is_leased_and_gives_back_the_rest(connected: RayNodes) -> None:
-    async with leases("npu") as held:
-        places = await held.acquire([Wish("npu", 1), Wish("npu", 2)])
+    async with leases("cpu") as held:
+        places = await held.acquire([Wish("cpu", CPUS - 1), Wish("cpu", CPUS)])
         await held._notes.kept()
-        unnoted = RayLeases("leases", "npu", "pack", GcsNotes("elsewhere"))  # its controller dies before it notes them
+        unnoted = RayLeases("leases", "cpu", "pack", GcsNotes("elsewhere"))  # its controller dies before it notes them
         unnoted._places = dict(held._places)
-        await unnoted.acquire([Wish("npu", 1)])
-        after = RayLeases("leases", "npu", "pack", GcsNotes("leases"))
+        await unnoted.acquire([Wish("cpu", 1)])
+        after = RayLeases("leases", "cpu", "pack", GcsNotes("leases"))
         await after.tidy()
         assert await after.places() == places
 
 
+async def test_a_pack_takes_no_second_node_while_the_first_has_room(connected: RayNodes) -> None:
+    async with leases("cpu") as held:
+        first = await held.acquire([Wish("cpu", 1)])
+        await until(partial(_is_free, held, first[0].node, CPUS - 1), "that it is taken")
+        places = await held.acquire([Wish("cpu", CPUS - 1), Wish("cpu", CPUS)])
+        assert places[0].node == first[0].node != places[1].node
+
+
 @pytest.mark.parametrize("placement", ["spread", "strict_spread"])
 async def test_a_spread_takes_node_after_node(connected: RayNodes, placement: str) -> None:
-    async with leases("npu", placement, acquire_s=5.0) as held:
-        places = await held.acquire([Wish("npu", 1)] * 3)
+    async with leases("cpu", placement, acquire_s=3.0) as held:
+        places = await held.acquire([Wish("cpu", 1)] * 3)
         assert len({place.node for place in places}) == 3
         if placement == "spread":
-            assert len((await held.acquire([Wish("npu", 1)]))[0].devices) == 1
+            assert len((await held.acquire([Wish("cpu", 1)]))[0].devices) == 1
         else:
             with pytest.raises(LeaseError):
-                await held.acquire([Wish("npu", 1)])
+                await held.acquire([Wish("cpu", 1)])
 
 
+async def test_nodes_that_are_left_out_are_not_leased(connected: RayNodes) -> None:
+    out = [node.id for node in connected.nodes[:2]]
+    async with leases("cpu", left_out=out, acquire_s=3.0) as held:
+        (place,) = await held.acquire([Wish("cpu", CPUS)])
+        assert place.node == connected.nodes[2].id
+        with pytest.raises(LeaseError):
+            await held.acquire([Wish("cpu", 1)])
+
+
+@pytest.mark.slow
 async def test_the_lease_of_a_node_that_dies_moves_to_one_that_comes(connected: RayNodes) -> None:
     dying = connected.add(num_gpus=0, resources={"NPU": 3})
     async with leases("npu") as held:
@@ -100,7 +129,7 @@ async def test_the_lease_of_a_node_that_dies_moves_to_one_that_comes(connected: 
         assert await anext(watched) == (place,)
         connected.lose(dying)
         (waiting,) = await anext(watched)
-        assert (waiting.lease, waiting.node, waiting.devices) == (place.lease, "", ()) and "3 NPU" in waiting.waits
+        assert (waiting.lease, waiting.node, waiting.devices) == (place.lease, "", ()) and "3 free NPU" in waiting.waits
         coming = connected.add(num_gpus=0, resources={"NPU": 3})
         (moved,) = await anext(watched)
         assert (moved.lease, moved.node, len(moved.devices)) == (place.lease, coming.id, 3)
