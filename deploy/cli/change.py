@@ -222,13 +222,22 @@ def status_text(status: dict[str, Any]) -> str:
         lines.append(f"not reached: {status['trouble']}")
     if status["paused_s"]:
         lines.append(f"new requests wait, for {status['paused_s']:.0f} s more")
-    parts = [(name, str(part["pid"] or "-"), str(part["restarts"] or 0)) for name, part in status["parts"].items()]
+    parts = [
+        (_short_name(name), str(part["pid"] or "-"), str(part["restarts"] or 0))
+        for name, part in status["parts"].items()
+    ]
     lines += ["", table(rows), "", table([("process", "pid", "restarts"), *parts])]
     if status["change"] is not None:
         change = status["change"]
         lines += ["", f"{change['what']}: {change['from']} → {change['to']}, {change['state']}"]
         lines += [f"  {step_text(step)}" for step in change["steps"]]
     return "\n".join(lines)
+
+
+def _short_name(name: str) -> str:
+    """Of a process on one of several nodes."""
+    node, slash, own = name.rpartition("/")
+    return f"{short_node(node)}{slash}{own}"
 
 
 def begun_text(told: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ GRACE_S = 2.0
 """How long requests in flight may go on when all is taken down; with the stages' 8 s the end is below 15 s away."""
 
 CLOSE_S, PARTS_S = 12.0, 1.0
-"""How long the runtime may take to end the stages, and to say what runs."""
+"""How long front doors may take to end, and then the runtime to end the stages; and to say what runs."""
 
 READY, OPTIONS = "ready", "front-options.json"
 """Notes that say that the deployment has been ready, and what front doors go by beside its `--proxy`."""
@@ -323,10 +323,10 @@ class Life(ABC):
             self.screen.line("stopping")
         control.cancel()
         await asyncio.wait([control])
-        await self.doors.end()
-        with contextlib.suppress(TimeoutError):  # what is left then is killed
-            async with asyncio.timeout(CLOSE_S):
-                await self.host.close()
+        for end in (self.doors.end, self.host.close):
+            with contextlib.suppress(TimeoutError):  # what is left then is killed
+                async with asyncio.timeout(CLOSE_S):
+                    await end()
 
     def _kill(self) -> None:
         """No more waiting."""

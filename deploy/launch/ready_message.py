@@ -16,10 +16,18 @@ from epd_serve.instances import Instance
 
 SAMPLE = Path(epd_serve.demo.__path__[0]) / "samples" / "red_circle.png"
 
+ENDS = "Ctrl-C stops everything."
 
-def ready_message(blueprint: Blueprint, logs: Path | str, instances: Mapping[str, Instance], seconds: float) -> str:
-    """The whole message, without a final newline. `instances`: those of the blueprint, by id, as they run.
-    `logs`: where they are, or what shows them."""
+
+def ready_message(
+    blueprint: Blueprint, logs: Path | str, instances: Mapping[str, Instance], seconds: float, ends: str = ENDS
+) -> str:
+    """The whole message, without a final newline.
+
+    Args:
+        logs: where they are, or what shows them. instances: those of the blueprint, by id, as they run.
+        ends: how all of it is ended.
+    """
     endpoint = endpoint_url(blueprint)
     rows = [
         (*row, column)
@@ -45,7 +53,7 @@ def ready_message(blueprint: Blueprint, logs: Path | str, instances: Mapping[str
             "",
             curl(blueprint, endpoint),
             "",
-            "Ctrl-C stops everything.",
+            ends,
         )
     )
 

@@ -20,6 +20,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.host.environment import is_terminal
+from deploy.launch.ready_message import ENDS
 from deploy.launch.screen import Screen
 from deploy.options.config import DeployConfig
 from deploy.ray.cluster import (
@@ -70,8 +71,9 @@ def serve_on_ray(config: DeployConfig, *, detach: bool = False) -> int:
             max_restarts=-1,
             scheduling_strategy=NodeAffinitySchedulingStrategy(here(), soft=True),
         )
-        .remote(own, here())
+        .remote(config.name)
     )
+    ray.get(actor.begin.remote(own, here()), timeout=ANSWER_S)
     return asyncio.run(_Attached(config.name, actor).until_ended(detach=detach))
 
 
@@ -148,7 +150,8 @@ class _Attached:
         """An exit code where there is nothing more to show."""
         match event:
             case "ready", (message,):
-                print(message, flush=True)
+                ends = f"epd-serve down --ray --name {self._name} ends it." if detach else ENDS
+                print(f"{message}{ends}", flush=True)
                 return 0 if detach else None
             case "refused", (message, param, config):
                 raise ConfigError(message, param=param) if config else EpdError(message)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -32,15 +34,18 @@ from deploy.plan.blueprint import draw
 from deploy.ray.leases import RayLeases, release_all
 from deploy.ray.news import Event, News
 from deploy.ray.nodes import INSTANCES, Nodes, end_nodes
-from deploy.ray.notes import EPOCH, GcsNotes
+from deploy.ray.notes import GcsNotes
 from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError, StageError
 
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
 
-SIGNALS, OVER = "signals.json", "over"
-"""Notes of what operators have sent, and of the exit code that all ends with."""
+ASKED, SIGNALS, OVER = "asked", "signals.json", "over"
+"""Notes of what was asked for, of what operators have sent since, and of the exit code that all ends with."""
+
+BEGIN_S = 60.0
+"""Whoever makes this actor may be killed before it says what for."""
 
 CRASHED = 70
 CRASH_S = 1.0
@@ -52,17 +57,24 @@ LOG_TAIL_BYTES = 4096
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """`node`: of whoever asked for it."""
+
+    config: DeployConfig
+    node: str
+
+
 class ControllerActor:
     """Args:
-    config: of the deployment. What it names of files has to be on every node.
-    begun_on: the node of whoever began it.
+    name: of the deployment.
     """
 
-    def __init__(self, config: DeployConfig, begun_on: str) -> None:
-        self._config = config
-        self._begun_on = begun_on
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._asked: asyncio.Future[Asked] = asyncio.get_running_loop().create_future()
         self._began = time.monotonic()
-        self._notes = GcsNotes(config.name)
+        self._notes = GcsNotes(name)
         self._news = News()
         self._signals = Signals()
         self._app: asyncio.Future[FastAPI] = asyncio.get_running_loop().create_future()
@@ -72,6 +84,15 @@ class ControllerActor:
         self._living = asyncio.create_task(self._live(), name="controller")
 
     # --- what operators ask ---------------------------------------------------------------------------------------
+
+    async def begin(self, config: DeployConfig, node: str) -> None:
+        """For once, by whoever has made this actor, on this node. Not by its arguments: Ray shows those to many.
+
+        Args:
+            config: of the deployment. What it names of files has to be on every node.
+        """
+        if not self._asked.done():
+            self._asked.set_result(Asked(config, node))
 
     async def version(self) -> str:
         return __version__
@@ -124,11 +145,15 @@ class ControllerActor:
         try:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
                 await self._clear()  # somebody may have killed one of this name
-                await self._until_over()
-            elif self._notes.read(EPOCH) is not None and self._notes.read(OVER) is None:
+                async with asyncio.timeout(BEGIN_S):
+                    asked = await self._asked
+                self._notes.write(ASKED, pickle.dumps(asked))
+                await self._notes.kept()
+                await self._until_over(asked)
+            elif (noted := self._notes.read(ASKED)) is not None and self._notes.read(OVER) is None:
                 for number in self._signals_noted():
                     self._signals.add(number)
-                await self._until_over()
+                await self._until_over(pickle.loads(noted))
             await self._clear()
             self._news.add("ended", self._code or 0)
             await self._news.taken(HEARD_S)
@@ -141,13 +166,13 @@ class ControllerActor:
 
     async def _clear(self) -> None:
         """Nothing of it is left on the cluster but this actor."""
-        await end_nodes(self._config.name)
-        await release_all(self._config.name)
+        await end_nodes(self._name)
+        await release_all(self._name)
         await self._notes.forget()
 
-    async def _until_over(self) -> None:
+    async def _until_over(self, asked: Asked) -> None:
         was_ready = self._notes.read(READY) is not None
-        preparing = asyncio.create_task(self._prepared())
+        preparing = asyncio.create_task(self._prepared(asked.config, asked.node))
         stopped = asyncio.create_task(self._first_signal())
         tasks: list[asyncio.Task[Any]] = [preparing, stopped]
         try:
@@ -184,13 +209,13 @@ class ControllerActor:
         async for _ in self._signals.follow():
             return
 
-    async def _prepared(self) -> RayLife:
+    async def _prepared(self, config: DeployConfig, begun_on: str) -> RayLife:
         """The nodes as they are, the deployment drawn for them, and a process of ours on each."""
-        config, notes = self._config, self._notes
+        notes = self._notes
         epoch = await asyncio.to_thread(notes.next_epoch)
-        nodes = self._nodes = Nodes(config, self._begun_on, notes, epoch, self._news.line)
+        nodes = self._nodes = Nodes(config, begun_on, notes, epoch, self._news.line)
         machines = await nodes.gather()
-        leases = RayLeases(config.name, machines.kind, config.placement, notes)
+        leases = RayLeases(config.name, machines.kind, config.placement, notes, nodes.left_out)
         await leases.tidy()
         blueprint = await asyncio.to_thread(draw, config, machines=machines)
         deployment = Deployment(config.name, blueprint, Patience(), observed=not config.admin_port)
@@ -244,7 +269,7 @@ class RayLife(Life):
         seconds = time.monotonic() - self._began
         config = self.blueprint.config
         logs = f"epd-serve logs --ray --name {config.name}"
-        self._news.add("ready", ready_message(self.aim.drawn, logs, self.news.instances(), seconds))
+        self._news.add("ready", ready_message(self.aim.drawn, logs, self.news.instances(), seconds, ends=""))
 
     async def explain(self, error: EpdError) -> str:
         """With the end of the log of the stage that is to blame: it goes with its node process."""

@@ -25,8 +25,10 @@ from deploy.front.messages import FRONT_SOCKET
 from deploy.front.part import FrontSetup
 from deploy.front.remote import RemoteDoors
 from deploy.launch.life import Deployment, front_options
+from deploy.memory.placement_table import short_node
 from deploy.node.facts import NodeFacts, differences
 from deploy.node.setup import NodeSetup
+from deploy.node.start import NodeRun
 from deploy.options.addresses import port_range
 from deploy.options.config import DeployConfig
 from deploy.plan.machines import Machines
@@ -40,15 +42,22 @@ from deploy.runtime.messages import AGENT_SOCKET
 from deploy.runtime.protocol import Observed
 from epd_serve.errors import ConfigError, EpdError
 
-FACTS, KEY, INSTANCES = "nodes.json", "key", "instances.json"
-"""Notes of what each node was before anything of ours ran there, of the key of stages and front doors, and of what ran
-last."""
+FACTS, KEY, MASTER, INSTANCES = "nodes.json", "key", "master.json", "instances.json"
+"""Notes of what each node was before anything of ours ran there, of the key of stages and front doors, of the feature
+store's master, and of what ran last."""
 
 LOOK_S = 1.0
-START_S, ASK_S, END_S = 120.0, 5.0, 30.0
+START_S, ASK_S, END_S = 120.0, 5.0, 60.0
 """For an actor to start and to do what takes long, to answer, and to end its node."""
 
 logger = logging.getLogger(__name__)
+
+
+class Master(msgspec.Struct, frozen=True):
+    """Of the feature store's second tier: the node that runs it, and its `host:port`, or "" where there is none."""
+
+    node: str = ""
+    address: str = ""
 
 
 class Nodes:
@@ -60,6 +69,7 @@ class Nodes:
     Attributes:
         key: of the deployment: whoever has it is one of its processes.
         many: runs the instances.
+        left_out: nodes that cannot be part of it.
     """
 
     def __init__(
@@ -74,7 +84,9 @@ class Nodes:
         self._known = {one.machine.id: one for one in noted}
         self._there: dict[str, RayNode] = {}
         self._actors: dict[str, Actor] = {}
-        self._left_out: set[str] = set()
+        self.left_out: set[str] = set()
+        self._warned: set[str] = set()
+        self._master = msgspec.json.decode(notes.read(MASTER) or b"{}", type=Master)
         self._resource = ""
         if (key := notes.read(KEY)) is None:
             key = secrets.token_hex(32).encode()
@@ -97,6 +109,11 @@ class Nodes:
         if not fitting:
             told = "; ".join(f"{one.address} has {_resources(one)}" for one in there)
             raise ConfigError(f"no node of the Ray cluster has a {self._resource}: {told}", param="--device")
+        if self._config.fronts == "here" and all(one.id != self._begun_on for one in fitting):
+            raise ConfigError(
+                f"--fronts here: this node has no {self._resource}, and front doors are on nodes that have; take every",
+                param="--fronts",
+            )
         await asyncio.gather(*(self._meet(one) for one in fitting))
         return self.machines
 
@@ -138,10 +155,19 @@ class Nodes:
         self._deployment, self._doors = deployment, doors
         config = self._config
         fronts = [node for node in self._there if self._has_front(node)]
-        await asyncio.gather(*(self._call(node, "bind", config.host, config.port) for node in fronts))
+        await asyncio.gather(*(self._call(node, "bind", config.host, config.port, wait_s=START_S) for node in fronts))
+        if not self._master.node:
+            await self._choose_master()
         await asyncio.gather(*(self._ensure(node) for node in self._there))
         for node in self._there:
             self._join(node)
+
+    async def _choose_master(self) -> None:
+        """The first node runs the master of the feature store's second tier, if there is one; the others are told."""
+        first = min(self._there)
+        run = await self._ensure(first)
+        self._master = Master(first, run.master)
+        self._notes.write(MASTER, msgspec.json.encode(self._master))
 
     def _join(self, node: str) -> None:
         async def actor() -> Actor:
@@ -156,10 +182,17 @@ class Nodes:
         if self._has_front(node):
             self._doors.join(node, RemoteDoors(through(actor, FRONT_SOCKET), self._say, self._epoch))
 
-    async def _ensure(self, node: str) -> None:
-        run = await self._call(node, "ensure", self._setup(node), wait_s=START_S)
+    async def _ensure(self, node: str) -> NodeRun:
+        run: NodeRun = await self._call(node, "ensure", self._setup(node), wait_s=START_S)
         for warning in run.warnings:
-            self._say(f"warning: {self._called(node)}: {warning}")
+            self._warn(f"{self._called(node)}: {warning}")
+        return run
+
+    def _warn(self, text: str) -> None:
+        """Once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self._say(f"warning: {text}")
 
     def _setup(self, node: str) -> NodeSetup:
         assert self._deployment is not None, "open() has been called"
@@ -174,17 +207,17 @@ class Nodes:
             host=config.node_host or self._there[node].address,
             key=self.key,
             ports=port_range(config.node_ports),
+            master="" if node == self._master.node else self._master.address,
             blueprint=replace(self._deployment.blueprint, machines=self.machines).at(node),
             front=front,
             run_root=config.run_root,
         )
 
     def _has_front(self, node: str) -> bool:
-        every = self._config.fronts == "every" or (self._config.fronts == "auto" and len(self._known) > 1)
-        return every or node == self._begun_on
+        return self._config.fronts != "here" or node == self._begun_on
 
     def _called(self, node: str) -> str:
-        return f"node {self._there[node].address} ({node[:8]})"
+        return f"node {self._there[node].address} ({short_node(node)})"
 
     async def _call(self, node: str, method: str, *values: Any, wait_s: float = ASK_S) -> Any:
         """What its actor answers. Raises EpdError: it is none of the deployment, or does not answer."""
@@ -207,7 +240,8 @@ class Nodes:
             for node in self._there.keys() - {one.id for one in alive}:
                 self._lose(node, aim)
             for one in alive:
-                if one.id not in self._there and one.id not in self._left_out:
+                fits = one.resources.get(self._resource, 0) >= 1
+                if fits and one.id not in self._there and one.id not in self.left_out:
                     await self._welcome(one, aim)
 
     def _lose(self, node: str, aim: Aim) -> None:
@@ -215,20 +249,19 @@ class Nodes:
         self._say(f"{self._called(node)} has gone")
         self.many.lose(node)
         self._doors.lose(node)
+        if node == self._master.node and self._master.address:
+            self._warn("the feature store's second tier has gone with it: features are computed again until a restart")
         ray.kill(self._actors.pop(node))
         del self._there[node]
         if self._there:
             aim.machines = self.machines
 
     async def _welcome(self, node: RayNode, aim: Aim) -> None:
-        if node.resources.get(self._resource, 0) < 1:
-            self._left_out.add(node.id)
-            return
         try:
             await self._meet(node)
             await self._ensure(node.id)
         except EpdError as error:
-            self._left_out.add(node.id)
+            self.left_out.add(node.id)
             self._say(f"node {node.address} is left out: {error}")
             return
         self._join(node.id)
