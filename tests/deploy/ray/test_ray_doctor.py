@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.ray.nodes import RayNodes
 from tests.waiting import PATIENCE_S
 
@@ -46,6 +48,7 @@ def test_every_node_is_asked_for_its_versions_and_whom_it_reaches(cluster: RayNo
     assert code == 0
 
 
+@pytest.mark.slow
 def test_who_has_another_token_is_told_so_and_no_node_is_asked(cluster: RayNodes) -> None:
     code, found = examined(cluster, RAY_AUTH_TOKEN="0" * 64)
     assert code == 1 and found["ray cluster"]["level"] == "error"
