@@ -100,6 +100,13 @@ class RayNodes(Child):
         """Its raylet, by SIGKILL: for Ray the node is dead."""
         signal_process(node.raylet_pid, signal.SIGKILL)
 
+    def stop(self) -> None:
+        """Ray's agents find out by themselves that their raylet has gone, after a minute."""
+        left = [pid for pids in self.parts().values() for pid in pids]
+        super().stop()
+        for pid in left:
+            signal_process(pid, signal.SIGKILL)
+
     def parts(self) -> Parts:
         """Ray's own processes: `gcs`, `raylet`, `actors` (workers that run one), `others` (agents, idle workers, logs).
         What actors have started and set free is none of them."""
