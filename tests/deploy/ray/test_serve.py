@@ -112,6 +112,12 @@ def test_a_layout_is_served_by_three_nodes_changed_and_ended_without_a_trace(
         assert changed.returncode == 0, changed.stderr
         assert len(one.status()["instances"]) == 4 and one.answers()
 
+        listed = json.loads(one.run("why", "--json").stdout)["requests"]
+        assert [request["path"] for request in listed] == ["P-D", "P-D"]
+        why, top = one.run("why", listed[0]["id"]), one.run("top", "--once")
+        assert listed[0]["id"] in why.stdout and "P0" in why.stdout, why.stderr
+        assert {"E0", "P0", "D0", "D1"} <= {line.split()[0] for line in top.stdout.splitlines() if line}, top.stderr
+
         logs = one.run("logs", "P0")
         assert logs.returncode == 0 and logs.stdout
 
