@@ -44,15 +44,15 @@ def _why(arguments: dict[str, Any]) -> int:
     name = arguments["request"]
     with client(arguments) as http:
         if name:
-            told = get(http, f"/requests/{quote(name, safe='')}")
+            answer = get(http, f"/requests/{quote(name, safe='')}")
         else:
-            told = get(http, "/requests", order=arguments["order"], limit=arguments["limit"])
+            answer = get(http, "/requests", order=arguments["order"], limit=arguments["limit"])
     if arguments["as_json"]:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(answer, indent=2))
     elif name:
-        print(request_text(told["request"], told["others"], min(WIDEST, shutil.get_terminal_size().columns)))
+        print(request_text(answer["request"], answer["others"], min(WIDEST, shutil.get_terminal_size().columns)))
     else:
-        print(list_text(told["requests"], time.time()))
+        print(list_text(answer["requests"], time.time()))
     return DONE
 
 
@@ -69,32 +69,34 @@ def list_text(requests: list[Json], now: float) -> str:
     return table(rows)
 
 
-def request_text(told: Json, others: list[str], width: int) -> str:
+def request_text(request: Json, others: list[str], width: int) -> str:
     """For people: what became of it, why these instances, and its time as bars."""
-    lines = [*_head(told), ""]
-    for choice in told["choices"]:
+    lines = [*_head(request), ""]
+    for choice in request["choices"]:
         lines += [*_choice(choice), ""]
-    lines += _timeline(told, width)
-    if told["left_out"]:
-        lines.append(f"({told['left_out']} more are not remembered)")
+    lines += _timeline(request, width)
+    if request["left_out"]:
+        lines.append(f"({request['left_out']} more are not remembered)")
     if others:
         lines += ["", f"the client has named {len(others)} more requests so: {', '.join(others)}"]
     return "\n".join(lines)
 
 
-def _head(told: Json) -> Iterator[str]:
-    mine = f" ({told['client_id']})" if told["client_id"] else ""
-    items = ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in told["items"].items()) or "text"
-    yield f"request {told['id']}{mine}: {told['endpoint']}, {items}"
+def _head(request: Json) -> Iterator[str]:
+    mine = f" ({request['client_id']})" if request["client_id"] else ""
+    items = ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in request["items"].items()) or "text"
+    yield f"request {request['id']}{mine}: {request['endpoint']}, {items}"
     outcomes = {"running": "is running, for", "cancelled": "cancelled after", "broken": "broken off after"}
-    ended = outcomes.get(told["outcome"], f"{told['outcome']} in")
-    attempts = f", {told['attempts']} attempts" if told["attempts"] > 1 else ""
-    yield f"  {ended} {_seconds(told['total_s'])}{_way(told)}{attempts}"
-    if told["code"]:
-        because = f": {told['message']}" if told["message"] else f" at {told['param']}" if told["param"] else ""
-        yield f"  {told['code']}{because}"
-    tokens, finish = told["tokens"], f", finish {told['finish']}" if told["finish"] else ""
-    if told["attempts"]:
+    ended = outcomes.get(request["outcome"], f"{request['outcome']} in")
+    attempts = f", {request['attempts']} attempts" if request["attempts"] > 1 else ""
+    yield f"  {ended} {_seconds(request['total_s'])}{_way(request)}{attempts}"
+    if request["code"]:
+        because = (
+            f": {request['message']}" if request["message"] else f" at {request['param']}" if request["param"] else ""
+        )
+        yield f"  {request['code']}{because}"
+    tokens, finish = request["tokens"], f", finish {request['finish']}" if request["finish"] else ""
+    if request["attempts"]:
         said = [f"{tokens[name]} {name} tokens" for name in ("prompt", "completion") if tokens[name] is not None]
         if tokens["completion"] is None and tokens["counted"] is not None:
             said.append(f"{tokens['counted']} tokens by its events")
@@ -103,10 +105,10 @@ def _head(told: Json) -> Iterator[str]:
         yield f"  {', '.join(said)}{finish}"
 
 
-def _way(told: Json) -> str:
-    stages = (("encode", "+".join(told["encode"])), ("prefill", told["prefill"]), ("decode", told["decode"]))
+def _way(request: Json) -> str:
+    stages = (("encode", "+".join(request["encode"])), ("prefill", request["prefill"]), ("decode", request["decode"]))
     way = ", ".join(f"{stage} {instance}" for stage, instance in stages if instance)
-    return f" by {told['path']}: {way}" if told["path"] else ""
+    return f" by {request['path']}: {way}" if request["path"] else ""
 
 
 def _choice(choice: Json) -> Iterator[str]:
@@ -124,9 +126,9 @@ def _choice(choice: Json) -> Iterator[str]:
     yield from (f"  {line}".rstrip() for line in table(rows).splitlines())
 
 
-def _timeline(told: Json, width: int) -> Iterator[str]:
-    total_s = max(told["total_s"], 1e-6)
-    described = [(one["at_s"], one.get("s"), _words(one)) for one in told["events"]]
+def _timeline(request: Json, width: int) -> Iterator[str]:
+    total_s = max(request["total_s"], 1e-6)
+    described = [(one["at_s"], one.get("s"), _words(one)) for one in request["events"]]
     longest = max((len(words) for _, _, words in described), default=0)
     room = max(20, min(longest + 1, width - TIMES - BAR_LEAST))
     bar = max(BAR_LEAST, width - TIMES - room)

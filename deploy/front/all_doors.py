@@ -29,7 +29,7 @@ from epd_serve.instances import IncarnationId
 from epd_serve.roles import Role
 from proxy.background import Background
 from proxy.config.settings import ProxySettings
-from proxy.records.records import Found, Question, found_together
+from proxy.records.records import Question, RecordsAnswer, merged
 from proxy.registry.announcements import Announcements, take_in
 from proxy.registry.ledger import NOTHING, Tally, Work
 from proxy.registry.stage_metrics import register_stage_metrics
@@ -218,16 +218,16 @@ class AllDoors:
         counts = await self._of_all(of)
         return exposition(self._registry, summed([self._past, *counts, own_counts(self.background.registry)]))
 
-    async def look(self, question: Question) -> Found:
+    async def look(self, question: Question) -> RecordsAnswer:
         """What all of them know of requests. Who does not answer in time is left out."""
 
-        async def of(doors: RemoteDoors) -> Found:
+        async def of(doors: RemoteDoors) -> RecordsAnswer:
             with contextlib.suppress(TimeoutError, EpdError):
                 async with asyncio.timeout(COUNTS_S):
                     return await doors.look(question)
-            return Found()
+            return RecordsAnswer()
 
-        return found_together(question, await self._of_all(of))
+        return merged(question, await self._of_all(of))
 
     async def restart(self) -> None:
         """Those of one node after the other: where new ones do not serve, those of the next nodes are left."""

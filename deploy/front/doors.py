@@ -26,7 +26,7 @@ from proxy.registry.warm_links import GRACE_S
 
 if TYPE_CHECKING:
     from proxy.config.settings import ProxySettings
-    from proxy.records.records import Found, Question
+    from proxy.records.records import Question, RecordsAnswer
     from proxy.registry.ledger import Tally, Work
     from proxy.workers.hub import WorkerHub
     from proxy.workers.wire import Family
@@ -198,7 +198,7 @@ class FrontDoors:
         assert self._hub is not None
         return await self._hub.counted()
 
-    async def look(self, question: Question) -> Found:
+    async def look(self, question: Question) -> RecordsAnswer:
         """What all of them know of requests."""
         await self._started.wait()
         assert self._hub is not None

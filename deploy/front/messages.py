@@ -8,7 +8,7 @@ import msgspec
 from deploy.runtime.protocol import Observed
 from deploy.runtime.stream import EveryAnswer, EveryCall, Request
 from epd_serve.roles import Role
-from proxy.records.records import Found, Question
+from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.ledger import Tally, Work
 from proxy.workers.shared_counters import Asked
 from proxy.workers.wire import Family
@@ -133,7 +133,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     number: int
     pausable_s: float | None = None
     counts: list[Family] = []
-    found: Found = Found()
+    records: RecordsAnswer = RecordsAnswer()
 
 
 Answer = Done | Word

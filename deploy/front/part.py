@@ -177,7 +177,7 @@ class _FrontPart:
             case Counts():
                 return Done(number, counts=await doors.counted())
             case Look(question):
-                return Done(number, found=await doors.look(question))
+                return Done(number, records=await doors.look(question))
             case Restart():
                 await doors.restart()
             case Idle():

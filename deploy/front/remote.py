@@ -31,7 +31,7 @@ from deploy.runtime.stream import Open
 from epd_serve.errors import EpdError
 
 if TYPE_CHECKING:
-    from proxy.records.records import Found, Question
+    from proxy.records.records import Question, RecordsAnswer
     from proxy.workers.wire import Family
 
 
@@ -99,8 +99,8 @@ class RemoteDoors:
         self.counts = (await self._ask(Counts())).counts
         return self.counts
 
-    async def look(self, question: Question) -> Found:
-        return (await self._ask(Look(question))).found
+    async def look(self, question: Question) -> RecordsAnswer:
+        return (await self._ask(Look(question))).records
 
     async def restart(self) -> None:
         await self._ask(Restart())

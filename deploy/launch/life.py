@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from proxy.config.settings import ProxySettings
-    from proxy.records.records import Found, Question
+    from proxy.records.records import Question, RecordsAnswer
     from proxy.registry.table import InstanceTable
 
 GRACE_S = 2.0
@@ -84,7 +84,7 @@ class Fronts(Doors, Draining, Protocol):
 
     async def metrics(self) -> bytes: ...
 
-    async def look(self, question: Question) -> Found:
+    async def look(self, question: Question) -> RecordsAnswer:
         """What they know of requests."""
 
     async def configure(self, settings: ProxySettings) -> None:

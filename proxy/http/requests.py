@@ -10,9 +10,9 @@ from fastapi.responses import JSONResponse, Response
 
 from epd_serve.errors import NotFoundError
 from proxy.records.minute import Counts
-from proxy.records.records import MOST, Found, Question
+from proxy.records.records import MOST, Question, RecordsAnswer
 
-Look = Callable[[Question], Awaitable[Found]]
+Look = Callable[[Question], Awaitable[RecordsAnswer]]
 """Asks every front door."""
 
 ID_CHARS = 128
@@ -29,23 +29,23 @@ def request_routes(look: Look) -> APIRouter:
 
     @router.get("/requests", operation_id="requests")
     async def requests(order: Order = "newest", limit: Limit = 20) -> Response:
-        found = await look(Question(order=order, limit=limit))
-        return JSONResponse({"requests": found.requests})
+        answer = await look(Question(order=order, limit=limit))
+        return JSONResponse({"requests": answer.requests})
 
     @router.get("/requests/{name:path}", operation_id="request")
     async def request(name: Name) -> Response:
-        found = (await look(Question(id=name))).requests
-        if not found:
+        requests = (await look(Question(id=name))).requests
+        if not requests:
             raise NotFoundError(
                 f"no front door remembers a request {name}: it may be too long ago (records.requests, "
                 "records.size_bytes), or the front door that had it has ended",
                 code="unknown_request",
             )
-        return JSONResponse({"request": found[0], "others": [one["id"] for one in found[1:]]})
+        return JSONResponse({"request": requests[0], "others": [one["id"] for one in requests[1:]]})
 
     @router.get("/rates", operation_id="rates")
     async def rates() -> Response:
-        found = await look(Question(minute=True))
-        return JSONResponse((found.minute or Counts()).summary())
+        answer = await look(Question(minute=True))
+        return JSONResponse((answer.minute or Counts()).summary())
 
     return router

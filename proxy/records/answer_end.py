@@ -42,12 +42,12 @@ def answer_end(last: bytes) -> AnswerEnd:
 
 def _finish(last: bytes) -> str:
     if b'"finish_reason"' in last:
-        found = _FINISH.findall(last)
-        return found[-1].decode() if found else ""
-    found = _RESPONSE_STATUS.findall(last)
-    return found[-1].decode() if found else ""
+        matches = _FINISH.findall(last)
+        return matches[-1].decode() if matches else ""
+    matches = _RESPONSE_STATUS.findall(last)
+    return matches[-1].decode() if matches else ""
 
 
 def _number(pattern: re.Pattern[bytes], usage: bytes) -> int | None:
-    found = pattern.search(usage)
-    return int(found[1]) if found is not None else None
+    matches = pattern.search(usage)
+    return int(matches[1]) if matches is not None else None

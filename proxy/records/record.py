@@ -78,7 +78,7 @@ class Record(Struct):
         path, encode, prefill, decode: of the last attempt, and instances that have encoded something for it.
         attempts: at prefill and decode. outcome: as in `epd_proxy_requests_total`, "" while it runs.
         status: of HTTP, 0 where none was sent. code, param, message: of the error, if it ended in one.
-        finish: the model's reason. Token counts are None where no stage has told them.
+        finish: the model's reason. Token counts are None where no stage has said them.
         events_sent: of a stream. first_byte_s: of a stream, since the arrival.
         retried: something of it was done again. events, choices: in order; lost: how many found no place.
     """
@@ -198,23 +198,22 @@ class Record(Struct):
 
     def headers(self) -> dict[str, str]:
         """The `x-epd-*` response headers so far. `x-epd-timing-ms` counts from the arrival."""
-        told: dict[str, object] = {"request-id": self.id}
+        headers: dict[str, object] = {"request-id": self.id}
         if predicted := self._predicted_ms():
-            told["predicted-ms"] = predicted
+            headers["predicted-ms"] = predicted
         if self.attempts:
             stages = ("encode", "+".join(self.encode)), ("prefill", self.prefill), ("decode", self.decode)
-            told |= {"attempts": self.attempts, "path": self.path}
-            told["instances"] = ", ".join(f"{stage}={instance}" for stage, instance in stages if instance)
+            headers |= {"attempts": self.attempts, "path": self.path}
+            headers["instances"] = ", ".join(f"{stage}={instance}" for stage, instance in stages if instance)
         moments = [f"{name}={1000 * at_s:.1f}" for at_s, name, _ in self.events if name in MOMENTS]
-        told["timing-ms"] = ", ".join(moments[:MAX_MOMENTS])
-        return {f"x-epd-{name}": _printable(str(value)) for name, value in told.items()}
+        headers["timing-ms"] = ", ".join(moments[:MAX_MOMENTS])
+        return {f"x-epd-{name}": _printable(str(value)) for name, value in headers.items()}
 
     def _predicted_ms(self) -> str:
         """Of the last choice of each kind, of a head where there was one: the shortest times."""
-        told = [
-            one for one in self.choices if one.work != "decode" and (one.work == "encode" or len(one.candidates) > 1)
-        ]
-        last = {one.work: one for one in told}
+        heads = (one for one in self.choices if one.work == "prompt" and len(one.candidates) > 1)
+        encoders = (one for one in self.choices if one.work == "encode")
+        last = {one.work: one for one in (*encoders, *heads)}
         parts = []
         for work in sorted(last):
             shortest = sorted(last[work].predicted_s().items(), key=lambda pair: pair[1])[:MAX_PREDICTIONS]

@@ -15,7 +15,7 @@ from proxy.records.answer_end import answer_end
 from proxy.records.kept import Kept, KeptRecords
 from proxy.records.minute import Counts, LastMinute, together
 from proxy.records.record import Record
-from proxy.records.told import summary, told
+from proxy.records.report import report, summary
 
 NEWEST, SLOWEST, FAILED = ORDERS = ("newest", "slowest", "failed")
 MOST = 200
@@ -37,24 +37,24 @@ class Question(Struct, frozen=True):
     minute: bool = False
 
 
-class Found(Struct, frozen=True):
+class RecordsAnswer(Struct, frozen=True):
     """What one front door answers, or all of them together.
 
     Attributes:
-        requests: best first, as `proxy/records/told.py` writes them.
+        requests: best first, as `proxy/records/report.py` writes them.
     """
 
     requests: list[dict[str, Any]] = []
     minute: Counts | None = None
 
 
-def found_together(question: Question, several: Iterable[Found]) -> Found:
+def merged(question: Question, several: Iterable[RecordsAnswer]) -> RecordsAnswer:
     """The answers of several front doors as one. Of requests that one client gave the same name the newest is first."""
     every = list(several)
     requests = [request for one in every for request in one.requests]
     requests.sort(key=lambda one: one["total_s"] if question.order == SLOWEST else one["began"], reverse=True)
     minutes = [one.minute for one in every if one.minute is not None]
-    return Found(requests[: question.limit or MOST], together(minutes) if minutes else None)
+    return RecordsAnswer(requests[: question.limit or MOST], together(minutes) if minutes else None)
 
 
 class Records:
@@ -97,14 +97,14 @@ class Records:
         if self._log is not None:
             self._log.close()
 
-    def look(self, question: Question) -> Found:
+    def look(self, question: Question) -> RecordsAnswer:
         """What this process knows."""
         minute = self._counts() if question.minute else None
         if question.id:
-            return found_together(question, [Found([told(record) for record in self._called(question.id)], minute)])
+            return merged(question, [RecordsAnswer([report(record) for record in self._called(question.id)], minute)])
         if question.limit <= 0:
-            return Found(minute=minute)
-        return Found([summary(record) for record in self._listed(question)], minute)
+            return RecordsAnswer(minute=minute)
+        return RecordsAnswer([summary(record) for record in self._listed(question)], minute)
 
     def _counts(self) -> Counts:
         counts = self._minute.counts(time.monotonic())

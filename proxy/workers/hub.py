@@ -19,7 +19,7 @@ from epd_serve.errors import EpdError
 from epd_serve.wire import Announcement
 from proxy.background import Background
 from proxy.errors import most_telling
-from proxy.records.records import Found, Question, found_together
+from proxy.records.records import Question, RecordsAnswer, merged
 from proxy.registry.announcements import Announcements, take_in
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed
@@ -85,10 +85,10 @@ class Worker:
         """Have it say what it has counted. False when it did not in time."""
         return await self._asked(CountsQuery(next(self._numbers)), timeout_s) is not None
 
-    async def look(self, question: Question, timeout_s: float) -> Found | None:
+    async def look(self, question: Question, timeout_s: float) -> RecordsAnswer | None:
         """What it knows of requests; None when it did not say in time."""
         reply = await self._asked(RecordsQuery(next(self._numbers), question), timeout_s)
-        return reply.found if isinstance(reply, RecordsReply) else None
+        return reply.answer if isinstance(reply, RecordsReply) else None
 
     async def _asked(self, query: CountsQuery | RecordsQuery, timeout_s: float) -> CountsReply | RecordsReply | None:
         reply: asyncio.Future[CountsReply | RecordsReply] = asyncio.get_running_loop().create_future()
@@ -248,11 +248,11 @@ class WorkerHub:
         """What all workers have counted together."""
         return await self._all_counted(None)
 
-    async def look(self, question: Question) -> Found:
+    async def look(self, question: Question) -> RecordsAnswer:
         """What all workers know of requests. One that does not answer in time is left out."""
         serving = [one for one in self._workers.values() if one.writer is not None]
-        found = await asyncio.gather(*(one.look(question, TELL_S) for one in serving))
-        return found_together(question, [one for one in found if one is not None])
+        answers = await asyncio.gather(*(one.look(question, TELL_S) for one in serving))
+        return merged(question, [one for one in answers if one is not None])
 
     async def _answer(self, worker: Worker, question: TotalQuery) -> None:
         with self._background.handling(TotalQuery.__name__):  # who asked waits for its deadline, and nobody else

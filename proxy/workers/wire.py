@@ -17,7 +17,7 @@ from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.config.settings import ProxySettings
-from proxy.records.records import Found, Question
+from proxy.records.records import Question, RecordsAnswer
 
 MAX_FRAME_BYTES = 16 << 20
 _LENGTH_BYTES = 4
@@ -132,7 +132,7 @@ class RecordsReply(msgspec.Struct, tag=True, frozen=True):
     """Answers a `RecordsQuery`."""
 
     number: int
-    found: Found
+    answer: RecordsAnswer
 
 
 class TotalQuery(msgspec.Struct, tag=True, frozen=True):

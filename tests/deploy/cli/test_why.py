@@ -7,7 +7,7 @@ from typing import Any
 from deploy.cli.why import BAR, MARK, list_text, request_text
 from proxy.errors import StageDied
 from proxy.records.record import Record
-from proxy.records.told import summary, told
+from proxy.records.report import report, summary
 from proxy.routing.policy import Candidate
 
 WIDTH = 100
@@ -20,7 +20,7 @@ def record(**more: Any) -> Record:
 
 
 def text(one: Record, *others: str, width: int = WIDTH) -> str:
-    return request_text(told(one), list(others), width)
+    return request_text(report(one), list(others), width)
 
 
 def line_with(shown: str, word: str) -> str:

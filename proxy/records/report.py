@@ -29,7 +29,7 @@ def summary(record: Record) -> dict[str, Any]:
     }
 
 
-def told(record: Record) -> dict[str, Any]:
+def report(record: Record) -> dict[str, Any]:
     """All of it."""
     return {
         **summary(record),
