@@ -45,6 +45,9 @@ SETTINGS = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0", "R
 """As docs/guides/several-hosts.md asks for: what actors start keeps the priority of others, and memory that stages take
 is no reason to end actors."""
 
+NO_ACTORS = (b"ray::IDLE", b"ray::DashboardAgent", b"ray::RuntimeEnvAgent")
+"""Titles of processes of Ray's beside the workers that run an actor."""
+
 
 @dataclass(frozen=True)
 class RayNode:
@@ -61,13 +64,13 @@ class RayNodes(Child):
         address: for `--ray-address`. env: what a process needs to reach it, `RAY_ADDRESS` among it.
     """
 
-    def __init__(self, folder: Path, dashboard: bool, options: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         token = folder / "token"
         token.touch(mode=0o600)
         token.write_text(TOKEN, encoding="ascii")
         (folder / "ray").mkdir()
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": str(folder)}
-        super().__init__(__name__, str(folder), dashboard, env={**auth, **SETTINGS})
+        super().__init__(__name__, env={**auth, **SETTINGS})
         self._options = dict(options)
         self._nodes: list[RayNode] = []
         self.address, self.env = "", auth
@@ -123,11 +126,11 @@ class RayNodes(Child):
 
 
 @contextlib.contextmanager
-def ray_nodes(count: int = COUNT, *, cpus: int = CPUS, dashboard: bool = False, **options: Any) -> Iterator[RayNodes]:
+def ray_nodes(count: int = COUNT, *, cpus: int = CPUS, **options: Any) -> Iterator[RayNodes]:
     """A cluster for the time of the context.
 
     Args:
-        count: of nodes. cpus: of each. dashboard: Ray's, on the head.
+        count: of nodes. cpus: of each.
         options: of `Cluster.add_node`, for every node: `resources`, `num_gpus`, `labels`, …
 
     Raises:
@@ -136,7 +139,7 @@ def ray_nodes(count: int = COUNT, *, cpus: int = CPUS, dashboard: bool = False, 
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Ray is not installed: pip install 'epd-serve[ray]'")
     with scratch() as folder:
-        made = RayNodes(folder, dashboard, {"num_cpus": cpus, **options})
+        made = RayNodes(folder, {"num_cpus": cpus, **options})
         try:
             made.begin(count)
             yield made
@@ -144,19 +147,18 @@ def ray_nodes(count: int = COUNT, *, cpus: int = CPUS, dashboard: bool = False, 
             made.stop()
 
 
-def main(pipe: Connection, folder: str, dashboard: bool) -> None:
+def main(pipe: Connection) -> None:
     """In the process: a node for each order of options, until nobody is there who asks."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
-    head = {"include_dashboard": dashboard, "_system_config": NOTICED}
     try:
         for order in iter(pipe.recv, None):
             if order == "address":
                 pipe.send(cluster.address)
                 continue
-            first = cluster.head_node is None
-            node = cluster.add_node(object_store_memory=OBJECT_STORE_BYTES, **order, **(head if first else {}))
+            head = {"_system_config": NOTICED} if cluster.head_node is None else {}
+            node = cluster.add_node(object_store_memory=OBJECT_STORE_BYTES, **order, **head)
             (raylet,) = node.all_processes["raylet"]
             pipe.send(RayNode(node.node_id, raylet.process.pid))
     finally:
@@ -170,7 +172,7 @@ def _part(pid: int) -> str:
         title = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # it has ended
         return "others"
-    if title.startswith(b"ray::") and not title.startswith(b"ray::IDLE"):
-        return "actors"
+    if title.startswith(b"ray::"):
+        return "others" if title.startswith(NO_ACTORS) else "actors"
     program = Path(os.fsdecode(title.partition(b"\0")[0])).name
     return {"gcs_server": "gcs", "raylet": "raylet"}.get(program, "others")
