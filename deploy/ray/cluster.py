@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from deploy.options.addresses import host_and_port
 from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
 
@@ -44,13 +46,15 @@ def connect(address: str = "") -> None:
     if ray.is_initialized():
         return
     try:
+        if address not in ("", "auto"):  # Ray would ask it for a minute
+            socket.create_connection(host_and_port(address, "ray_address"), CONNECT_S).close()
         ray.init(
             address=address or "auto",
             namespace=NAMESPACE,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except ConnectionError as error:
+    except OSError as error:  # a ConnectionError of Ray's among them
         where = "on this machine" if address in ("", "auto") else f"at {address}"
         raise ConfigError(
             f"no Ray cluster answers {where}: start one with `ray start --head`, join it with `ray start --address "
@@ -118,7 +122,7 @@ def controller_of(deployment: str = "") -> tuple[str, Actor]:
     return name, actor
 
 
-ANSWER_S = 60.0
+ANSWER_S, CONNECT_S = 60.0, 5.0
 
 
 def _first_line(error: BaseException) -> str:

@@ -94,7 +94,9 @@ class Nodes:
         self.key = key.decode()
         self._deployment: Deployment | None = None
         self._doors: AllDoors | None = None
-        self.many = ManyNodes(say, msgspec.json.decode(notes.read(INSTANCES) or b"[]", type=tuple[Observed, ...]))
+        remembered = msgspec.json.decode(notes.read(INSTANCES) or b"[]", type=tuple[Observed, ...])
+        self._remembered = {one.order.spec.node for one in remembered}
+        self.many = ManyNodes(say, remembered)
 
     async def gather(self) -> Machines:
         """Those that there are, as they were before anything of ours ran on them.
@@ -159,6 +161,8 @@ class Nodes:
         if not self._master.node:
             await self._choose_master()
         await asyncio.gather(*(self._ensure(node) for node in self._there))
+        for node in self._remembered - self._there.keys():  # they have ended while nobody looked
+            self.many.lose(node)
         for node in self._there:
             self._join(node)
 

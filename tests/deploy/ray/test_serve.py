@@ -157,7 +157,6 @@ def test_a_deployment_that_does_not_run_is_named_and_refused(connected: RayNodes
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_a_cluster_that_cannot_be_had_is_said(tmp_path: Path) -> None:
     asked = ["serve", "--runtime", "ray", "--engine", "sim", "--ray-address", "127.0.0.1:1"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
