@@ -1,0 +1,154 @@
+"""`epd-bench ray`: what of a deployment on Ray may be killed, what that excuses, and which figures follow from rows."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+
+from bench.change.kills import Kill, Victim, kill
+from bench.ray import deployed
+from bench.ray.command import figures, tables
+from bench.ray.deployed import NODE, RAYLET, victims
+from bench.ray.nodes import RayNode
+from deploy.host.processes import stat
+
+ME = os.getpid()
+PARENT = os.getppid()
+
+
+class Nodes:
+    """A cluster whose second raylet is the parent of this process."""
+
+    nodes = (RayNode("head", 1), RayNode("b", PARENT))
+
+
+def status(**more: Any) -> dict[str, Any]:
+    parts = {"controller": 11, "a/actor": 1, "a/node": 12, "a/agent": 13, "a/front": 14, "a/front.0": 15}
+    parts |= {"b/actor": ME, "b/node": 21, "b/agent": 22, "mooncake_master": 30}
+    instances = [("E0", "E", "a", 41), ("P0", "P", "a", 42), ("D0", "D", "b", 43), ("D1", "D", "b", None)]
+    return {
+        "parts": {name: {"pid": pid, "restarts": 0} for name, pid in parts.items()},
+        "instances": [{"id": id, "role": role, "node": node, "pid": pid} for id, role, node, pid in instances],
+        **more,
+    }
+
+
+def test_everything_of_a_deployment_may_be_killed_but_the_head_and_what_does_not_run() -> None:
+    assert stat(ME) is not None
+    found = {(one.kind, one.name): one for one in victims(Nodes(), status())}
+    assert sorted(found) == [
+        ("agent", "a/agent"),
+        ("agent", "b/agent"),
+        ("controller", "controller"),
+        ("front door", "a/front.0"),
+        ("front part", "a/front"),
+        ("node actor", "a/actor"),
+        ("node actor", "b/actor"),
+        (NODE, "a/node"),
+        (NODE, "b/node"),
+        (RAYLET, "b"),
+        ("stage", "D0"),
+        ("stage", "E0"),
+        ("stage", "P0"),
+    ]
+    assert found[RAYLET, "b"].pid == PARENT
+    assert {name for (_, name), one in found.items() if one.front} == {"a/front.0", "a/node"}
+    assert {name for (_, name), one in found.items() if one.decodes} == {"b", "b/node", "D0"}
+
+
+def test_every_kind_has_its_turn_before_one_has_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.change.kills.signal_process", lambda pid, number: None)
+    there = [Victim(kind, f"{kind} {one}", 1 << 22) for kind in "abc" for one in range(3)]  # above any pid
+    kills: list[Kill] = []
+    for _ in range(9):
+        kills.append(kill(there, kills, random.Random(len(kills))))
+    kinds = [one.victim.kind for one in kills]
+    assert [sorted(kinds[at : at + 3]) for at in (0, 3, 6)] == [["a", "b", "c"]] * 3
+
+
+ROWS: list[dict[str, Any]] = [
+    {"part": "ready", "runtime": "local", "round": 0, "seconds": 4.0},
+    {"part": "ready", "runtime": "ray", "round": 0, "seconds": 9.0},
+    *(
+        {
+            "part": "ttft",
+            "runtime": runtime,
+            "round": turn,
+            "requests": 100,
+            "failed": failed,
+            "text_ttft_ms": text,
+            "image_ttft_ms": image,
+        }
+        for turn, runtime, text, image, failed in (
+            (0, "local", 10.0, 20.0, 0),
+            (0, "ray", 11.0, 21.0, 0),
+            (1, "ray", 24.0, 41.0, 1),
+            (1, "local", 20.0, 40.0, 0),
+        )
+    ),
+    {"part": "cpu", "state": "loaded", "round": 0, "gcs": 0.1, "raylet": 0.1, "actors": 0.1, "others": 0.1, "all": 0.4},
+    {"part": "cpu", "state": "idle", "round": 0, "gcs": 0.0, "raylet": 0.1, "actors": 0.0, "others": 0.1, "all": 0.2},
+    {"part": "kills", "kill": "b", "kind": RAYLET, "at": 3.0},
+    {"part": "kills", "kill": "controller", "kind": "controller", "at": 13.0},
+    {"part": "kills", "held": 2},
+    {"part": "kills", "requests": 50, "errors": 3, "cut": 2, "wrong": 0},
+    {"part": "relayout", "from": "E-P-D", "to": "EP-D", "state": "done", "reason": "", "seconds": 3.0, "paused_s": 0.0},
+    {
+        "part": "relayout",
+        "from": "E-P-D",
+        "to": "EP-D",
+        "state": "failed",
+        "reason": "x",
+        "seconds": 3.0,
+        "paused_s": 0.0,
+    },
+    {"part": "relayout", "refused": "no room"},
+    {"part": "relayout", "requests": 60, "errors": 1, "cut": 1, "wrong": 0},
+]
+
+
+def test_figures_follow_from_rows() -> None:
+    named = figures(ROWS)
+    assert (named["local_ready_s"], named["ray_ready_s"]) == (4.0, 9.0)
+    assert named["ray_text_ttft_over_local"] == 1.15 and named["ray_image_ttft_over_local"] == pytest.approx(1.0375)
+    assert named["ray_ttft_over_local"] == 1.15, "the worse of the two"
+    assert named["ray_ttft_failed"] == 1
+    assert (named["ray_cpu_share"], named["ray_cpu_share_idle"]) == (0.4, 0.2)
+    assert (named["ray_kills"], named["ray_kill_errors"], named["ray_kill_cut"], named["ray_kill_held"]) == (2, 3, 2, 2)
+    assert named["ray_relayouts"] == 3
+    assert named["ray_relayout_errors"] == 4, "an error, a cut stream, one that failed and one that was refused"
+
+
+def test_a_part_alone_has_its_figures_alone() -> None:
+    assert figures([row for row in ROWS if row["part"] == "ready"]) == {"local_ready_s": 4.0, "ray_ready_s": 9.0}
+    assert not any(name.startswith("ray_kill") for name in figures([row for row in ROWS if row["part"] != "kills"]))
+
+
+def test_what_came_to_nothing_is_shown() -> None:
+    bad = {
+        "part": "kills",
+        "bad": "errors",
+        "kind": "text",
+        "due": 3.2,
+        "took": 0.1,
+        "fault": "broken",
+        "error": "gone",
+    }
+    shown = "\n".join(tables([*ROWS, bad]))
+    assert "gone" in shown and RAYLET in shown and "failed" in shown
+
+
+@pytest.mark.parametrize(
+    ("part", "node", "kind"),
+    [
+        ("controller", "", "controller"),
+        ("n/front.1", "n", "front door"),
+        ("n/front", "n", "front part"),
+        ("n/x", "n", ""),
+    ],
+)
+def test_parts_of_a_status_have_a_node_and_a_kind(part: str, node: str, kind: str) -> None:
+    assert (deployed.node_of(part), deployed.kind_of(part)) == (node, kind)
