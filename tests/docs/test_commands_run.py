@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from bench.cli import parser as bench_parser
+from bench.ray.nodes import ray_nodes
 from deploy.cli.command import parser as serve_parser
 from deploy.host.ports import free_ports
 from epd_serve.demo.presets import builtin_model_dir
@@ -39,6 +40,7 @@ SMALL: Mapping[str, str] = {
     "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1",
     "load": "--rate 2 --duration 3 --min-samples 1 --late-ms 1000",
     "memory-tables": "",
+    "ray": "--quick --only ttft --rounds 2 --per-s 10",
     "workload": "--n 4",
 }
 """By the beginning of the command: what makes it short, with stages simulated or none at all."""
@@ -159,7 +161,10 @@ def test_a_measurement_of_real_stages_runs(command, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", SERVE, ids=str)
 def test_a_deployment_is_served_as_written_but_simulated(command, tmp_path):
-    with simulated(command.words[2:], tmp_path) as base:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(ray_nodes()) if "ray" in command.words else None
+        environment = cluster.environment if cluster is not None else None
+        base = stack.enter_context(simulated(command.words[2:], tmp_path, environment=environment))
         assert httpx.get(f"{base}/ready").status_code == 200
 
 
@@ -204,11 +209,14 @@ def looked_at(tmp_path_factory) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def simulated(words: Sequence[str], folder: Path, below: str | None = None) -> Iterator[str]:
+def simulated(
+    words: Sequence[str], folder: Path, below: str | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """A deployment by the words of a document, on simulated stages, devices of this machine and free ports.
 
     Args:
         below: for its run directory.
+        environment: of a process that finds a cluster by it, whose nodes share the addresses of this machine.
     """
     port, admin = free_ports(2)
     words = in_place(words, folder)
@@ -221,7 +229,8 @@ def simulated(words: Sequence[str], folder: Path, below: str | None = None) -> I
         "--sim-profile": str(profile(folder)),
     }
     words = [instead.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-    words = without(("--core-share",), words)  # simulated stages compute on no cores,
+    words = [word for word in words if word != "--detach"]  # it ends with its test
+    words = without(("--core-share", "--ray-address"), words)  # simulated stages compute on no cores,
     if any("--limit-mm-per-prompt" in word for word in words):
         words = without(("--stage-args",), words)  # and bound no images
     if words and not words[0].startswith("-"):
@@ -231,9 +240,10 @@ def simulated(words: Sequence[str], folder: Path, below: str | None = None) -> I
         key.chmod(0o600)
     base = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="epd-") as own:  # sockets lie in it, whose paths have to be short
-        root = below or own
-        simulate = ("--engine", "sim", "--port", str(port), "--lame-duck-s", "0", "--run-root", root)
-        process = start("epd-serve", ("serve", *words, *simulate), folder)
+        simulate = ["--engine", "sim", "--port", str(port), "--lame-duck-s", "0", "--run-root", below or own]
+        if environment is not None:
+            simulate += ["--fronts", "here"]
+        process = start("epd-serve", ("serve", *words, *simulate), folder, environment)
         try:
             wait_for(lambda: process.poll() is not None or answers(f"{base}/ready?all"))
             assert process.poll() is None, process.communicate()
@@ -279,8 +289,10 @@ def in_place(words: Sequence[str], folder: Path) -> list[str]:
     return placed
 
 
-def start(program: str, words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def start(
+    program: str, words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    environment = {**(environment or os.environ), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-m", MODULES[program], *words],
         cwd=folder,

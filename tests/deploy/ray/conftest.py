@@ -18,7 +18,7 @@ if importlib.util.find_spec("ray") is None:
 
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}  # read when Ray is imported, once
 
-CPUS = 4
+CPUS = 6
 
 
 @pytest.fixture(scope="session")
