@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from store.addresses import environment_at
 from store.errors import StoreError, StoreUnavailableError
 from store.mooncake.codes import Outcome, outcome
 from store.port_filter import reachable_only_at
@@ -83,7 +84,7 @@ def load_mooncake(host: str) -> Any:
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ["MC_TCP_BIND_ADDRESS"] = host
+    os.environ.update(environment_at(host))
     try:
         import mooncake.store
     except ImportError as error:

@@ -81,9 +81,10 @@ def python() -> Iterator[Callable[..., Child]]:
 class Master:
     """A real `mooncake_master` on loopback, impatient enough for tests."""
 
-    def __init__(self) -> None:
-        rpc_port, metrics_port = free_ports(2)
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        rpc_port, metrics_port = free_ports(2, host)
         self.settings = MasterSettings(
+            host=host,
             rpc_port=rpc_port,
             metrics_port=metrics_port,
             lease_s=1.5,

@@ -14,7 +14,7 @@ from epd_serve.engine.kv.regions import Layers
 from epd_serve.engine.kv.spans import SpanError, extents_of, spans_of
 from epd_serve.engine.kv.transport import LinkError
 from npu_ops.memory import MAX_REGIONS, DeviceBlock, DeviceMemory
-from store.addresses import authority
+from store.addresses import authority, environment_at
 from store.port_filter import reachable_only_at
 
 _ENVIRONMENT = {
@@ -52,7 +52,7 @@ class MooncakeEndpoint:
         scratch: DeviceBlock,
         engine_factory: Callable[[], Any] | None = None,
     ) -> None:
-        for name, value in {**_ENVIRONMENT, "MC_TCP_BIND_ADDRESS": host}.items():
+        for name, value in {**_ENVIRONMENT, **environment_at(host)}.items():
             os.environ.setdefault(name, value)
         # Ascend's transport demands what the device names as its alignment; other protocols take any address.
         alignment = device.alignment if protocol == "ascend" else 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from epd_serve.engine.kv.regions import Layers, layers_of
 from epd_serve.engine.kv.transport import LinkError
 from npu_ops.fake.device import FakeDevice
 from tests.epd_serve.engine.kv.fakes import HOST, SCRATCH
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 MB = 1 << 20
 
@@ -120,3 +122,20 @@ def test_mooncake_takes_more_writes_at_once_than_it_lets_wait_by_default() -> No
         status = wait_for(lambda batch=batch: endpoint.engine.transfer_check_status(batch), "the batch to end")
         assert status == 1
     assert torch.equal(source, target)
+
+
+@pytest.mark.mooncake
+@pytest.mark.slow
+def test_kv_goes_to_an_ipv6_address() -> None:
+    """In a process of its own: how Mooncake looks for peers is decided once, when it is loaded."""
+    code = (
+        "import torch\n"
+        "from tests.epd_serve.engine.kv.test_mooncake_endpoint import *\n"
+        "source, target = (torch.full((16, 4096), value, dtype=torch.uint8) for value in (7, 0))\n"
+        "endpoint = MooncakeEndpoint(layers_of({'p': source, 'd': target}, 16), '::1', 'tcp', HOST, SCRATCH)\n"
+        "here, there = endpoint.bases\n"
+        "code = endpoint.engine.transfer_sync_write(endpoint.session, here, there, source.numel())\n"
+        "print(code, endpoint.session.startswith('[::1]:'), torch.equal(source, target))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stdout.split() == ["0", "True", "True"], done.stderr
