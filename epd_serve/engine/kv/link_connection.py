@@ -232,7 +232,8 @@ class Connection:
             if self._socket is not None and self._socket in ready:
                 return self._read(self._socket)
             if self._hangup is not None and self._hangup in ready:
-                raise LinkError("decode's end of the connection has closed")
+                keys = "" if self.is_open or not self._key_file else ", as where the keys of the two differ"
+                raise LinkError(f"decode's end of the connection has closed{keys}")
             if rung or time.monotonic() >= until:
                 return None
 

@@ -18,7 +18,7 @@ from epd_serve.engine.kv.transport import LinkError, SendSide
 from epd_serve.kv.slices import SLICE_BYTES
 from epd_serve.kv.ways import why_not
 from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, PrefillEnd, caches, chunk, key_of, same
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 
 class Other(ShmSendSide):
@@ -194,4 +194,18 @@ def test_a_link_without_the_key_says_so(start: Ends) -> None:
     p.sender.meet([["tcp://127.0.0.1:9"]])
     (link,) = p.links.values()
     wait_for(lambda: "key" in link.snapshot().reason)
+    assert link.snapshot().state == "opening"
+
+
+def test_a_link_whose_other_end_has_another_key_says_what_may_be_wrong(start: Ends, tmp_path: Path) -> None:
+    keys = [tmp_path / "one", tmp_path / "other"]
+    for key in keys:
+        key.touch(mode=0o600)
+        key.write_text(f"the-key-called-{key.name}")
+    (port,) = free_ports(1)
+    d = start(DecodeEnd, endpoint=f"tcp://127.0.0.1:{port}", receiver_options={"key_file": str(keys[0])})
+    p = start(PrefillEnd, timeout_s=PATIENCE_S, link_options={"key_file": str(keys[1])})
+    p.sender.meet([[d.endpoint]])
+    (link,) = p.links.values()
+    wait_for(lambda: "keys of the two differ" in link.snapshot().reason)
     assert link.snapshot().state == "opening"
