@@ -144,7 +144,6 @@ def test_a_member_says_nothing_to_a_server_that_is_none(
     connect(member, impostor.last_endpoint.decode(), key)
     member.send(b"READY")
     event(monitor)
-    event(monitor)
     assert not readable(impostor)
 
 

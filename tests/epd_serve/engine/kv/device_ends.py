@@ -196,7 +196,8 @@ class Pair:
         return self._asked <= self.reports.keys() or (over and self._broke())
 
     def _broke(self) -> bool:
-        return bool(self.link().reason or self.link().retries)
+        link = self.link()
+        return bool((link.state != "up" and link.reason) or link.retries)
 
     def _job(self, chunk: Chunk) -> ChunkJob:
         prompt, part = chunk.prompt, slice(chunk.first, chunk.last)
