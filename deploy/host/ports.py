@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import ipaddress
 import random
 import socket
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +21,9 @@ from epd_serve.errors import ConfigError
 LOWEST = 20000
 BACKLOG = 2048
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_IF_INET6 = Path("/proc/net/if_inet6")
+_GLOBAL = "00"
+_SIOCGIFADDR = 0x8915
 
 
 def free_ports(count: int, host: str = "127.0.0.1", within: range = range(0)) -> list[int]:
@@ -107,9 +112,14 @@ class PortBlocks:
 def address_of(host: str, flag: str) -> str:
     """The numeric address by which others reach this machine, IPv4 where it has one: what is bound are addresses.
 
+    Args:
+        host: an address or a name; or a network interface, which means another address on each machine.
+
     Raises:
-        ConfigError: a wildcard, or a name that nobody knows.
+        ConfigError: a wildcard, a name that nobody knows, or an interface without an address.
     """
+    if host in (name for _, name in socket.if_nameindex()):
+        return _address_at(host, flag)
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -119,6 +129,19 @@ def address_of(host: str, flag: str) -> str:
     if ipaddress.ip_address(address).is_unspecified:
         raise ConfigError(f"{flag} {host}: give the address by which the other machines reach this one", param=flag)
     return address
+
+
+def _address_at(interface: str, flag: str) -> str:
+    """Linux: see netdevice(7) and /proc/net/if_inet6."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
+        answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        return socket.inet_ntoa(answer[20:24])
+    with contextlib.suppress(OSError):
+        for line in _IF_INET6.read_text(encoding="ascii").splitlines():
+            packed, _, _, scope, _, name = line.split()
+            if name == interface and scope == _GLOBAL:
+                return str(ipaddress.IPv6Address(bytes.fromhex(packed)))
+    raise ConfigError(f"{flag} {interface}: this interface has no address", param=flag)
 
 
 def listen(host: str, port: int, *, flags: str = "-") -> socket.socket:

@@ -31,7 +31,7 @@ from deploy.front.messages import FRONT_SOCKET
 from deploy.front.part import FrontSetup, run_front
 from deploy.front.shared import Shared
 from deploy.host.environment import run_root
-from deploy.host.ports import BACKLOG, listen, private_socket
+from deploy.host.ports import BACKLOG, address_of, listen, private_socket
 from deploy.host.reaper import kill_leftovers, reap_dead
 from deploy.host.rundir import RunDir
 from deploy.keeper.interface import Keeper
@@ -161,7 +161,7 @@ class _Node:
             setup.command_of,
             setup.master_command_of,
             setup.patience,
-            net=Net(setup.node, setup.host, str(key), setup.ports),
+            net=Net(setup.node, address_of(setup.host, "--node-host"), str(key), setup.ports),
             shm_mib=setup.shm_mib,
         )
 

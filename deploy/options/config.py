@@ -69,7 +69,9 @@ class DeployConfig:
         "nodes with front doors: the one where serve was called, every one, or auto: every one where there are several",
         choices=("auto", "here", "every"),
     )
-    node_host: str = _option("", "address that stages of a node bind (default: the one by which Ray knows it)")
+    node_host: str = _option(
+        "", "network interface whose address stages of a node bind (default: the address by which Ray knows it)"
+    )
     node_ports: str = _option("20000-24999", "ports that stages of a node may take, FIRST-LAST")
     share_devices: bool = _option(
         False, "where a layout wants more devices than there are, place it on those in turn (to try it, not to be fast)"

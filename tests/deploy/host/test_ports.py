@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 import zmq
 
+from deploy.host import ports
 from deploy.host.ports import PortBlocks, address_of, free_ports
 from epd_serve.errors import ConfigError
 
@@ -82,7 +84,8 @@ def test_a_port_is_had_again_while_connections_of_the_last_life_linger() -> None
 
 
 @pytest.mark.parametrize(
-    ("host", "address"), [("127.0.0.2", "127.0.0.2"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("[::1]", "::1")]
+    ("host", "address"),
+    [("127.0.0.2", "127.0.0.2"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("[::1]", "::1"), ("lo", "127.0.0.1")],
 )
 def test_what_others_connect_to_is_an_address(host: str, address: str) -> None:
     assert address_of(host, "--node-host") == address
@@ -93,3 +96,17 @@ def test_what_is_no_address_of_one_machine_is_refused(host: str) -> None:
     with pytest.raises(ConfigError) as refused:
         address_of(host, "--node-host")
     assert refused.value.param == "--node-host"
+
+
+def test_an_interface_that_has_ipv6_alone_means_that_address_and_one_without_any_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "fe8000000000000000fc00fffe000001 04 40 20 80 rdma0\nfd000000000000000000000000000002 04 40 00 82 rdma0\n"
+    )
+    monkeypatch.setattr(ports, "_IF_INET6", table)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(8, "rdma0"), (9, "none0")])
+    assert address_of("rdma0", "--node-host") == "fd00::2", "the one of its link is nobody's beyond it"
+    with pytest.raises(ConfigError, match="no address"):
+        address_of("none0", "--node-host")
