@@ -221,16 +221,12 @@ class Consumer:
     def _on_announcement(self, message: wire.Announcement) -> None:
         now = asyncio.get_running_loop().time()
         if isinstance(message, wire.FeatureReady):
-            away = message.host not in ("", self._wiring.arena_id)
-            if away and message.pooled:
+            if message.host != self._wiring.arena_id and message.pooled:
                 self._elsewhere[message.key] = message.nbytes
                 if len(self._elsewhere) > _REMEMBERED:
                     self._elsewhere.popitem(last=False)
             for wait in [wait for wait in self._waits if message.key in wait.until]:
-                if away and not message.pooled:
-                    self._lose(wait, message.key, "not_pooled")
-                else:
-                    self._look(wait, {message.key})
+                self._look(wait, {message.key})
         elif isinstance(message, wire.FeatureFailed):
             for wait in [wait for wait in self._waits if message.key in wait.until]:
                 self._lose(wait, message.key, "encoder_failed")
