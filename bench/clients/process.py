@@ -188,7 +188,7 @@ async def _sent(pipe: Connection, sender: Sender, flows: Sequence[Flow]) -> Run:
         deaf()
         with contextlib.suppress(EOFError, OSError):
             pipe.recv()
-        sender.result.stopped = ENOUGH
+        sender.enough(ENOUGH)
 
     loop.add_reader(pipe.fileno(), heard)
     try:

@@ -145,11 +145,15 @@ class Sender:
         """Send no more, and leave what is under way. The first reason counts."""
         if self.result.stopped:
             return
+        self.enough(why)
+        for connection in list(self._open):
+            connection.close()
+
+    def enough(self, why: str) -> None:
+        """Send no more, also where the next request is due in an hour; what is under way is answered."""
         self.result.stopped = why
         for task in self._pacing:
             task.cancel()
-        for connection in list(self._open):
-            connection.close()
 
     async def run(self, *flows: Flow) -> Run:
         """Send all flows together; returns when every request has ended."""

@@ -337,7 +337,7 @@ async def served(app: Any) -> AsyncIterator[str]:
 
 def bound() -> socket.socket:
     """At a free port of loopback; connections are refused until somebody listens there."""
-    taken = socket.socket()
+    taken = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # known as TCP: no delays
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     taken.bind(("127.0.0.1", 0))
     taken.setblocking(False)
