@@ -1,4 +1,4 @@
-"""Devices reserved on three nodes, each with 4 CPUs, 2 GPUs and 2 NPUs that only Ray knows of."""
+"""Devices reserved on three nodes, each with 6 CPUs, 2 GPUs and 2 NPUs that only Ray knows of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deploy.runtime.leases import LeaseError, Place, Wish
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
-CPUS = 4  # of each node, as conftest.py has them
+CPUS = 6  # of each node, as conftest.py has them
 EACH = {"npu": 2, "cuda": 2, "cpu": CPUS}
 IDS = pytest.mark.slow  # Ray starts a worker that says which devices they are
 
