@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -21,8 +22,31 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}  # read when R
 CPUS = 6
 
 
+_open = contextlib.ExitStack()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """No other folder's tests run beside a cluster, which they might find."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        _open.close()
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[RayNodes]:
+    """Until the last test of this folder has ended."""
+    with _open:
+        yield _open.enter_context(_cluster())
+
+
+@pytest.fixture(scope="session")
+def connected(cluster: RayNodes) -> RayNodes:
+    """This process takes part in it."""
+    return _open.enter_context(_connected(cluster))
+
+
+@contextlib.contextmanager
+def _cluster() -> Iterator[RayNodes]:
     """Every node has CPUs, GPUs and NPUs, of which only Ray knows."""
     with ray_nodes(3, cpus=CPUS, num_gpus=2, resources={"NPU": 2}) as nodes:
         yield nodes
@@ -34,9 +58,8 @@ def cluster() -> Iterator[RayNodes]:
     assert not folder.exists()
 
 
-@pytest.fixture(scope="session")
-def connected(cluster: RayNodes) -> Iterator[RayNodes]:
-    """This process takes part in it."""
+@contextlib.contextmanager
+def _connected(cluster: RayNodes) -> Iterator[RayNodes]:
     import ray
 
     from deploy.ray.cluster import connect
