@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import ray
@@ -20,18 +22,42 @@ ANSWER_S = 60.0
 """A node starts a process for it, which imports some of ours."""
 
 
+ASK_S = 240.0
+"""For all that is asked: three rounds of answers, and Ray's own waits for a head that is away."""
+
+
 def ask_cluster(address: str, ports: str, here: RayFacts) -> RayFacts:
-    """The facts of this machine, with what the nodes of the cluster at `address` say ("": the one that runs here)."""
+    """The facts of this machine, with what the nodes of the cluster at `address` say ("": the one that runs here).
+
+    They are asked in a process of their own: where the cluster ends meanwhile, some calls of Ray never return.
+    """
     asked = replace(here, asked=True, address=address or "this machine", ports=ports)
+    context = multiprocessing.get_context("spawn")
+    answer, theirs = context.Pipe(duplex=False)
+    asking = context.Process(target=_ask, args=(theirs, address, asked), name="doctor", daemon=True)
+    asking.start()
+    theirs.close()
+    try:
+        if not answer.poll(ASK_S):
+            return replace(asked, refusal=f"the cluster has not answered within {ASK_S:g} s")
+        told: RayFacts = answer.recv()
+        return told
+    except EOFError:
+        return replace(asked, refusal="Ray has ended the process that asked the cluster")
+    finally:
+        asking.kill()  # what it has started on the cluster goes with it
+        asking.join()
+        answer.close()
+
+
+def _ask(pipe: Connection, address: str, asked: RayFacts) -> None:
     try:
         connect(address)
     except ConfigError as error:
-        return replace(asked, refusal=str(error))
-    try:
-        found = nodes_alive()
-        return replace(asked, hosts=_hosts(dict(zip(_names(found), found, strict=True)), port_range(ports)))
-    finally:
-        ray.shutdown()
+        pipe.send(replace(asked, refusal=str(error)))
+        return
+    found = nodes_alive()
+    pipe.send(replace(asked, hosts=_hosts(dict(zip(_names(found), found, strict=True)), port_range(asked.ports))))
 
 
 def _names(found: Sequence[RayNode]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from bench.ray.nodes import RayNodes
+from deploy.doctor.facts import RayFacts
+from deploy.ray import doctor
 from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[3]
@@ -53,3 +56,10 @@ def test_who_has_another_token_is_told_so_and_no_node_is_asked(cluster: RayNodes
     code, found = examined(cluster, RAY_AUTH_TOKEN="0" * 64)
     assert code == 1 and found["ray cluster"]["level"] == "error"
     assert not any(name.startswith("ports of") for name in found)
+
+
+def test_a_cluster_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ASK_S", 0.2)  # importing Ray alone takes longer
+    told = doctor.ask_cluster("192.0.2.1:6379", PORTS, RayFacts())
+    assert told.asked and "within 0.2 s" in told.refusal
+    assert "doctor" not in {one.name for one in multiprocessing.active_children()}
