@@ -29,8 +29,6 @@ OBJECT_STORE_BYTES = 80 << 20
 """What Ray takes at least. Nothing of ours lies in it."""
 
 START_S = 120.0
-TOKEN = secrets.token_hex(32)
-"""Of every cluster of this process: Ray reads its token once."""
 
 NOTICED = {
     "health_check_initial_delay_ms": 0,
@@ -67,7 +65,7 @@ class RayNodes(Child):
     def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
         token = folder / "token"
         token.touch(mode=0o600)
-        token.write_text(TOKEN, encoding="ascii")
+        token.write_text(secrets.token_hex(32), encoding="ascii")
         (folder / "ray").mkdir()
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": str(folder)}
         super().__init__(__name__, env={**auth, **SETTINGS})

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.ray.nodes import TOKEN, RayNodes, ray_nodes
+from bench.ray.nodes import RayNodes, ray_nodes
 from deploy.host.processes import stat
 from tests.waiting import wait_for
 
 if importlib.util.find_spec("ray") is None:
     collect_ignore_glob = ["test_*.py"]
-
-os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}  # read when Ray is imported, once
 
 CPUS = 6
 
@@ -61,11 +59,13 @@ def _cluster() -> Iterator[RayNodes]:
 @contextlib.contextmanager
 def _connected(cluster: RayNodes) -> Iterator[RayNodes]:
     import ray
+    from ray._private.authentication_test_utils import reset_auth_token_state
 
     from deploy.ray.cluster import connect
 
     before = {name: os.environ.get(name) for name in cluster.env}
     os.environ.update(cluster.env)
+    reset_auth_token_state()  # Ray read them when it was imported, which vLLM may have done for an earlier test
     connect(cluster.address)
     yield cluster
     ray.shutdown()
@@ -74,3 +74,4 @@ def _connected(cluster: RayNodes) -> Iterator[RayNodes]:
             del os.environ[name]
         else:
             os.environ[name] = value
+    reset_auth_token_state()
