@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -34,6 +35,7 @@ from proxy.generate.tokenize import TokenizeStep
 from proxy.media.fetch import Resolver, UrlFetcher, resolve
 from proxy.media.loader import LoadedItem, MediaLoader, source_bytes
 from proxy.metrics import Metrics
+from proxy.records.access_log import AccessLog
 from proxy.records.record import Record
 from proxy.records.records import Records
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
@@ -81,7 +83,11 @@ class Pipeline:
         self.memory = MemoryBudget(settings.memory.process_bytes, apart=apart)
         self.arriving = FairShare(max(1, settings.max_in_flight // 2), apart=apart)
         register_stage_metrics(self.metrics.registry, table)
-        self.records = Records(settings.records, settings.access_log, self.metrics.access_log_dropped.inc)
+        self.records = Records(settings.records, failed=partial(self.background.skipped, "Record"))
+        self._access_log: AccessLog | None = None
+        if settings.access_log:
+            self._access_log = AccessLog(settings.access_log, dropped=self.metrics.access_log_dropped.inc)
+            self.records.ended.append(self._access_log.ended)
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
         self.circuits = Circuits(table, self.metrics)
         self.gate = Gate(settings.admission, CapacityTracker(table, settings), self.metrics, table.pause)
@@ -148,7 +154,8 @@ class Pipeline:
         await self._media.aclose()
         await self._stages.aclose()
         self.trace.close()
-        self.records.close()
+        if self._access_log is not None:
+            self._access_log.close()
 
     def admitted(self, account: str) -> AbstractContextManager[None]:
         """Hold one request, an exchange that `drain` counts, from before its body is read.

@@ -127,8 +127,7 @@ class Exchange:
             pipeline.trace.stamp(self._id, "done", outcome=outcome)
             record.outcome, record.status, record.bytes_out = outcome, sink.status, sink.bytes_sent
             record.events_sent = sink.events_sent
-            with pipeline.background.handling("Record"):  # whatever is wrong with it, its client has an answer
-                pipeline.records.end(record, sink.last)
+            pipeline.records.end(record, sink.last)
 
     async def _serve(self, scope: Scope, headers: Headers, receive: Receive, sink: ClientSink, record: Record) -> str:
         """Read the body and work, until the client leaves or there is no more time. Returns how it ended, for the

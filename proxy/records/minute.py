@@ -108,9 +108,9 @@ class LastMinute:
         self._began = now
         self._parts: deque[tuple[float, Counts]] = deque([(now, Counts())], maxlen=PARTS)
 
-    def add(self, record: Record, now: float) -> None:
+    def add(self, record: Record) -> None:
         """It has ended."""
-        self._part(now).add(record)
+        self._part(record.clock + record.total_s).add(record)
 
     def counts(self, now: float) -> Counts:
         since = now - PARTS * PART_S

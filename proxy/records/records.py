@@ -10,7 +10,6 @@ from typing import Any
 from msgspec import Struct
 
 from proxy.config.limits import RecordLimits
-from proxy.records.access_log import AccessLog
 from proxy.records.answer_end import answer_end
 from proxy.records.kept import Kept, KeptRecords
 from proxy.records.minute import Counts, LastMinute, together
@@ -21,6 +20,9 @@ NEWEST, SLOWEST, FAILED = ORDERS = ("newest", "slowest", "failed")
 MOST = 200
 MOST_OF_A_NAME = 16
 """Requests that one client gave one name: all of each is told."""
+
+Sink = Callable[[Record], object]
+"""Takes a record that has ended, in the event loop: within 5 µs, or it hands it to a thread."""
 
 
 class Question(Struct, frozen=True):
@@ -61,18 +63,18 @@ class Records:
     """Of one process, in its event loop.
 
     Args:
-        access_log: a file, `-` for standard error, or "" for none.
-        dropped: called with a number of lines of it that were lost.
+        failed: called with what a sink has failed of.
 
-    Raises:
-        ConfigError: the access log cannot be opened.
+    Attributes:
+        ended: who takes records that have ended, in this order. One that fails costs the others nothing.
     """
 
-    def __init__(self, limits: RecordLimits, access_log: str, dropped: Callable[[int], object]) -> None:
+    def __init__(self, limits: RecordLimits, failed: Callable[[Exception], object]) -> None:
         self._running: dict[str, Record] = {}
         self._kept = KeptRecords(limits)
         self._minute = LastMinute(time.monotonic())
-        self._log = AccessLog(access_log, dropped) if access_log else None
+        self._failed = failed
+        self.ended: list[Sink] = [self._minute.add, self._kept.add]
 
     def begin(self, record: Record) -> None:
         """It has arrived."""
@@ -81,21 +83,17 @@ class Records:
     def end(self, record: Record, last: bytes) -> None:
         """It has ended, with its outcome; an answer with these bytes."""
         del self._running[record.id]
-        now = time.monotonic()
-        record.total_s = now - record.clock
+        record.total_s = time.monotonic() - record.clock
         if record.status == 200 and last:
             ending = answer_end(last)
             record.finish, record.prompt_tokens, record.completion_tokens = ending[:3]
             if not record.prefill:  # for a D all that P has computed is cached
                 record.cached_tokens = ending.cached_tokens
-        self._minute.add(record, now)
-        self._kept.add(record)
-        if self._log is not None:
-            self._log.ended(record)
-
-    def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
+        for sink in self.ended:
+            try:
+                sink(record)
+            except Exception as error:  # noqa: BLE001 - whatever one sink fails of
+                self._failed(error)
 
     def look(self, question: Question) -> RecordsAnswer:
         """What this process knows."""

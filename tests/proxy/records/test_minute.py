@@ -11,8 +11,10 @@ from proxy.records.minute import LEAST_S, PART_S, PARTS, Counts, LastMinute, buc
 from proxy.records.record import Record
 
 
-def ended(total_s: float = 1.0, *, first_byte_s: float | None = None, tokens: int | None = None) -> Record:
-    record = Record("r", outcome="200", status=200, total_s=total_s)
+def ended(
+    total_s: float = 1.0, *, at_s: float = 0.0, first_byte_s: float | None = None, tokens: int | None = None
+) -> Record:
+    record = Record("r", clock=at_s - total_s, outcome="200", status=200, total_s=total_s)
     record.first_byte_s, record.completion_tokens = first_byte_s, tokens
     return record
 
@@ -20,7 +22,7 @@ def ended(total_s: float = 1.0, *, first_byte_s: float | None = None, tokens: in
 def test_what_is_older_than_a_minute_is_forgotten() -> None:
     minute = LastMinute(0.0)
     for second in range(200):
-        minute.add(ended(), float(second))
+        minute.add(ended(at_s=float(second)))
     counts = minute.counts(200.0)
     assert counts.seconds == PART_S * PARTS
     assert 60 - PART_S <= counts.outcomes["200"] <= 60
@@ -30,7 +32,7 @@ def test_what_is_older_than_a_minute_is_forgotten() -> None:
 def test_a_rate_is_per_second_of_the_time_there_was() -> None:
     minute = LastMinute(100.0)
     for _ in range(30):
-        minute.add(ended(), 109.0)
+        minute.add(ended(at_s=109.0))
     assert minute.counts(110.0).summary()["requests_per_s"] == 3.0
 
 

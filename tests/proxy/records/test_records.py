@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from proxy.config.limits import AdmissionLimits, RecordLimits
+from proxy.records.record import Record
 from proxy.records.records import FAILED, NEWEST, SLOWEST, Question
 from proxy.registry.instance_state import Work
 from proxy.routing.policy import UNMEASURED_RATE
@@ -184,3 +185,15 @@ async def test_the_last_minute_counts_what_has_ended() -> None:
     summary = minute.summary()
     assert summary["outcomes"] == {"200": 2, "400": 1} and summary["codes"] == {"invalid_json": 1}
     assert summary["ttft_ms"]["p50"] > 0 and summary["requests"] == 3
+
+
+async def test_a_sink_that_fails_costs_neither_the_client_nor_the_others() -> None:
+    def fails(_: Record) -> None:
+        raise ValueError
+
+    taken: list[Record] = []
+    async with cluster("PD0") as c:
+        c.pipeline.records.ended[:0] = [fails, taken.append]
+        told = await ask(c, "mine")
+        assert (told["outcome"], taken[0].client_id) == ("200", "mine")
+        assert c.metric("epd_proxy_broken_messages_total", kind="Record") == 1
