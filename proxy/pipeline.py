@@ -17,7 +17,6 @@ import httpx
 from msgspec import structs
 
 from epd_serve.errors import OverloadedError, RequestError
-from epd_serve.key_files import read_key, stage_key
 from epd_serve.trace import PROXY, Trace
 from proxy.admission.capacity import CapacityTracker
 from proxy.admission.demand import kind_of, priority_of, sequences_of
@@ -97,7 +96,7 @@ class Pipeline:
         self.metrics.draining.set_function(lambda: self.drain.began)
         self._suspects = Suspects(settings.poison, self.metrics, wait_s=timeouts.instance_wait_s)
         self.metrics.memory_held.set_function(lambda: self.memory.held_bytes)
-        self._stages = StageClient(timeouts, key=_stage_key(settings))
+        self._stages = StageClient(timeouts, key=settings.bearer_of_stages())
         fetcher = UrlFetcher(settings.media, apart=apart, transport=media_transport, resolver=resolver)
         self._media = MediaLoader(settings, fetcher)
         self._router = Router(table, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
@@ -271,13 +270,6 @@ class Pipeline:
         body.pop("priority", None)
         if self.settings.stage_priorities and not self.settings.admission.single_queue:
             body["priority"] = passed.stage_priority
-
-
-def _stage_key(settings: ProxySettings) -> str:
-    """What the stages want to hear, or "". Raises ConfigError where the key cannot be read."""
-    if settings.stage_key or not settings.key_file:
-        return settings.stage_key
-    return stage_key(read_key(settings.key_file, "key_file"))
 
 
 def _note(record: Record, request: ParsedRequest) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea, ImageTokens
+from epd_serve.key_files import read_key, stage_key
 from proxy.config.limits import (
     AdmissionLimits,
     BodyPace,
@@ -156,6 +157,12 @@ class ProxySettings:
                 raise ConfigError(f"xargs: {name} is never taken from clients", param="xargs")
         for modality in sorted(self.modalities or ()):
             require_one_of("modalities", modality, tuple(Modality))
+
+    def bearer_of_stages(self) -> str:
+        """The token that the stages want, or "". Raises ConfigError where the key cannot be read."""
+        if self.stage_key or not self.key_file:
+            return self.stage_key
+        return stage_key(read_key(self.key_file, "key_file"))
 
     @property
     def tells_tenants_apart(self) -> bool:
