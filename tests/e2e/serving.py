@@ -24,6 +24,7 @@ from deploy.agent.template import api_server_of
 from deploy.host import processes
 from deploy.host.ports import free_ports
 from epd_serve.demo.presets import builtin_model_dir
+from epd_serve.engine.template.messages import TEMPLATE_NAME
 from tests.waiting import wait_for
 
 START_S = 420.0
@@ -164,9 +165,13 @@ class Serving(Endpoint):
 
     @property
     def template_pid(self) -> int:
-        """The process that stages are forked from: of the launcher's children the one that runs it."""
-        children = psutil.Process(self.process.pid).children()
-        return next(child.pid for child in children if "epd_serve.engine.template" in child.cmdline())
+        """The process that stages are forked from: by its name, because its forks have its arguments and parent."""
+
+        def named() -> int:
+            children = (one for one in processes.running() if one.parent == self.process.pid)
+            return next((child.pid for child in children if child.name == TEMPLATE_NAME), 0)
+
+        return int(wait_for(named, "a template"))
 
     @contextlib.contextmanager
     def slow_restarts(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 
-from epd_serve.engine.template.messages import READY
+from epd_serve.engine.template.messages import READY, TEMPLATE_NAME
 from epd_serve.lifeline import die_with_parent, name_process
 from epd_serve.stage_plan import LAUNCHER_ENV
 
@@ -23,7 +23,7 @@ def main() -> int:
     if (launcher := os.environ.get(LAUNCHER_ENV)) is not None:
         die_with_parent(int(launcher))
     _load_libraries(descriptor)
-    name_process("stage template")
+    name_process(TEMPLATE_NAME)
     connection = socket.socket(fileno=descriptor)
     try:
         from epd_serve.engine.template.imports import import_stage

@@ -18,7 +18,8 @@ from epd_serve.packets import receive_packet, send_packet
 READY = b"ready\n"
 GO = b"go\n"
 NUMBER = struct.Struct("=i")
-API_SERVER_NAME = "API server"  # what the kernel calls the process that the root forks first
+TEMPLATE_NAME = "stage template"  # what the kernel calls it: arguments are those of its forks, too
+API_SERVER_NAME = "API server"  # and the process that a root forks first
 
 
 @dataclass(frozen=True)
