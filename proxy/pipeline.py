@@ -143,9 +143,10 @@ class Pipeline:
         )
         self._tokenize = TokenizeStep(table, self._stages, retries=retries)
 
-    def start(self) -> None:
-        """Listen to the stages. In the running event loop, which is the status table's too."""
+    async def start(self) -> None:
+        """Listen to the stages, in the running event loop, which is the status table's too. Before any request."""
         self.dispatcher.start()
+        await self._arena.load()
 
     async def aclose(self) -> None:
         await self.dispatcher.stop()

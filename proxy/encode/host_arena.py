@@ -1,10 +1,12 @@
 """The arena of the proxy's own host, asked whether it holds a feature: the truth behind the announcements.
 
-Attached when first asked and late imported (numpy); never blocks the event loop for long, never raises.
+Imported (numpy) where there is one, attached when first asked; never blocks the event loop for long, never raises.
 """
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import logging
 import time
 from pathlib import Path
@@ -28,6 +30,11 @@ class HostArena:
         self._arena: Arena | None = None
         self._not_before = 0.0
         self._complained = False
+
+    async def load(self) -> None:
+        """Import what it takes, in a thread, before it is asked: on the loop that would hold up every request."""
+        if self._path is not None:
+            await asyncio.to_thread(importlib.import_module, "store.arena")
 
     def holds(self, key: str) -> bool | None:
         """Whether the arena has `key`; None without an arena, or while it does not answer."""

@@ -63,7 +63,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        pipeline.start()
+        await pipeline.start()
         yield
         await pipeline.aclose()
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 
 # The two plugins are imported for their registration: without them the first such image imports all of Pillow's.
-from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401
+from PIL import Image, MpoImagePlugin, TiffImagePlugin, WebPImagePlugin  # noqa: F401
 
 from epd_serve.errors import RequestError
 from proxy.media.clip import MAX_PARTS
@@ -24,6 +24,7 @@ MAX_SCANS = 100
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # Our own limit is enforced on the header; Pillow's warning about it is noise.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+Image.preinit()  # the other formats, which the first image of all would import
 
 
 def inspect_image(data: bytes, *, param: str, max_pixels: int) -> tuple[str, tuple[int, int]]:
