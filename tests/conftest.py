@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import signal
 from collections import Counter, defaultdict
+from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +18,17 @@ settings.load_profile("same")
 
 # A shell that starts tests in the background has them ignore Ctrl-C, and so all that they start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """A command that a test runs in this process takes its signals, and may keep them, as uvloop's loops and Ray do."""
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    try:
+        return (yield)
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def _mooncake_problem() -> str | None:

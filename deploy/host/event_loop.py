@@ -1,7 +1,8 @@
 """The event loop of the processes that hold the proxy: uvloop, which relays at about half the cost, where it is there.
 
 uvloop comes with every vLLM, yet not on every platform: without it asyncio's own loop does the same. Signal handlers,
-`asyncio.run`'s way of ending and debugging are those of asyncio in both.
+`asyncio.run`'s way of ending and debugging are those of asyncio in both, but that signals which uvloop has handled do
+nothing after its end.
 """
 
 from __future__ import annotations
