@@ -1,7 +1,7 @@
 """The operator's end: begins a deployment on the cluster and shows how it is going; asks one that runs.
 
 A deployment goes on without whoever has begun it. SIGINT and SIGTERM are passed on to it, as to a launch of this
-machine; to be killed, or to lose the terminal, is to leave it alone.
+machine; with the third one, with a kill, or without its terminal, whoever shows it leaves it alone.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ from epd_serve.errors import ConfigError, EpdError
 from epd_serve.key_files import client_keys
 
 NEWS_S = 10.0
+ENOUGH, LEFT = 3, 130
+"""So many signals end this end of it, whatever the cluster does; its exit code then."""
+
 TICK_S = 1.0
 RETRY_S = 0.2
 
@@ -61,20 +64,7 @@ def serve_on_ray(config: DeployConfig, *, detach: bool = False) -> int:
             param="--name",
         )
     own = replace(config, api_keys=client_keys(config.api_keys, config.api_key_file), api_key_file="")
-    actor = (
-        ray.remote(ControllerActor)
-        .options(
-            name=controller_name(config.name),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            num_cpus=0,
-            max_restarts=-1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here(), soft=True),
-        )
-        .remote(config.name)
-    )
-    ray.get(actor.begin.remote(own, here()), timeout=ANSWER_S)
-    return asyncio.run(_Attached(config.name, actor).until_ended(detach=detach))
+    return asyncio.run(_Attached(config.name).until_ended(begin=(own, here()), detach=detach))
 
 
 @contextlib.contextmanager
@@ -114,37 +104,79 @@ def log_reader(name: str, node: str, log: str) -> Callable[[int], tuple[bytes, i
 
 
 class _Attached:
-    """A terminal that shows a deployment."""
+    """A terminal that shows a deployment.
 
-    def __init__(self, name: str, actor: Actor) -> None:
+    Args:
+        actor: its controller, if there is one yet.
+    """
+
+    def __init__(self, name: str, actor: Actor = None) -> None:
         self._name = name
         self._actor = actor
         self._screen = Screen(sys.stderr, terminal=is_terminal())
+        self._heard = 0
+        self._enough = asyncio.Event()
 
     def send(self, number: int) -> None:
         """A signal, as to the process of a launch."""
         self._actor.signal.remote(number)
 
-    async def until_ended(self, *, detach: bool = False, from_now: bool = False) -> int:
+    async def until_ended(
+        self, *, begin: tuple[DeployConfig, str] | None = None, detach: bool = False, from_now: bool = False
+    ) -> int:
+        """Show it until its end or, detached, until it is ready.
+
+        Args:
+            begin: make its controller, and tell it this. from_now: nothing that has been before.
+        """
         loop = asyncio.get_running_loop()
         for one in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(one, self.send, one)
+            loop.add_signal_handler(one, self._on_signal, one)
+        if begin is not None:  # from here on signals are the deployment's
+            self._actor = _made(self._name, begin[1])
         ticking = asyncio.create_task(self._tick())
-        life, number = "", -1 if from_now else 0
+        following = asyncio.create_task(self._follow(begin, -1 if from_now else 0, detach))
+        enough = asyncio.create_task(self._enough.wait())
         try:
-            while True:
-                try:
-                    life, number, events = await self._actor.news.remote(life, number, NEWS_S)
-                except RayError as error:
-                    await self._check_there(error)
-                    continue
-                for event in events:
-                    code = self._take(event, detach=detach)
-                    if code is not None:
-                        return code
+            await asyncio.wait((following, enough), return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                return following.result()
+            self._screen.line(f"deployment {self._name} is left to the cluster, which has been told to end it")
+            return LEFT
         finally:
-            ticking.cancel()
+            for task in (ticking, following, enough):
+                task.cancel()
             self._screen.close()
+
+    def _on_signal(self, number: int) -> None:
+        self._heard += 1
+        if self._heard >= ENOUGH:
+            self._enough.set()
+        self.send(number)
+
+    async def _follow(self, begin: tuple[DeployConfig, str] | None, number: int, detach: bool) -> int:
+        if begin is not None:
+            await self._begin(*begin)
+        life = ""
+        while True:
+            try:
+                life, number, events = await self._actor.news.remote(life, number, NEWS_S)
+            except RayError as error:
+                await self._check_there(error)
+                continue
+            for event in events:
+                code = self._take(event, detach=detach)
+                if code is not None:
+                    return code
+
+    async def _begin(self, config: DeployConfig, node: str) -> None:
+        """Raises EpdError: the controller does not begin."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._actor.begin.remote(config, node)
+        except (RayError, TimeoutError) as error:
+            why = str(error) or f"no answer within {ANSWER_S:g} s"
+            raise EpdError(f"the controller of {self._name} does not begin: {why}") from error
 
     def _take(self, event: Event, *, detach: bool) -> int | None:
         """An exit code where there is nothing more to show."""
@@ -171,6 +203,21 @@ class _Attached:
         while True:
             await asyncio.sleep(TICK_S)
             self._screen.tick()
+
+
+def _made(name: str, node: str) -> Actor:
+    return (
+        ray.remote(ControllerActor)
+        .options(
+            name=controller_name(name),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+        )
+        .remote(name)
+    )
 
 
 class _ThroughActor(httpx.BaseTransport):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ def connect(address: str = "") -> None:
     """
     if ray.is_initialized():
         return
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if address not in ("", "auto"):  # Ray would ask it for a minute
             socket.create_connection(host_and_port(address, "ray_address"), CONNECT_S).close()
@@ -63,6 +65,9 @@ def connect(address: str = "") -> None:
         ) from error
     except (RayError, RuntimeError, ValueError) as error:  # no token or a wrong one, another version of Ray or Python
         raise ConfigError(f"the Ray cluster cannot be used: {_first_line(error)}", param="--ray-address") from error
+    finally:
+        if signal.getsignal(signal.SIGTERM) is not on_sigterm:  # Ray's would end this process with exit code 15
+            signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def nodes_alive() -> list[RayNode]:

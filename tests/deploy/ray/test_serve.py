@@ -17,6 +17,7 @@ import pytest
 
 from bench.ray.nodes import RayNodes
 from deploy.host.ports import free_ports
+from deploy.ray.cluster import deployments
 from tests.deploy.launch.test_sim_launch import profile_file
 from tests.waiting import wait_for
 
@@ -75,6 +76,13 @@ def served(cluster: RayNodes, folder: Path, name: str, layout: str, *flags: str)
         elif "--detach" in flags:
             one.run("down", "--now")
         one.process.wait(60)
+
+
+def waits_for(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has not heard this signal yet: another one of its kind would be the same."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (pending,) = [line.split()[1] for line in lines if line.startswith("ShdPnd:")]
+    return bool(int(pending, 16) >> (number - 1) & 1)
 
 
 def assert_nothing_is_left(connected: RayNodes, folder: Path, name: str) -> None:
@@ -137,6 +145,41 @@ def test_a_detached_one_goes_on_without_who_began_it_until_down(connected: RayNo
         with pytest.raises(httpx.TransportError):
             one.answers()
     assert_nothing_is_left(connected, tmp_path, "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_one_that_is_hardly_begun(connected: RayNodes, tmp_path: Path, number: signal.Signals) -> None:
+    one = Served(connected, tmp_path, number.name.lower(), "E-PD")
+    wait_for(lambda: one.name in deployments(), "its controller, which is told a second later what it is for")
+    one.process.send_signal(number)
+    assert one.process.wait(60) == 0, one.said.read_text()
+    assert_nothing_is_left(connected, tmp_path, one.name)
+
+
+@pytest.mark.slow
+def test_the_third_signal_leaves_a_controller_that_does_not_answer(connected: RayNodes, tmp_path: Path) -> None:
+    with served(connected, tmp_path, "mute", "E-PD") as one:
+        controller = one.status()["parts"]["controller"]["pid"]
+        os.kill(controller, signal.SIGSTOP)
+        try:
+            for _ in range(3):
+                one.process.send_signal(signal.SIGINT)
+                wait_for(lambda: not waits_for(one.process.pid, signal.SIGINT), "it to be heard")
+            assert one.process.wait(30) == 130
+        finally:
+            os.kill(controller, signal.SIGCONT)
+    assert_nothing_is_left(connected, tmp_path, "mute")
+
+
+@pytest.mark.slow
+def test_a_command_on_a_cluster_dies_of_sigterm(connected: RayNodes, tmp_path: Path) -> None:
+    with served(connected, tmp_path, "followed", "EPD") as one:
+        words = _command(["logs", "EPD0", "-f", "--ray", "--name", one.name])
+        with subprocess.Popen(words, env=connected.environment, stdout=subprocess.PIPE) as follower:
+            assert follower.stdout is not None and follower.stdout.readline()
+            follower.terminate()
+            assert follower.wait(30) == -signal.SIGTERM
 
 
 @pytest.mark.slow
