@@ -1,11 +1,10 @@
 """Where the time of a request goes: phases as durations, each from its own begin to its own end. Pure.
 
-The eight of HydraInfer (v1 Fig. 13, v2 §5.4) and what surrounds them: client, proxy, HTTP, and what a stage's front end
-does with a request before its engine has it. Phases may run beside each other: D prepares while P does, KV travels
-under the prefill. So each has two times: its *duration*, and of that the *exposed* part, in which the request waited
-for nothing else. A moment of several phases belongs to the one that works before the one that carries, and to that
-before the one that waits; of equals to the one that ends last, but to D's preparing only while P's has ended: P begins
-without D. Exposed parts therefore add up to the request, but for moments that no phase accounts for.
+Phases (`epd_serve/phases/phase.py`) may run beside each other: D prepares while P does, KV travels under the prefill.
+So each has two times: its *duration*, and of that the *exposed* part, in which the request waited for nothing else. A
+moment of several phases belongs to the one that works before the one that carries, and to that before the one that
+waits; of equals to the one that ends last, but to D's preparing only while P's has ended: P begins without D. Exposed
+parts therefore add up to the request, but for moments that no phase accounts for.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
@@ -22,60 +20,7 @@ import msgspec
 import numpy as np
 
 from bench.statistic import percentile
-
-
-class Phase(StrEnum):
-    """In the order of a request's path.
-
-    P is whoever prefills and D whoever decodes what another has prefilled: of an instance that does both (`PD`, `EPD`)
-    all is P's, and its prefill ends with the first token. Without an encoder of its own, prefill includes encode.
-
-    Attributes:
-        CLIENT: from when the request was due until its first byte was written.
-        HTTP_CLIENT, HTTP_E, HTTP_P, HTTP_D: the hop to there until the whole request is there, and its answer's back.
-        PROXY: parse, check and name the media, choose instances, make their requests. PROXY_QUEUE: waiting to be
-            admitted to the stages.
-        FAILED: attempts that were repeated.
-        DOWNLOAD: of media from other hosts, by the proxy. DECODE_MEDIA: files to pixels or samples, in a stage.
-        PREPROCESS_E, PREPROCESS_P, PREPROCESS_D: template, image processor, tokenizer, until it is the engine's.
-        ENCODE_QUEUE, PREFILL_QUEUE: until the first step that computes some of it begins. P waits there for D's blocks
-            and for features, too. DECODE_QUEUE: for blocks before the KV comes, and for a step after it.
-        ENCODE, PREFILL: from the scheduler's decision to the end of the forward pass.
-        EP: from the end of the encode until P has it verified and pinned, and P's copy into its model's memory.
-        PD: while packets of its KV move, and from the end of the prefill until D has all of it.
-        ANSWER_E, ANSWER_P, ANSWER_D: from the end of what gives the answer, or its first token, until its first bytes
-            leave the stage.
-        FIRST_TOKEN: D's first step. DECODE: from the first token to the last, at the client.
-        STAGES: all of the above where the stages stamp nothing (simulated ones).
-    """
-
-    CLIENT = "client"
-    HTTP_CLIENT = "HTTP client"
-    PROXY = "proxy"
-    PROXY_QUEUE = "proxy queue"
-    FAILED = "failed attempts"
-    DOWNLOAD = "download"
-    DECODE_MEDIA = "media decode"
-    HTTP_E = "HTTP E"
-    PREPROCESS_E = "preprocess E"
-    ENCODE_QUEUE = "encode queue"
-    ENCODE = "encode"
-    EP = "E→P"
-    ANSWER_E = "answer E"
-    HTTP_P = "HTTP P"
-    PREPROCESS_P = "preprocess P"
-    PREFILL_QUEUE = "prefill queue"
-    PREFILL = "prefill"
-    PD = "P→D"
-    ANSWER_P = "answer P"
-    HTTP_D = "HTTP D"
-    PREPROCESS_D = "preprocess D"
-    DECODE_QUEUE = "decode queue"
-    FIRST_TOKEN = "first token"
-    ANSWER_D = "answer D"
-    STAGES = "stages, not told apart"
-    DECODE = "decode"
-
+from epd_serve.phases.phase import Phase, Span
 
 HOPS: Mapping[str, tuple[Phase, ...]] = MappingProxyType({
     "proxy": (Phase.HTTP_CLIENT, Phase.PROXY, Phase.PROXY_QUEUE, Phase.FAILED),
@@ -97,15 +42,6 @@ _RANK = (
     | dict.fromkeys(_COMPUTES, _PREPARES + 1)
 )
 """Whose a moment of several phases is; what is not in it prepares."""
-
-
-@dataclass(frozen=True, order=True)
-class Span:
-    """Seconds (CLOCK_MONOTONIC) in which a request was in a phase."""
-
-    begin: float
-    end: float
-    phase: Phase
 
 
 def durations(spans: Iterable[Span]) -> dict[Phase, float]:

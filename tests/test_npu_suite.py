@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.stamps import Stamp, Timeline
+from epd_serve.phases.stamps import Stamp, Timeline
 from tests.npu import run
 from tests.npu.answers import (
     LEAST_NEAR_TIE,

@@ -28,8 +28,8 @@ from bench.analysis.sweep_results import (
     ranks,
 )
 from bench.analysis.tables import GOOD_SHARE
-from bench.phases import Phase
 from bench.sweep.experiment import Deployment
+from epd_serve.phases.phase import Phase
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,11 +23,11 @@ from bench.clients.slo import Slo
 from bench.clients.target import Target
 from bench.phases import breakdown, phase_figures, phase_rows, request_phases
 from bench.record import flatten
-from bench.stamps import Timeline, read_stamps
 from bench.workloads.requests import Arrivals, ClosedLoop
 from deploy.host import event_loop
 from deploy.memory.placement_table import table
 from epd_serve.errors import ConfigError
+from epd_serve.phases.stamps import Timeline, read_stamps
 
 KINDS = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")

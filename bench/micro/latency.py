@@ -39,13 +39,13 @@ from bench.micro.rows import grouped, median, table_of
 from bench.phases import HOPS, breakdown, hops, phase_rows, request_phases
 from bench.real_stages import closed_loop, seconds_to_ready, tpot_s
 from bench.served import Served, cpu_seconds, groups, served, since
-from bench.stamps import Timeline, read_stamps
 from bench.statistic import Spread
 from bench.sweep.running import proxy_status
 from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import Blueprint, draw
 from epd_serve.errors import StageError
+from epd_serve.phases.stamps import Timeline, read_stamps
 
 PARTS = ("ready", "phases", "waiting", "beside", "restart", *over_vllm.PARTS)
 IDLE_S, SETTLE_S, STAMPS_S, LOOK_S = 10.0, 3.0, 1.0, 0.05

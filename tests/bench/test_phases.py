@@ -6,9 +6,7 @@ import pytest
 
 from bench.phases import (
     Breakdown,
-    Phase,
     RequestPhases,
-    Span,
     breakdown,
     durations,
     exposed,
@@ -17,6 +15,7 @@ from bench.phases import (
     phase_rows,
     request_phases,
 )
+from epd_serve.phases.phase import Phase, Span
 
 
 def test_a_duration_counts_once_what_two_of_one_phase_share():

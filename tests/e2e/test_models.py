@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.stamps import read_stamps
 from epd_serve.demo.presets import write_preset
+from epd_serve.phases.stamps import read_stamps
 from tests.e2e.bodies import Body, ask, tokens
 from tests.e2e.items import part
 from tests.e2e.serving import MODEL, ROOT, Serving, plain_vllm, serving

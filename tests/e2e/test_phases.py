@@ -9,9 +9,10 @@ import pytest
 from bench.clients.phases import joined, spans_of
 from bench.clients.results import RequestRecord
 from bench.clients.sender import ask
-from bench.phases import Phase, durations
-from bench.stamps import Stamp, Timeline, read_stamps
+from bench.phases import durations
 from bench.workloads.synthetic import demo_body, demo_image, text_body
+from epd_serve.phases.phase import Phase
+from epd_serve.phases.stamps import Stamp, Timeline, read_stamps
 from tests.e2e.serving import MODEL, serving
 from tests.waiting import wait_for
 

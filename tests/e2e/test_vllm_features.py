@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from bench.stamps import read_stamps
 from epd_serve.demo.presets import builtin_model_dir
+from epd_serve.phases.stamps import read_stamps
 from tests.e2e.bodies import SOLO, Body, about, ask, fresh
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT
 from tests.e2e.serving import MODEL, Endpoint, Serving, plain_vllm, serving

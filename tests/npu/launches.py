@@ -11,8 +11,8 @@ import os
 import time
 from collections.abc import Iterator
 
-from bench.stamps import Timeline
 from epd_serve.layout_parser import parse
+from epd_serve.phases.stamps import Timeline
 from tests.e2e.serving import MODEL, Serving
 from tests.npu.report import tool_output
 from tests.npu.rig import Rig

@@ -31,9 +31,9 @@ from bench.micro.ep.links import MODES, WAITING, links
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, one_of, several, whole
 from bench.micro.rows import grouped, spread, table_of
 from bench.served import scratch
-from bench.stamps import Stamp, read_stamps
 from bench.statistic import percentile
 from deploy.options.mm_store import what_is_missing
+from epd_serve.phases.stamps import Stamp, read_stamps
 
 
 class Table3Row(NamedTuple):

@@ -24,11 +24,11 @@ from bench.micro.measurement import Row, in_turns
 from bench.micro.pd.figures import BASE, row_of
 from bench.micro.pd.transfers import Transfer, arrived, together, transfer_of_requests
 from bench.served import Served, scratch, served
-from bench.stamps import read_stamps
 from epd_serve.demo.presets import RANDOM_PRESETS, write_preset
 from epd_serve.engine.kv.grouping_file import LOOK_EVERY_S, PREFIX, replace_mode
 from epd_serve.errors import StageError
 from epd_serve.kv.grouping import LinkCost, Step, parse_grouping
+from epd_serve.phases.stamps import read_stamps
 
 LAYOUT = "P-D"
 FROM_DECODE = ("--first-token", "decode")  # one token is all that is asked for: P would answer alone, and send no KV

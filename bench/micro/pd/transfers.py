@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from bench.stamps import Stamp
 from epd_serve.errors import StageError
+from epd_serve.phases.stamps import Stamp
 
 
 @dataclass(frozen=True)

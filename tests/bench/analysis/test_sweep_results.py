@@ -8,9 +8,9 @@ import pytest
 
 from bench.analysis.sweep_results import read_sweep
 from bench.clients.slo import PAPER
-from bench.phases import Phase
 from bench.sweep.store import EXPERIMENT, PHASES, RESULT
 from epd_serve.errors import ConfigError
+from epd_serve.phases.phase import Phase
 from tests.bench.analysis.sweeps import RATES, asked, deployment, measured, phases_line, requests
 
 MONOLITH, SPLIT = deployment("TP1x2", baseline=True), deployment("E-P-D", 3)

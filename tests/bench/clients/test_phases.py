@@ -11,8 +11,9 @@ import pytest
 
 from bench.clients.phases import joined, spans_of
 from bench.clients.results import RequestRecord
-from bench.phases import Phase, durations, exposed
-from bench.stamps import Stamp, Timeline, read_stamps
+from bench.phases import durations, exposed
+from epd_serve.phases.phase import Phase
+from epd_serve.phases.stamps import Stamp, Timeline, read_stamps
 from tests.bench.clients.made import failed, row
 
 RUNS = Path(__file__).with_name("stamps")

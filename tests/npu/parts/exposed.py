@@ -23,9 +23,9 @@ import httpx
 from bench.micro.pd.figures import cell_table, cells
 from bench.micro.pd.stages import ANSWER_S, FROM_DECODE, SPARE, Turns, take_turns
 from bench.served import LOGS_ENV, Served, served
-from bench.stamps import Timeline, read_stamps
 from bench.workloads.synthetic import demo_image
 from epd_serve.engine.kv.grouping_file import PREFIX, replace_mode
+from epd_serve.phases.stamps import Timeline, read_stamps
 from tests.npu.launches import stage_events
 from tests.npu.parts.eight_b import model_of, stage_flags
 from tests.npu.rig import Rig

@@ -17,9 +17,9 @@ import numpy as np
 from PIL import Image
 
 from bench.micro.pd.transfers import Transfer, arrived, transfer_of_requests
-from bench.stamps import Timeline, read_stamps
 from deploy.options.mooncake_package import reads_device_memory
 from epd_serve.engine.kv.witness import RECEIVED, SENT, WITNESS_ENV
+from epd_serve.phases.stamps import Timeline, read_stamps
 from tests.e2e.bodies import Body, about, chat, conversation, png, text_of
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
 from tests.npu.answers import ONE_AT_A_TIME, TOGETHER, answered, difference, first_difference, is_near_tie

@@ -12,7 +12,7 @@ import pytest
 from bench.cli import main
 from bench.micro.ep.command import GOALS, PREFILL, TABLE_3, event_latencies_ms, transfers
 from bench.micro.measurement import Goal, goal_table
-from bench.stamps import Stamp
+from epd_serve.phases.stamps import Stamp
 
 
 def test_the_paper_s_overlap_follows_from_its_latencies():

@@ -15,9 +15,9 @@ from bench.micro.measurement import LEAST_ROUNDS
 from bench.micro.pd import stages
 from bench.micro.pd.stages import Turns, check_mode, take_turns
 from bench.served import Served
-from bench.stamps import read_stamps
 from epd_serve.errors import StageError
 from epd_serve.kv.grouping import LinkCost, Step, parse_grouping
+from epd_serve.phases.stamps import read_stamps
 from tests.bench.micro.pd.transfers_made import LAYERS, stamps, transfer
 
 MODES = ("bulk", "fixed:2")

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from bench.micro.pd.transfers import PrefillStep, arrived, together, transfer_of_requests
-from bench.stamps import Stamp
 from epd_serve.errors import StageError
+from epd_serve.phases.stamps import Stamp
 from tests.bench.micro.pd.transfers_made import BEGUN, STEP, stamps, transfer
 
 

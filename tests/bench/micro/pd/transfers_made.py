@@ -8,7 +8,7 @@ from typing import Any
 from bench.micro.measurement import Row
 from bench.micro.pd.figures import row_of
 from bench.micro.pd.transfers import Packet, PrefillStep, Transfer
-from bench.stamps import Stamp
+from epd_serve.phases.stamps import Stamp
 
 BEGUN, LAYERS, LAYER_S, REST_S = 100.0, 8, 0.01, 0.005
 PREFILL_END = BEGUN + LAYERS * LAYER_S + REST_S

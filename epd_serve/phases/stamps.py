@@ -6,35 +6,74 @@ which stages stamp too. A key may occur in many requests (repeated images), so o
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+MOST_STAMPS = 10_000
+"""Of one look at some subjects: each takes some 200 bytes where it travels."""
+
 
 @dataclass(frozen=True)
 class Stamp:
+    """`clock`: names the one that `t` is of (`epd_serve.trace.clock_id`); "" where the writer did not say."""
+
     t: float
     instance: str
     subject: str
     event: str
     more: Mapping[str, Any]
+    clock: str = ""
+
+    @property
+    def name(self) -> tuple[float, str, str, str]:
+        """No two stamps have the same."""
+        return self.t, self.instance, self.subject, self.event
+
+    @property
+    def subjects(self) -> list[str]:
+        """A packet carries several transfers."""
+        return [self.subject, *self.more.get("transfers", ())]
+
+    @property
+    def leads_to(self) -> list[str]:
+        """Subjects of the same request: its items' keys, its transfer."""
+        return [*self.more.get("keys", ()), *([self.more["transfer"]] if "transfer" in self.more else [])]
 
 
 def read_stamps(folder: Path) -> list[Stamp]:
-    """All stamps of a launch, oldest first. A line that a dying process cut short is skipped."""
-    stamps = []
+    """All stamps of a launch, oldest first."""
+    return sorted(_stamps(folder), key=_time)
+
+
+def stamps_about(folder: Path, subjects: Iterable[str], clock: str) -> list[Stamp]:
+    """Those about any of these subjects that are made by this clock: hosts may share the folder. Oldest first,
+    `MOST_STAMPS` at most."""
+    wanted = set(subjects)
+    ours = (stamp for stamp in _stamps(folder) if stamp.clock in ("", clock))
+    found = (stamp for stamp in ours if not wanted.isdisjoint(stamp.subjects))
+    return heapq.nsmallest(MOST_STAMPS, found, key=_time)
+
+
+def _stamps(folder: Path) -> Iterator[Stamp]:
+    """In no order. A line that a dying process cut short is skipped."""
     for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                raw = json.loads(line)
-            except ValueError:
-                continue
-            known = {name: raw.pop(name) for name in ("t", "instance", "subject", "event")}
-            stamps.append(Stamp(**known, more=raw))
-    return sorted(stamps, key=lambda stamp: stamp.t)
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                try:
+                    raw = json.loads(line)
+                except ValueError:
+                    continue
+                known = {name: raw.pop(name) for name in ("t", "instance", "subject", "event")}
+                yield Stamp(**known, clock=raw.pop("clock", ""), more=raw)
+
+
+def _time(stamp: Stamp) -> float:
+    return stamp.t
 
 
 class Timeline:
@@ -44,7 +83,7 @@ class Timeline:
         self._by_subject: dict[str, list[Stamp]] = defaultdict(list)
         self._named: dict[str, str] = {}
         for stamp in stamps:
-            for subject in (stamp.subject, *stamp.more.get("transfers", ())):  # a packet carries several
+            for subject in stamp.subjects:
                 self._by_subject[subject].append(stamp)
             if "client_id" in stamp.more:
                 self._named[stamp.more["client_id"]] = stamp.subject
@@ -59,8 +98,7 @@ class Timeline:
         own = self._by_subject.get(request_id, [])
         subjects = [request_id]
         for stamp in own:
-            subjects += stamp.more.get("keys", ())
-            subjects += [stamp.more["transfer"]] if "transfer" in stamp.more else []
+            subjects += stamp.leads_to
         found = [
             stamp
             for subject in dict.fromkeys(subjects)

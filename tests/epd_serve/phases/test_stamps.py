@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bench.stamps import Timeline, read_stamps
+from epd_serve.phases.stamps import Timeline, read_stamps
 
 
 def write(path, *lines: dict[str, Any]) -> None:
