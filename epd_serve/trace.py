@@ -9,15 +9,24 @@ the proxy's request ids, and at the stages feature keys and transfer ids too; th
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 PROXY = "proxy"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@functools.cache
+def clock_id() -> str:
+    """Names the monotonic clock of this host, which begins anew with each boot. Containers of a host share it."""
+    return _BOOT.read_text(encoding="ascii")[:8]
 
 
 class Trace:
@@ -40,7 +49,8 @@ class Trace:
     def stamp(self, subject: str, event: str, **more: object) -> None:
         """Record that `event` happened to `subject` now. Lost where the disk is full: it must not end who serves."""
         if self._fd >= 0:
-            record = {"t": time.monotonic(), "instance": self._instance, "subject": subject, "event": event, **more}
+            whose = {"t": time.monotonic(), "clock": clock_id(), "instance": self._instance}
+            record = {**whose, "subject": subject, "event": event, **more}
             with contextlib.suppress(OSError):
                 os.write(self._fd, json.dumps(record).encode() + b"\n")
 

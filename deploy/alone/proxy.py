@@ -127,7 +127,9 @@ async def _serve(given: GivenStages, doors: FrontDoors, admin: Admin | None, end
 
 async def _answer(doors: FrontDoors, admin: Admin) -> None:
     requests = await asyncio.to_thread(importlib.import_module, "proxy.http.requests")  # the web framework, too
-    await serve_admin(admin, doors.table, doors.metrics, grace_s=GRACE_S, more=[requests.request_routes(doors.look)])
+    traces = await asyncio.to_thread(importlib.import_module, "deploy.front.trace_routes")
+    more = [requests.request_routes(doors.look), traces.trace_routes(doors.traced)]
+    await serve_admin(admin, doors.table, doors.metrics, grace_s=GRACE_S, more=more)
 
 
 def _say(line: str) -> None:

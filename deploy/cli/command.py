@@ -21,6 +21,7 @@ from deploy.cli.end import add_logs_and_down
 from deploy.cli.parts import add_proxy, add_stage
 from deploy.cli.standard_output import until_the_reader_leaves
 from deploy.cli.top import add_top
+from deploy.cli.trace import add_trace
 from deploy.cli.which import check_ray
 from deploy.cli.why import add_why
 from deploy.options.config import DeployConfig, build_config
@@ -81,6 +82,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         **add_change(commands),
         **add_logs_and_down(commands),
         **add_why(commands),
+        **add_trace(commands),
         **add_top(commands),
     }
 

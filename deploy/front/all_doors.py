@@ -11,16 +11,18 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from deploy.front.messages import State
 from deploy.front.remote import RemoteDoors
 from deploy.front.told import Told
+from deploy.front.traced import NodeTrace
 from deploy.runtime.asking import SupersededError
 from deploy.runtime.lost import LostError, until_lost
 from deploy.runtime.protocol import Observed, Order
@@ -40,6 +42,9 @@ from proxy.workers.shared_counters import Asked
 from proxy.workers.wire import Family, packed_settings
 
 COUNTS_S = 1.5
+STAMPS_S = 20.0
+"""The files may be large."""
+
 PAUSABLE_S = 5.0
 RETRY_S = 1.0
 
@@ -116,7 +121,7 @@ class AllDoors:
         """There are front doors on this node, too; those that it was said to have are asked by `doors` from now on."""
         self.lose(node)
         front = self.fronts[node] = _Front(node, doors)
-        doors.state = self._state
+        doors.state, doors.node = self._state, node
         front.stale.set()
         front.tasks = [
             asyncio.create_task(self._keep_telling(front), name=f"tell {node}"),
@@ -224,10 +229,31 @@ class AllDoors:
         async def of(doors: RemoteDoors) -> RecordsAnswer:
             with contextlib.suppress(TimeoutError, EpdError):
                 async with asyncio.timeout(COUNTS_S):
-                    return await doors.look(question)
+                    answer = await doors.look(question)
+                    for request in answer.requests:
+                        request["door"] = f"{doors.node}/{request['door']}"
+                    return answer
             return RecordsAnswer()
 
         return merged(question, await self._of_all(of))
+
+    async def traced(self, subjects: Sequence[str]) -> list[NodeTrace]:
+        """What is stamped on each node about these. Nodes of one host may have one folder: each stamp is told once."""
+
+        async def of(doors: RemoteDoors) -> NodeTrace | None:
+            with contextlib.suppress(TimeoutError, EpdError):
+                async with asyncio.timeout(STAMPS_S):
+                    return await doors.traced(subjects)
+            return None
+
+        told: set[tuple[float, str, str, str]] = set()
+        nodes = []
+        for node in await self._of_all(of):
+            if node is not None:
+                fresh = [one for one in node.stamps if one.name not in told]
+                told |= {one.name for one in fresh}
+                nodes.append(msgspec.structs.replace(node, stamps=fresh))
+        return nodes
 
     async def restart(self) -> None:
         """Those of one node after the other: where new ones do not serve, those of the next nodes are left."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from deploy.front.door import POLL_S, House
@@ -17,11 +17,14 @@ from deploy.front.lives import FrontLives
 from deploy.front.occupancy import until_empty, until_quiet
 from deploy.front.shared import Shared, pausable_s
 from deploy.front.told import Told
+from deploy.front.traced import NodeTrace
 from deploy.host.environment import LAUNCH_ENV, LAUNCHER_PID_ENV, module_environment
 from deploy.keeper.interface import Keeper
 from deploy.runtime.protocol import Observed
 from epd_serve.instances import IncarnationId
+from epd_serve.phases.stamps import Stamp, stamps_about
 from epd_serve.roles import Role
+from epd_serve.trace import clock_id
 from proxy.registry.warm_links import GRACE_S
 
 if TYPE_CHECKING:
@@ -203,6 +206,17 @@ class FrontDoors:
         await self._started.wait()
         assert self._hub is not None
         return await self._hub.look(question)
+
+    async def stamps(self, subjects: Sequence[str]) -> list[Stamp]:
+        """What front doors and stages of this node have stamped about these, where it is traced."""
+        path = self._settings.trace_path
+        if path is None or not subjects:
+            return []
+        return await asyncio.to_thread(stamps_about, path.parent, subjects, clock_id())
+
+    async def traced(self, subjects: Sequence[str]) -> list[NodeTrace]:
+        """The same, as all that there is: one machine has one clock."""
+        return [NodeTrace(stamps=await self.stamps(subjects))]
 
     async def configure(self, settings: ProxySettings) -> None:
         """Of those that start from now on."""

@@ -3,10 +3,13 @@ travels)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from deploy.runtime.protocol import Observed
 from deploy.runtime.stream import EveryAnswer, EveryCall, Request
+from epd_serve.phases.stamps import Stamp
 from epd_serve.roles import Role
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.ledger import Tally, Work
@@ -72,6 +75,12 @@ class Look(msgspec.Struct, tag=True, frozen=True):
     question: Question
 
 
+class Stamps(msgspec.Struct, tag=True, frozen=True):
+    """What is stamped on this node about these subjects, and what is the time there? Of none, the time alone."""
+
+    subjects: Sequence[str] = ()
+
+
 class Restart(msgspec.Struct, tag=True, frozen=True):
     pass
 
@@ -94,6 +103,7 @@ Call = (
     | PausableS
     | Counts
     | Look
+    | Stamps
     | Restart
     | Idle
     | End
@@ -128,12 +138,14 @@ class Word(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """`pausable_s`: None for as long as you like."""
+    """`pausable_s`: None for as long as you like. `time_s`: of the monotonic clock there."""
 
     number: int
     pausable_s: float | None = None
     counts: list[Family] = []
     records: RecordsAnswer = RecordsAnswer()
+    stamps: Sequence[Stamp] = ()
+    time_s: float = 0.0
 
 
 Answer = Done | Word

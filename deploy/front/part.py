@@ -29,6 +29,7 @@ from deploy.front.messages import (
     PausableS,
     Ready,
     Restart,
+    Stamps,
     State,
     UntilEmpty,
     UntilQuiet,
@@ -178,6 +179,9 @@ class _FrontPart:
                 return Done(number, counts=await doors.counted())
             case Look(question):
                 return Done(number, records=await doors.look(question))
+            case Stamps(subjects):
+                stamps = await doors.stamps(subjects)
+                return Done(number, stamps=stamps, time_s=time.monotonic())
             case Restart():
                 await doors.restart()
             case Idle():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from deploy.front.messages import (
@@ -19,6 +19,7 @@ from deploy.front.messages import (
     PausableS,
     Ready,
     Restart,
+    Stamps,
     State,
     UntilEmpty,
     UntilQuiet,
@@ -26,6 +27,7 @@ from deploy.front.messages import (
     Word,
     from_front,
 )
+from deploy.front.traced import NodeTrace, offset_s
 from deploy.runtime.asking import Asking
 from deploy.runtime.stream import Open
 from epd_serve.errors import EpdError
@@ -50,13 +52,14 @@ class RemoteDoors:
 
     Attributes:
         word: the last one of it.
-        counts: what its front doors had counted when they were asked last.
+        counts: what its front doors had counted when they were asked last. node: that they are of.
         state: says what its front doors are to know now; None as long as nobody knows. Each life of it is told first.
     """
 
     def __init__(self, open: Open, say: Callable[[str], None], epoch: int = 0) -> None:
         self.word = Word(0)
         self.counts: list[Family] = []
+        self.node = ""
         self.state: Callable[[], State | None] = lambda: None
         self._front: Asking[Answer] = Asking(open, from_front, FrontError, say, epoch)
         self._front.standing = lambda: self.state()
@@ -101,6 +104,16 @@ class RemoteDoors:
 
     async def look(self, question: Question) -> RecordsAnswer:
         return (await self._ask(Look(question))).records
+
+    async def traced(self, subjects: Sequence[str]) -> NodeTrace:
+        """What is stamped there about these, with how far its clock is from ours."""
+
+        async def time_s() -> float:
+            return (await self._ask(Stamps())).time_s
+
+        apart_s, uncertainty_s = await offset_s(time_s)
+        stamps = (await self._ask(Stamps(subjects))).stamps if subjects else ()
+        return NodeTrace(self.node, apart_s, uncertainty_s, stamps)
 
     async def restart(self) -> None:
         await self._ask(Restart())

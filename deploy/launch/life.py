@@ -28,6 +28,7 @@ from deploy.control.failure import Deadlines
 from deploy.control.journal import Journal
 from deploy.control.notes import Notes
 from deploy.control.reconciler import Reconciler
+from deploy.front.traced import NodeTrace
 from deploy.host.ending import Draining, Ending
 from deploy.host.event_loop import together
 from deploy.launch.screen import Shown
@@ -86,6 +87,9 @@ class Fronts(Doors, Draining, Protocol):
 
     async def look(self, question: Question) -> RecordsAnswer:
         """What they know of requests."""
+
+    async def traced(self, subjects: Sequence[str]) -> list[NodeTrace]:
+        """What is stamped about these, by node."""
 
     async def configure(self, settings: ProxySettings) -> None:
         """Of those that start from now on."""
@@ -339,12 +343,14 @@ def _routes() -> Callable[[Controller, Fronts], APIRouter]:
 
     import proxy.http.admin  # noqa: F401
     from deploy.control.routes import control_routes
+    from deploy.front.trace_routes import trace_routes
     from proxy.http.requests import request_routes
 
     def routes(controller: Controller, doors: Fronts) -> APIRouter:
         both = APIRouter()
         both.include_router(control_routes(controller))
         both.include_router(request_routes(doors.look))
+        both.include_router(trace_routes(doors.traced))
         return both
 
     return routes

@@ -242,6 +242,19 @@ PHASES = {
 }
 """Events that took time, and what the access log calls that."""
 
+CALLS = {"encode_call": "encode call", "prefilled": "prefill call", "answered": "answer call"}
+"""Those that are calls of a stage, which they name, and what traces call them."""
+
+SPAN_NAMES = {
+    **PHASES,
+    **CALLS,
+    "downloaded": "download",
+    "failed": "failed attempt",
+    "on_trial": "trial",
+    "waited": "wait for an instance",
+}
+"""What traces call everything that took time."""
+
 
 def _message(error: EpdError) -> str:
     """Only where it is about us: of what is wrong with a request it may quote the request."""

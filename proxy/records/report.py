@@ -7,7 +7,7 @@ from typing import Any
 
 from proxy.records.record import Choice, Record
 
-PLACES = 4
+PLACES = 6
 
 
 def summary(record: Record) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def report(record: Record) -> dict[str, Any]:
     """All of it."""
     return {
         **summary(record),
+        "clock": record.clock,
         "tenant": record.tenant,
         "model": record.model,
         "stream": record.stream,

@@ -252,6 +252,9 @@ class WorkerHub:
         """What all workers know of requests. One that does not answer in time is left out."""
         serving = [one for one in self._workers.values() if one.writer is not None]
         answers = await asyncio.gather(*(one.look(question, TELL_S) for one in serving))
+        for worker, answer in zip(serving, answers, strict=True):
+            for request in answer.requests if answer is not None else ():
+                request["door"] = f"front.{worker.row}"
         return merged(question, [one for one in answers if one is not None])
 
     async def _answer(self, worker: Worker, question: TotalQuery) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from deploy.cli.command import main
+from tests.deploy.cli.trace_format import check
 from tests.deploy.launch.test_sim_launch import launched
 from tests.deploy.sim_load import CHAT, TEXT, in_flight, load, more
 from tests.waiting import PATIENCE_S, wait_for
@@ -126,3 +127,22 @@ def test_without_a_terminal_it_says_what_prints_one_frame(capsys: pytest.Capture
     assert main(["top"]) == 2
     assert "--once" in capsys.readouterr().err
     assert main(["top", "--every", "0"]) == 2
+
+
+@pytest.mark.slow
+def test_the_last_requests_are_written_as_a_timeline(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "trace.json"
+    with launched(tmp_path, LAYOUT, "--workers", "2", "--trace-dir", str(tmp_path / "stamps")) as (client, _):
+        answers = [client.post(CHAT, json=TEXT, headers={"x-request-id": f"a/{n}"}) for n in range(3)]
+        wait_for(lambda: "running" not in said(capfd, tmp_path, "why"), "the last record")
+        told = said(capfd, tmp_path, "trace", "--last", "3", "--out", str(out))
+        events = check(out.read_text())
+        assert "3 requests" in told and "--trace-dir" not in told
+        roots = [event for event in events if event["ph"] == "X" and event["name"] == CHAT]
+        assert {event["args"]["client_id"] for event in roots} == {"a/0", "a/1", "a/2"}
+        assert {"prefill call", "answer call"} <= {event["name"] for event in events}
+        said(capfd, tmp_path, "trace", "a/1", "--out", str(out))
+        assert sum(event["name"] == CHAT for event in check(out.read_text())) == 1
+        assert main(["trace", "nobody", "--run-root", str(tmp_path)]) == 1
+        assert main(["trace", "--run-root", str(tmp_path)]) == main(["trace", "a/1", "--last", "1"]) == 2
+    assert {answer.status_code for answer in answers} == {200}

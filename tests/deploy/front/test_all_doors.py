@@ -22,6 +22,7 @@ from deploy.front.messages import FRONT_SOCKET
 from deploy.front.part import FAILED, FrontSetup, run_front
 from deploy.front.remote import FrontError, RemoteDoors
 from deploy.front.shared import Shared
+from deploy.front.traced import about_requests
 from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
 from deploy.keeper.in_process import InProcess
@@ -122,7 +123,7 @@ async def house(count: int = 2) -> AsyncIterator[House]:
 
 
 @contextlib.asynccontextmanager
-async def made(count: int) -> AsyncIterator[House]:
+async def made(count: int, config: ProxySettings = PATIENT) -> AsyncIterator[House]:
     async with contextlib.AsyncExitStack() as stack:
         root = Path(stack.enter_context(TemporaryDirectory()))
         stage = FakeStage("PD0", Role.PD)
@@ -140,7 +141,7 @@ async def made(count: int) -> AsyncIterator[House]:
             keeper = InProcess()
             stack.callback(keeper.close)
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            nodes.append(Node(f"n{number}", run, shared, keeper, url, asked))
+            nodes.append(Node(f"n{number}", run, shared, keeper, url, asked, config))
             nodes[-1].live()
         doors = AllDoors(say=lines.append)
         serving = asyncio.create_task(doors.serve())
@@ -202,6 +203,19 @@ async def test_whichever_node_had_a_request_it_is_found_and_a_node_that_does_not
         h.nodes[0].cut_off()
         listed = (await h.doors.look(Question(limit=10))).requests
         assert [one["id"] for one in listed] == ids[1:]
+
+
+async def test_stamps_of_nodes_that_share_a_folder_are_told_once_each_with_its_clock(tmp_path: Path) -> None:
+    async with made(2, replace(PATIENT, trace_path=tmp_path / "proxy.jsonl")) as h:
+        await h.doors.ready()
+        name = (await h.nodes[1].ask()).headers["x-request-id"]
+        (told,) = (await h.doors.look(Question(id=name))).requests
+        assert told["door"] == f"{h.nodes[1].name}/front.0"
+        nodes = await about_requests(h.doors.traced, [name])
+        assert [node.node for node in nodes] == [node.name for node in h.nodes]
+        assert all(abs(node.offset_s) <= node.uncertainty_s + 1e-6 for node in nodes), "one machine has one clock"
+        events = [stamp.event for node in nodes for stamp in node.stamps]
+        assert events.count("arrived") == events.count("dispatched") == 1 and not nodes[1].stamps
 
 
 async def test_a_front_part_that_dies_costs_no_front_door_and_knows_again_what_it_was_told() -> None:

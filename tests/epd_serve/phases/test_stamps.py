@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from epd_serve.phases.stamps import Timeline, read_stamps
+from epd_serve.phases.stamps import Timeline, read_stamps, stamps_about
 
 
 def write(path, *lines: dict[str, Any]) -> None:
@@ -113,3 +113,21 @@ def test_a_packet_is_a_stamp_of_every_transfer_that_it_carries(tmp_path):
     timeline = Timeline(read_stamps(tmp_path))
 
     assert all("kv_packet" in timeline.of(name) for name in ("a", "b"))
+
+
+def test_stamps_about_some_subjects_are_those_of_this_host_s_clock(tmp_path):
+    write(
+        tmp_path / "shared.jsonl",
+        line(1.0, "E0", "k1", "encoded", clock="here"),
+        line(9.0, "E1", "k1", "encoded", clock="there"),
+        line(2.0, "P0", "p", "kv_packet", transfers=["t1", "t2"], clock="here"),
+        line(3.0, "P0", "other", "queued", clock="here"),
+        line(0.5, "P0", "t1", "prefill_end"),
+    )
+
+    found = stamps_about(tmp_path, ["k1", "t1"], "here")
+
+    assert [(stamp.instance, stamp.event) for stamp in found] == [
+        ("P0", "prefill_end"), ("E0", "encoded"), ("P0", "kv_packet"),
+    ]  # fmt: skip
+    assert "clock" not in found[1].more
