@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 MAX_CAUSES = 32
 """Distinct causes that are told apart; reasons are stages' sentences, of which there are few."""
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+"""Ends of buckets; 2 s is the usual objective for a first token."""
 CANCELLED = "cancelled"
 
 
@@ -37,13 +38,10 @@ class LabelledHistogram(_Labelled, Histogram):  # type: ignore[misc]
 
 
 class Metrics:
-    """Counters and histograms. Label `status` is the HTTP status, `cancelled`, or `broken` (failed mid-stream)."""
+    """Of what happens while requests run. What they tell at their end is in `proxy/records/request_metrics.py`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = LabelledCounter(
-            "epd_proxy_requests", "Requests ended.", ("endpoint", "status"), registry=self.registry
-        )
         self.in_flight = Gauge("epd_proxy_in_flight", "Requests held now.", registry=self.registry)
         self.memory_held = Gauge(
             "epd_proxy_memory_held_bytes", "Bodies and media of the requests held now.", registry=self.registry
@@ -53,15 +51,6 @@ class Metrics:
             "epd_proxy_stage_seconds",
             "Time of one stage call as the proxy sees it.",
             ("stage", "outcome"),
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self.media_seconds = Histogram(
-            "epd_proxy_media_seconds", "Loading and keying a request's media.", buckets=SECONDS, registry=self.registry
-        )
-        self.ttft_seconds = Histogram(
-            "epd_proxy_ttft_seconds",
-            "From the request's arrival to the first token of its stream, whichever instance that is from.",
             buckets=SECONDS,
             registry=self.registry,
         )

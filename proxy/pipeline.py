@@ -7,7 +7,6 @@ tenant unless features are shared; vLLM's prefix cache always is, since prompts 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import AbstractContextManager
 from functools import partial
@@ -37,6 +36,7 @@ from proxy.metrics import Metrics
 from proxy.records.access_log import AccessLog
 from proxy.records.record import Record
 from proxy.records.records import Records
+from proxy.records.request_metrics import RequestMetrics
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.stage_metrics import register_stage_metrics
@@ -83,6 +83,9 @@ class Pipeline:
         self.arriving = FairShare(max(1, settings.max_in_flight // 2), apart=apart)
         register_stage_metrics(self.metrics.registry, table)
         self.records = Records(settings.records, failed=partial(self.background.skipped, "Record"))
+        requests = RequestMetrics()
+        self.metrics.registry.register(requests)
+        self.records.ended.append(requests.ended)
         self._access_log: AccessLog | None = None
         if settings.access_log:
             self._access_log = AccessLog(settings.access_log, dropped=self.metrics.access_log_dropped.inc)
@@ -231,7 +234,6 @@ class Pipeline:
         passed: Pass,
         trial: Trial,
     ) -> Job:
-        arrived = asyncio.get_running_loop().time()
         items = await self._load(record, request, tenant, held)
         salt = tenant if self.settings.tells_tenants_apart else None
         base = base_body(request, items, salt, request_id=record.id)
@@ -241,7 +243,7 @@ class Pipeline:
         if items:
             held.give_back(source_bytes(request.media))
             request = structs.replace(request, body=base, media=tuple(item.ref for item in items))
-        return Job(record.id, request, base, items, tokens, arrived, passed, trial, record)
+        return Job(record.id, request, base, items, tokens, passed, trial, record)
 
     async def _run(self, job: Job, sink: ClientSink) -> None:
         if not self._router.encodes_apart(job):
@@ -261,7 +263,6 @@ class Pipeline:
 
         items = await self._media.load(request, tenant=owner, held=held, on_fetched=fetched)
         if items:
-            self.metrics.media_seconds.observe(time.monotonic() - begun)
             self.trace.stamp(record.id, "media", keys=[item.key for item in items])
             record.took("media", begun, items=len(items))
         return items

@@ -289,7 +289,6 @@ class Attempt:
 
     def _first_byte(self, job: Job, instance: Instance) -> None:
         job.passed.prefilled()
-        self._metrics.ttft_seconds.observe(asyncio.get_running_loop().time() - job.arrived)
         self._metrics.first_tokens.labels(instance.role.value).inc()
         self._trace.stamp(job.id, "first_byte", stage=instance.id)
         job.record.first_byte(instance.id)

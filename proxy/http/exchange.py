@@ -123,7 +123,6 @@ class Exchange:
                 await sink.respond_json(answer.status, error_body(answer), {"connection": "close"})
             raise  # the server logs the traceback
         finally:
-            pipeline.metrics.requests.labels(self._endpoint.value, outcome).inc()
             pipeline.trace.stamp(self._id, "done", outcome=outcome)
             record.outcome, record.status, record.bytes_out = outcome, sink.status, sink.bytes_sent
             record.events_sent = sink.events_sent

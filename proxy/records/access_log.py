@@ -24,7 +24,6 @@ from proxy.records.record import Record
 logger = logging.getLogger(__name__)
 
 STDERR = "-"
-FAILURES = ("failed", "encode_failed")
 HELD_BYTES = 4 << 20
 """Of lines that wait for the writer."""
 
@@ -92,14 +91,14 @@ def line_of(record: Record) -> Line:
         record.endpoint,
         record.model,
         record.stream,
-        "+".join(sorted(record.media)) or "text",
+        record.modality,
         record.media,
         record.path,
         record.encode,
         record.prefill,
         record.decode,
         record.attempts,
-        [Failure(more["stage"], more["code"]) for _, name, more in record.events if name in FAILURES],
+        [Failure(stage, code) for stage, code in record.failures()],
         record.outcome,
         record.status,
         record.code,

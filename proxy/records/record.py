@@ -183,6 +183,15 @@ class Record(Struct):
     # What follows from it.
 
     @property
+    def modality(self) -> str:
+        """`text`, or what it has items of: `image`, `image+video`."""
+        return "+".join(sorted(self.media)) or "text"
+
+    def failures(self) -> list[tuple[str, str]]:
+        """Instance and code of each call that failed, also where another one helped."""
+        return [(more["stage"], more["code"]) for _, name, more in self.events if name in FAILURES]
+
+    @property
     def tokens_sent(self) -> int | None:
         """Of the answer: as the stage says, else the events of its stream that are tokens; None where neither is."""
         if self.completion_tokens is not None:
@@ -220,17 +229,22 @@ class Record(Struct):
             parts += [f"{work}@{name}={1000 * s:.1f}" for name, s in shortest]
         return ", ".join(parts)
 
-    def phases_ms(self) -> Mapping[str, float]:
-        """How long each took, in all of the request's life; they overlap."""
+    def phases_s(self) -> dict[str, float]:
+        """How long each of `PHASES` took, in all of the request's life; they overlap."""
         phases: dict[str, float] = {}
         for _, name, details in self.events:
             phase = PHASES.get(name)
             if phase is not None and "s" in details:
-                phases[phase] = phases.get(phase, 0.0) + 1000 * details["s"]
+                phases[phase] = phases.get(phase, 0.0) + details["s"]
+        return phases
+
+    def phases_ms(self) -> Mapping[str, float]:
+        """The same for people, with the times of the first byte and of all."""
+        phases = self.phases_s()
         if self.first_byte_s is not None:
-            phases["first_byte"] = 1000 * self.first_byte_s
-        phases["total"] = 1000 * self.total_s
-        return {name: round(ms, 1) for name, ms in phases.items()}
+            phases["first_byte"] = self.first_byte_s
+        phases["total"] = self.total_s
+        return {name: round(1000 * s, 1) for name, s in phases.items()}
 
 
 PHASES = {
@@ -254,6 +268,9 @@ SPAN_NAMES = {
     "waited": "wait for an instance",
 }
 """What traces call everything that took time."""
+
+FAILURES = ("failed", "encode_failed")
+"""Events that are calls that failed."""
 
 
 def _message(error: EpdError) -> str:

@@ -39,7 +39,6 @@ class Job(Struct, frozen=True):
         items: the media items behind it.
         tokens: of the whole prompt, estimated (`proxy/stages/cost.py`).
         features: what the encoders have made of the items; None where no encoder was to be asked.
-        arrived: loop time in seconds when the request came in.
         passed: its place with the stages.
         trial: whether its body is suspected of killing instances.
         record: what becomes of it; steps note there what they do.
@@ -50,7 +49,6 @@ class Job(Struct, frozen=True):
     base: Mapping[str, Any]
     items: tuple[LoadedItem, ...]
     tokens: float
-    arrived: float
     passed: Pass
     trial: Trial
     record: Record

@@ -195,7 +195,7 @@ def job(costs: list[int]) -> Job:
     gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
     passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0), Record("r"))
     trial = Suspects(PoisonLimits(), Metrics(), wait_s=60.0).trial(b"{}")
-    return Job("r", request, body, tuple(items), float(sum(costs)), 0.0, passed, trial, Record("r"))
+    return Job("r", request, body, tuple(items), float(sum(costs)), passed, trial, Record("r"))
 
 
 ENDINGS = st.lists(st.sampled_from(["ok", "later", "error", "late", "refusal", "hangs"]), max_size=12)

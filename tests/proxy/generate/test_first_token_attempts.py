@@ -102,7 +102,7 @@ async def test_prefill_is_asked_what_the_client_asks_up_to_one_token_and_decode_
         p, d = to_p.body.pop("kv_transfer_params"), to_d.body.pop("kv_transfer_params")
         assert p["first_token"] is True and d["first_token"] is True and p["transfer_id"] == d["transfer_id"]
         assert to_p.body == {**to_d.body, "max_tokens": 1, "min_tokens": 1}
-        assert c.metric("epd_proxy_ttft_seconds_count") == 1
+        await c.until_metric("epd_proxy_ttft_seconds_count", 1, path="P-D", modality="text")
 
 
 async def test_decode_that_is_sooner_is_the_whole_answer() -> None:
@@ -170,7 +170,7 @@ async def test_decode_that_fails_after_the_token_is_followed_by_one_that_goes_on
         params = {call.body["kv_transfer_params"]["first_token"] for call in calls}
         assert len(calls) == 2 and params == {True, 7}
         assert c["P0"].calls[1].body["stream"] is False
-        assert c.metric("epd_proxy_ttft_seconds_count") == 1
+        await c.until_metric("epd_proxy_ttft_seconds_count", 1, path="P-D", modality="text")
 
 
 async def test_prefill_that_breaks_after_its_token_is_followed_by_another() -> None:

@@ -87,7 +87,7 @@ async def test_a_stream_is_relayed_byte_for_byte() -> None:
         assert response.content == b"".join(events)
         assert response.headers["content-type"].startswith("text/event-stream")
         await c.idle()
-        assert c.metric("epd_proxy_ttft_seconds_count") == 1
+        assert c.metric("epd_proxy_ttft_seconds_count", path="P-D", modality="text") == 1
         assert c.metric("epd_proxy_requests_total", endpoint=CHAT, status="200") == 1
 
 
