@@ -28,6 +28,7 @@ from deploy.runtime.lost import LostError, until_lost
 from deploy.runtime.protocol import Observed, Order
 from epd_serve.errors import EpdError
 from epd_serve.instances import IncarnationId
+from epd_serve.key_files import read_key, stage_key
 from epd_serve.roles import Role
 from proxy.background import Background
 from proxy.config.settings import ProxySettings
@@ -39,6 +40,7 @@ from proxy.registry.table import InstanceTable
 from proxy.registry.warm_links import GRACE_S
 from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed
 from proxy.workers.shared_counters import Asked
+from proxy.workers.stage_scrape import StageScrape
 from proxy.workers.wire import Family, packed_settings
 
 COUNTS_S = 1.5
@@ -76,6 +78,7 @@ class AllDoors:
 
     Attributes:
         table: what is known of the instances, and held of them by all front doors.
+        registry: metrics of the deployment: who has some registers them.
         superseded: set when a front part has heard of a later controller.
     """
 
@@ -96,6 +99,9 @@ class AllDoors:
         self._announcements = Announcements(self.table, partial(take_in, self.table), self.background, key_file)
         self._registry = CollectorRegistry()
         register_stage_metrics(self._registry, self.table)
+        self.registry = CollectorRegistry()
+        bearer = stage_key(read_key(key_file, "key_file")) if key_file else ""
+        self._scrape = StageScrape(self.table, self.registry, bearer)
         self._instances: tuple[Observed, ...] | None = None
         self._wanted: tuple[Role, ...] = ()
         self._paused_until = 0.0
@@ -212,7 +218,8 @@ class AllDoors:
         return min(await self._of_all(of), default=math.inf)
 
     async def metrics(self) -> bytes:
-        """Prometheus text of all of them together, and of the table. Who does not answer in time counts as it did."""
+        """Prometheus text of all of them together, of the table, of the deployment, and of the stages. Front doors that
+        do not answer in time count as they did."""
 
         async def of(doors: RemoteDoors) -> list[Family]:
             with contextlib.suppress(TimeoutError, EpdError):
@@ -220,8 +227,9 @@ class AllDoors:
                     return await doors.counted()
             return doors.counts
 
-        counts = await self._of_all(of)
-        return exposition(self._registry, summed([self._past, *counts, own_counts(self.background.registry)]))
+        counts, more = await asyncio.gather(self._of_all(of), self._scrape.text())
+        together = summed([self._past, *counts, own_counts(self.background.registry)])
+        return exposition(self._registry, together) + more
 
     async def look(self, question: Question) -> RecordsAnswer:
         """What all of them know of requests. Who does not answer in time is left out."""

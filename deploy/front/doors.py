@@ -49,6 +49,7 @@ class FrontDoors:
     Attributes:
         table: what is known of the instances. Told by `publish`, or directly by whoever watches them.
         background: tasks that feed it; what of them is down is part of being ready.
+        registry: metrics of the deployment: who has some registers them.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class FrontDoors:
         launch_id: str = "",
         link_grace_s: float = GRACE_S,
     ) -> None:
+        from prometheus_client import CollectorRegistry
+
         from proxy.background import Background
         from proxy.workers.limit_shares import share_of
         from proxy.workers.roster import ParentTable
@@ -84,6 +87,7 @@ class FrontDoors:
         self._ledger = SharedLedger(counters, None)
         self.table = ParentTable(ledger=self._ledger, link_grace_s=link_grace_s, after=seen)
         self._told = Told(self.table, goes_on=seen > 0)
+        self.registry = CollectorRegistry()
 
     async def serve(self) -> None:
         """Until cancelled, which leaves the processes as they are: `end` comes before that, or another life.
@@ -93,11 +97,14 @@ class FrontDoors:
         """
         await asyncio.to_thread(importlib.import_module, "proxy.workers.hub")  # others in this loop go on
         from proxy.workers.hub import WorkerHub
+        from proxy.workers.stage_scrape import StageScrape
 
         environment = {**module_environment(), LAUNCHER_PID_ENV: str(self._keeper.pid)}
         if self._launch_id:
             environment[LAUNCH_ENV] = self._launch_id
-        hub = self._hub = WorkerHub(self.table, self._shared.feed, self.background, self._settings.key_file)
+        scrape = StageScrape(self.table, self.registry, self._settings.bearer_of_stages())
+        key_file = self._settings.key_file
+        hub = self._hub = WorkerHub(self.table, self._shared.feed, self.background, key_file, scrape.text)
         house = House(self._keeper, hub, self._shared, self._counters, environment, self._setup.grace_s)
         lives = self._lives = FrontLives(house, self._setup, say=self._say)
         try:
@@ -190,7 +197,7 @@ class FrontDoors:
         return self._lives is not None and self._lives.replacing
 
     async def metrics(self) -> bytes:
-        """Prometheus text of all of them together, and of the table."""
+        """Prometheus text of all of them together, of the table, of the deployment, and of the stages."""
         await self._started.wait()
         assert self._hub is not None
         return await self._hub.metrics()

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from proxy.registry.instance_state import REPORT_TRUST_S
+from proxy.registry.instance_state import REPORT_TRUST_S, InstanceView
 from proxy.registry.kv_links import LinkView, link_views
 from proxy.registry.table import InstanceTable
 
-LOAD = (
-    "Pending work: item tokens (E), prompt tokens (P, EP; PD and EPD count 1 more per running request), requests (D)."
-)
+STATE_GAUGES: Mapping[str, tuple[str, Callable[[InstanceView], float]]] = {
+    "up": ("1 while the instance gets requests.", lambda view: view.up),
+    "draining": ("1 while the instance is given nothing new, because it is to end.", lambda view: view.draining),
+    "load": (
+        "Pending work: item tokens (E), prompt tokens (P, EP; PD and EPD count 1 more per running request), requests "
+        "(D).",
+        lambda view: view.load,
+    ),
+    "pending_s": (
+        "For how long the instance keeps its device busy at its measured speed; infinite while answers run.",
+        lambda view: view.pending_s,
+    ),
+}
 LOAD_GAUGES = {
     "waiting": "Requests that wait in the instance's scheduler.",
     "running": "Requests that the instance runs.",
@@ -30,26 +40,39 @@ LOAD_GAUGES = {
 
 
 class StageMetrics(Collector):
-    """`epd_stage_*` by instance and role; nothing for an instance that has not reported lately."""
+    """`epd_stage_*` by instance and role; of its load nothing for an instance that has not reported lately."""
 
     def __init__(self, table: InstanceTable) -> None:
         self._table = table
 
     def collect(self) -> Iterator[Metric]:
         labels = ("instance", "role")
-        views = self._table.snapshot()
-        up = GaugeMetricFamily("epd_stage_up", "1 while the instance gets requests.", labels=labels)
-        load = GaugeMetricFamily("epd_stage_load", LOAD, labels=labels)
-        for view in views:
-            up.add_metric((view.instance.id, view.instance.role.value), view.up)
-            load.add_metric((view.instance.id, view.instance.role.value), view.load)
-        yield up
-        yield load
+        views = [((view.instance.id, view.instance.role.value), view) for view in self._table.snapshot()]
+        info = GaugeMetricFamily(
+            "epd_stage_info",
+            "1: where an instance is, on which devices of that node.",
+            labels=(*labels, "node", "devices"),
+        )
+        in_flight = GaugeMetricFamily(
+            "epd_stage_in_flight", "Requests that front doors wait for there, by work.", labels=(*labels, "work")
+        )
+        for named, view in views:
+            devices = ",".join(map(str, view.instance.devices))
+            info.add_metric((*named, view.instance.node, devices), 1)
+            for work, count in view.in_flight.items():
+                in_flight.add_metric((*named, work.value), count)
+        yield info
+        yield in_flight
+        for name, (text, value) in STATE_GAUGES.items():
+            gauge = GaugeMetricFamily(f"epd_stage_{name}", text, labels=labels)
+            for named, view in views:
+                gauge.add_metric(named, value(view))
+            yield gauge
         for name, text in LOAD_GAUGES.items():
             gauge = GaugeMetricFamily(f"epd_stage_{name}", text, labels=labels)
-            for view in views:
+            for named, view in views:
                 if view.stage is not None and view.stage_age_s < REPORT_TRUST_S:
-                    gauge.add_metric((view.instance.id, view.instance.role.value), getattr(view.stage, name))
+                    gauge.add_metric(named, getattr(view.stage, name))
             yield gauge
 
 

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import socket
+from collections.abc import Awaitable, Callable
 
 from prometheus_client import CollectorRegistry
 
@@ -50,6 +51,10 @@ HELLO_S = 5.0
 HUNG_S = 30.0
 MAX_QUESTIONS = 256
 """Questions of one worker that are answered at a time; it asks no more."""
+
+
+async def _no_more() -> bytes:
+    return b""
 
 
 class Worker:
@@ -117,12 +122,21 @@ class WorkerHub:
         feed: bound to the path that workers connect to; closed at the end.
         background: of this process; what is down in it the workers are told.
         key_file: of the deployment's key, where instances announce over TCP.
+        more_metrics: Prometheus text of what is counted elsewhere; goes with every scrape.
     """
 
-    def __init__(self, table: ParentTable, feed: socket.socket, background: Background, key_file: str = "") -> None:
+    def __init__(
+        self,
+        table: ParentTable,
+        feed: socket.socket,
+        background: Background,
+        key_file: str = "",
+        more_metrics: Callable[[], Awaitable[bytes]] = _no_more,
+    ) -> None:
         self._table = table
         self._feed = feed
         self._background = background
+        self._more_metrics = more_metrics
         self._workers: dict[int, Worker] = {}
         self._attending: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -241,8 +255,9 @@ class WorkerHub:
             await asyncio.sleep(TELL_EVERY_S)
 
     async def metrics(self) -> bytes:
-        """Prometheus text of all workers together, and of the table."""
-        return exposition(self._registry, await self.counted())
+        """Prometheus text of all workers together, of the table, and of what is counted elsewhere."""
+        counts, more = await asyncio.gather(self.counted(), self._more_metrics())
+        return exposition(self._registry, counts) + more
 
     async def counted(self) -> list[Family]:
         """What all workers have counted together."""
@@ -260,7 +275,8 @@ class WorkerHub:
     async def _answer(self, worker: Worker, question: TotalQuery) -> None:
         with self._background.handling(TotalQuery.__name__):  # who asked waits for its deadline, and nobody else
             worker.counts = question.counts
-            worker.send(TotalReply(question.number, await self._all_counted(worker)))
+            counts, more = await asyncio.gather(self._all_counted(worker), self._more_metrics())
+            worker.send(TotalReply(question.number, counts, more))
 
     async def _all_counted(self, asker: Worker | None) -> list[Family]:
         others = [one for one in self._workers.values() if one is not asker and one.serving]

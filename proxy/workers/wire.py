@@ -102,10 +102,15 @@ class RecordsQuery(msgspec.Struct, tag=True, frozen=True):
 
 
 class TotalReply(msgspec.Struct, tag=True, frozen=True):
-    """Answers a worker's `TotalQuery` of that number with the counts of all workers together."""
+    """Answers a worker's `TotalQuery` of that number.
+
+    Attributes:
+        counts: of all workers together. more: Prometheus text of what no worker counts.
+    """
 
     number: int
     counts: list[Family]
+    more: bytes
 
 
 # From a worker.

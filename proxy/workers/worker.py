@@ -174,7 +174,8 @@ class Feed:
         try:
             self.say(TotalQuery(number, own_counts(pipeline.metrics.registry)))
             async with asyncio.timeout(SUM_S):
-                return exposition(pipeline.metrics.registry, (await answer).counts)
+                total = await answer
+            return exposition(pipeline.metrics.registry, total.counts) + total.more
         except TimeoutError:
             raise DeadlineError(f"the launcher did not answer within {SUM_S:.0f} s") from None
         finally:
