@@ -12,23 +12,30 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
 from bench.cli import parser as bench_parser
 from deploy.cli.command import parser as serve_parser
+from deploy.control.metrics import ControlMetrics
+from deploy.control.progress import Change, Changes, State
+from deploy.control.reconciler import Reconciler
 from deploy.options.config import DeployConfig
 from deploy.options.proxy_overrides import OWN_FLAGS, setting_keys
 from proxy.background import Background
 from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.http.openapi import document
 from proxy.metrics import Metrics
+from proxy.records.request_metrics import RequestMetrics
 from proxy.registry.stage_metrics import KvMetrics, StageMetrics, StoreMetrics
 from proxy.registry.table import InstanceTable
 from proxy.request.client_deadline import HEADER
 from proxy.workers.hub import worker_metrics
+from proxy.workers.stage_scrape import StageScrape
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -206,13 +213,26 @@ def metrics() -> str:
             "Counted by the proxy. With `--workers` they are sums over its processes.",
             [
                 *_own(vars(Metrics()).values()),
+                *_families(RequestMetrics().collect()),
                 *_own(vars(Background()).values()),
                 *((Metric(one.name, one.help, one.kind), ()) for one in worker_metrics(0, 0)),
             ],
         ),
-        ("Stages", "From each instance's scheduler, at every scrape.", _families(StageMetrics(table).collect())),
+        (
+            "Stages",
+            "From the status table and each instance's scheduler, at every scrape.",
+            [
+                *_families(StageMetrics(table).collect()),
+                *_own(vars(StageScrape(table, CollectorRegistry())).values()),
+            ],
+        ),
         ("The feature store", "From each instance that has reported.", _families(StoreMetrics(table).collect())),
         ("KV links", "From the sending worker of each link.", _families(KvMetrics(table).collect())),
+        (
+            "The controller",
+            "Counted in its present life. Not of `epd-serve proxy`; on several hosts at the admin listener only.",
+            _families(ControlMetrics(_idle_reconciler()).collect()),
+        ),
     ]
     sections = []
     for title, text, families in groups:
@@ -226,9 +246,17 @@ def metrics() -> str:
         "Metrics",
         "Prometheus metrics at `/metrics`: of the admin listener where there is one (`--admin-port`), else of the "
         "clients' port. [Monitoring](../guides/monitoring.md) says which to watch, and what they mean together. "
-        "Each stage's vLLM has metrics of its own, at its own port.",
+        "The stages' own metrics, vLLM's (`vllm:…`), are in the same answer, with the label `instance`.",
         *sections,
     )
+
+
+def _idle_reconciler() -> Reconciler:
+    """What is asked of one for metrics, where nothing runs."""
+    changes = Changes(Change(0, "start", "", "", state=State.DONE))
+    idle = SimpleNamespace(instances=(), changes=changes, paused_s=0.0, trouble=SimpleNamespace(reason=""))
+    idle.wanted = SimpleNamespace(waits="")
+    return cast(Reconciler, idle)
 
 
 def _own(values: Iterable[object]) -> list[tuple[Metric, Sequence[str]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,6 +21,18 @@ REPLACE = "replace"
 """The word of a change that nobody has asked for: what was lost with its node comes again elsewhere."""
 
 
+ACTIONS: Mapping[type[Action], str] = {
+    Start: "start",
+    Flip: "flip",
+    Leave: "leave",
+    Drain: "drain",
+    Stop: "stop",
+    Pause: "pause",
+    Resume: "resume",
+}
+"""Their words."""
+
+
 class State(StrEnum):
     UNDER_WAY = "under way"
     REVERTING = "reverting"
@@ -35,16 +47,17 @@ class State(StrEnum):
 
 @dataclass
 class Step:
-    """One action. `seconds`: None while it is under way."""
+    """One action. `seconds`: None while it is under way. `done`: it came to what it was for."""
 
     action: Action
     began: float
     seconds: float | None = None
     note: str = ""
+    done: bool = False
 
     def close(self, note: str = "") -> None:
         if self.seconds is None:
-            self.seconds, self.note = time.monotonic() - self.began, note or self.note
+            self.seconds, self.note, self.done = time.monotonic() - self.began, note or self.note, not note
 
 
 @dataclass
@@ -110,6 +123,16 @@ class Change:
                 step.close()
 
     @property
+    def running(self) -> list[str]:
+        """Words of the actions under way."""
+        return [ACTIONS[type(step.action)] for step in self.steps if step.seconds is None]
+
+    def outcomes(self) -> list[tuple[str, str]]:
+        """Word and outcome of each action that has ended: `done` or `failed`."""
+        ended = (step for step in self.steps if step.seconds is not None)
+        return [(ACTIONS[type(step.action)], "done" if step.done else "failed") for step in ended]
+
+    @property
     def idle_s(self) -> float:
         """Since something has moved."""
         return time.monotonic() - self.moved
@@ -132,12 +155,15 @@ class Changes:
 
     Attributes:
     present: the one under way, or None. past: those that are over, latest last.
+    ended: how many are over in this life, by command and how they ended.
     """
 
     def __init__(self, latest: Change) -> None:
         over = latest.state.over
         self.present: Change | None = None if over else latest
         self.past: deque[Change] = deque([latest] if over else [], maxlen=PAST)
+        self.ended: Counter[tuple[str, str]] = Counter()
+        self._actions: Counter[tuple[str, str]] = Counter()
         self._over = asyncio.Event()
 
     @property
@@ -158,9 +184,15 @@ class Changes:
         change = self.present
         assert change is not None, "nothing is under way"
         change.end(state)
+        self.ended[change.what, state.value] += 1
+        self._actions.update(change.outcomes())
         self.past.append(change)
         self.present = None
         self._over.set()
+
+    def actions(self) -> Counter[tuple[str, str]]:
+        """How many have ended in this life, by word and outcome."""
+        return self._actions + Counter(self.present.outcomes() if self.present is not None else ())
 
     async def over(self) -> None:
         """Wait until none is under way; whoever waits sets the deadline."""
@@ -200,16 +232,7 @@ def change_json(change: Change) -> dict[str, Any]:
 
 def action_json(action: Action) -> dict[str, object]:
     """An action in words for programs."""
-    words: Mapping[type[Action], str] = {
-        Start: "start",
-        Flip: "flip",
-        Leave: "leave",
-        Drain: "drain",
-        Stop: "stop",
-        Pause: "pause",
-        Resume: "resume",
-    }
-    told: dict[str, object] = {"action": words[type(action)]}
+    told: dict[str, object] = {"action": ACTIONS[type(action)]}
     if not isinstance(action, Pause | Resume):
         told["instance"] = action.id
     if isinstance(action, Start):

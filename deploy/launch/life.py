@@ -26,6 +26,7 @@ from deploy.control.controller import Controller, PartJson
 from deploy.control.doors import Doors
 from deploy.control.failure import Deadlines
 from deploy.control.journal import Journal
+from deploy.control.metrics import ControlMetrics
 from deploy.control.notes import Notes
 from deploy.control.reconciler import Reconciler
 from deploy.front.traced import NodeTrace
@@ -40,6 +41,7 @@ from epd_serve.errors import EpdError
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
+    from prometheus_client import CollectorRegistry
 
     from proxy.config.settings import ProxySettings
     from proxy.records.records import Question, RecordsAnswer
@@ -73,6 +75,10 @@ class Fronts(Doors, Draining, Protocol):
 
     @property
     def table(self) -> InstanceTable: ...
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """Metrics of the deployment, which are in every scrape."""
 
     async def serve(self) -> None:
         """Until cancelled, which leaves the processes as they are. Raises EpdError: one does not start."""
@@ -220,6 +226,7 @@ class Life(ABC):
         for order in self.first:
             await self.host.start(order)
         controller = Controller(self.deployment.id, reconciler, self.doors, self.aim, self.parts, self._configure)
+        self.doors.registry.register(ControlMetrics(reconciler))
         await together(
             self.news.follow(self.host),
             reconciler.run(),

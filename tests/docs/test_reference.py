@@ -16,6 +16,7 @@ from deploy.options.config import build_config, read_config_file
 from deploy.options.proxy_overrides import proxy_overrides
 from proxy.background import Background
 from proxy.metrics import Metrics
+from proxy.records.request_metrics import RequestMetrics
 from tests.docs.documents import DOCUMENTS, ROOT
 
 GENERATED = runpy.run_path(str(ROOT / "docs/generate.py"))
@@ -39,8 +40,8 @@ def test_every_setting_of_the_proxy_has_its_meaning():
 
 def test_every_metric_of_a_running_proxy_is_in_the_reference():
     page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
-    registries = (Metrics().registry, Background().registry)
-    families = [family for registry in registries for family in registry.collect()]
+    collectors = (Metrics().registry, Background().registry, RequestMetrics())
+    families = [family for one in collectors for family in one.collect()]
 
     assert [one.name for one in families if f"`{one.name}{'_total' * (one.type == 'counter')}`" not in page] == []
 
@@ -68,7 +69,7 @@ def test_metrics_and_settings_that_a_document_names_exist(path):
     settings = {key for key, _, _ in GENERATED["proxy_settings"]()}
     sections = "|".join({key.partition(".")[0] for key in settings if "." in key})
 
-    metrics = set(re.findall(r"\bepd_(?:proxy|stage|store|kv)_\w+", text))
+    metrics = set(re.findall(r"\bepd_(?:proxy|stage|store|kv|control)_\w+", text))
     assert {one for one in metrics if f"`{one}`" not in reference} == set()
     assert set(re.findall(rf"`(?:--proxy )?((?:{sections})\.\w+)", text)) - settings - {"memory.txt"} == set()  # a file
 
