@@ -82,7 +82,7 @@ class Pipeline:
         self.memory = MemoryBudget(settings.memory.process_bytes, apart=apart)
         self.arriving = FairShare(max(1, settings.max_in_flight // 2), apart=apart)
         register_stage_metrics(self.metrics.registry, table)
-        self.records = Records(settings.records, failed=partial(self.background.skipped, "Record"))
+        self.records = Records(settings.records, failed=partial(self.background.skipped, "Record"), slo=settings.slo)
         requests = RequestMetrics()
         self.metrics.registry.register(requests)
         self.records.ended.append(requests.ended)

@@ -253,6 +253,23 @@ class RecordLimits:
                 raise ConfigError(f"records.{name} must not be negative", param=f"records.{name}")
 
 
+@dataclass(frozen=True)
+class Slo:
+    """What a streamed answer is to keep to, for attainment and goodput on the page and in `GET /rates`.
+
+    Attributes:
+        ttft_s: until its first token. tpot_s: per token after that.
+    """
+
+    ttft_s: float = 2.0
+    tpot_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"slo.{name} must be greater than 0", param=f"slo.{name}")
+
+
 def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raises ConfigError naming the setting and its choices."""
     if value not in choices:

@@ -22,6 +22,7 @@ from proxy.config.limits import (
     PoisonLimits,
     RecordLimits,
     RetryLimits,
+    Slo,
     Timeouts,
     require_one_of,
     require_positive,
@@ -80,6 +81,7 @@ class ProxySettings:
         trace_path: JSON-lines file for phase stamps; by default none.
         access_log: file for a line of JSON for each request that has ended, `-` for standard error; by default none.
         records: what is remembered of requests that have ended.
+        slo: what streamed answers are to keep to, for attainment and goodput; nothing is decided by it.
         policy: how instances are chosen: `first-token`, `least-loaded`, `round-robin`, `power-of-two` or
             `cache-affine`.
         key_limits: what one API key may do at once and per minute.
@@ -125,6 +127,7 @@ class ProxySettings:
     trace_path: Path | None = None
     access_log: str = ""
     records: RecordLimits = field(default_factory=RecordLimits)
+    slo: Slo = field(default_factory=Slo)
     policy: str = "first-token"
     key_limits: KeyLimits = field(default_factory=KeyLimits)
     explain: bool = True

@@ -38,6 +38,7 @@ class Kept(NamedTuple):
     ended: float
     id: str
     client_id: str
+    tenant: str
     failed: bool
     packed: bytes
 
@@ -79,7 +80,16 @@ class KeptRecords:
             return
         ended = record.began + record.total_s
         packed = _encoder.encode(record)
-        one = Kept(record.total_s, next(self._numbers), ended, record.id, record.client_id, is_failed(record), packed)
+        one = Kept(
+            record.total_s,
+            next(self._numbers),
+            ended,
+            record.id,
+            record.client_id,
+            record.tenant,
+            is_failed(record),
+            packed,
+        )
         self._newest_ones.append(one)
         self._newest.add(one)
         while self._newest.is_over:

@@ -13,6 +13,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from proxy.config.limits import Slo
+from proxy.records.kept import SERIOUS
 from proxy.records.record import Record
 
 PART_S = 5.0
@@ -20,6 +22,7 @@ PARTS = 12
 PER_OCTAVE = 4
 LEAST_S = 1e-4
 FRACTIONS = {"p50": 0.5, "p99": 0.99}
+SLO = Slo()
 
 
 class Counts(Struct):
@@ -31,6 +34,7 @@ class Counts(Struct):
         refused: by code, those that were turned away with 429 or 503.
         first_byte, token: of streams, by bucket. tokens: of answers, as far as they are known.
         running: requests that have not ended. waiting: those of them that no stage has been asked for yet.
+        judged: streamed answers, and whatever else failed of this server. attained: those of them within `slo`.
     """
 
     seconds: float = 0.0
@@ -43,6 +47,9 @@ class Counts(Struct):
     token: dict[int, int] = {}
     running: int = 0
     waiting: int = 0
+    judged: int = 0
+    attained: int = 0
+    slo: Slo = SLO
 
     def add(self, record: Record) -> None:
         _count(self.outcomes, record.outcome)
@@ -55,8 +62,11 @@ class Counts(Struct):
         self.tokens += tokens or 0
         if record.first_byte_s is not None:
             _count(self.first_byte, bucket(record.first_byte_s))
-            if (token_s := record.token_s(tokens)) is not None:
-                _count(self.token, bucket(token_s))
+        if (token_s := record.token_s(tokens)) is not None:
+            _count(self.token, bucket(token_s))
+        if is_judged(record):
+            self.judged += 1
+            self.attained += attains(record, token_s, self.slo)
 
     def summary(self) -> dict[str, Any]:
         """For people: rates per second, percentiles in ms, None where nothing was counted."""
@@ -74,6 +84,14 @@ class Counts(Struct):
             "codes": self.codes,
             "refused": self.refused,
             "retried": self.retried,
+            "slo": {
+                "ttft_s": self.slo.ttft_s,
+                "tpot_s": self.slo.tpot_s,
+                "judged": self.judged,
+                "attained": self.attained,
+                "attainment": round(self.attained / self.judged, 4) if self.judged else None,
+                "goodput_per_s": round(self.attained / seconds, 2),
+            },
         }
 
 
@@ -98,15 +116,19 @@ def together(several: Iterable[Counts]) -> Counts:
         summed("token"),
         sum(one.running for one in every),
         sum(one.waiting for one in every),
+        sum(one.judged for one in every),
+        sum(one.attained for one in every),
+        every[0].slo if every else SLO,
     )
 
 
 class LastMinute:
     """Of one process. Times are of its clock, and do not go backwards."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, slo: Slo = SLO) -> None:
         self._began = now
-        self._parts: deque[tuple[float, Counts]] = deque([(now, Counts())], maxlen=PARTS)
+        self._slo = slo
+        self._parts: deque[tuple[float, Counts]] = deque([(now, Counts(slo=slo))], maxlen=PARTS)
 
     def add(self, record: Record) -> None:
         """It has ended."""
@@ -116,14 +138,29 @@ class LastMinute:
         since = now - PARTS * PART_S
         counts = together(part for began, part in self._parts if began > since)
         counts.seconds = min(now - self._began, PARTS * PART_S)
+        counts.slo = self._slo
         return counts
 
     def _part(self, now: float) -> Counts:
         began, part = self._parts[-1]
         if now >= began + PART_S:
-            part = Counts()
+            part = Counts(slo=self._slo)
             self._parts.append((now, part))
         return part
+
+
+def is_judged(record: Record) -> bool:
+    """Whether an objective is about it: not where its client has left or was wrong, or an answer was not streamed."""
+    if record.outcome == "200":
+        return record.first_byte_s is not None
+    return record.outcome == "broken" or record.status >= 500 or record.status in SERIOUS
+
+
+def attains(record: Record, token_s: float | None, slo: Slo) -> bool:
+    """Whether it was answered whole within both bounds. An answer of one token has no time per token to miss."""
+    if record.outcome != "200" or record.first_byte_s is None:
+        return False
+    return record.first_byte_s <= slo.ttft_s and (token_s or 0.0) <= slo.tpot_s
 
 
 def bucket(seconds: float) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from proxy.config.limits import RecordLimits
+from proxy.config.limits import RecordLimits, Slo
 from proxy.records.answer_end import answer_end
 from proxy.records.kept import Kept, KeptRecords
-from proxy.records.minute import Counts, LastMinute, together
+from proxy.records.minute import SLO, Counts, LastMinute, together
 from proxy.records.record import Record
 from proxy.records.report import report, summary
 
@@ -31,12 +31,14 @@ class Question(Struct, frozen=True):
     Attributes:
         id: of a request, ours or its client's: all of it. Without one a list, in this `order`, of at most `limit`.
         minute: the counts of the last minute.
+        tenant: whose requests alone are told, or "" for all; counts are of all.
     """
 
     id: str = ""
     order: str = NEWEST
     limit: int = 0
     minute: bool = False
+    tenant: str = ""
 
 
 class RecordsAnswer(Struct, frozen=True):
@@ -64,15 +66,16 @@ class Records:
 
     Args:
         failed: called with what a sink has failed of.
+        slo: what streamed answers are to keep to.
 
     Attributes:
         ended: who takes records that have ended, in this order. One that fails costs the others nothing.
     """
 
-    def __init__(self, limits: RecordLimits, failed: Callable[[Exception], object]) -> None:
+    def __init__(self, limits: RecordLimits, failed: Callable[[Exception], object], slo: Slo = SLO) -> None:
         self._running: dict[str, Record] = {}
         self._kept = KeptRecords(limits)
-        self._minute = LastMinute(time.monotonic())
+        self._minute = LastMinute(time.monotonic(), slo)
         self._failed = failed
         self.ended: list[Sink] = [self._minute.add, self._kept.add]
 
@@ -99,7 +102,7 @@ class Records:
         """What this process knows."""
         minute = self._counts() if question.minute else None
         if question.id:
-            return merged(question, [RecordsAnswer([report(record) for record in self._called(question.id)], minute)])
+            return merged(question, [RecordsAnswer([report(record) for record in self._called(question)], minute)])
         if question.limit <= 0:
             return RecordsAnswer(minute=minute)
         return RecordsAnswer([summary(record) for record in self._listed(question)], minute)
@@ -110,21 +113,28 @@ class Records:
         counts.waiting = sum(not (one.attempts or one.encode) for one in self._running.values())
         return counts
 
-    def _called(self, name: str) -> list[Record]:
-        running = [self._as_of_now(one) for one in self._running.values() if name in (one.id, one.client_id)]
-        ended = [one for one in self._kept if name in (one.id, one.client_id)]
+    def _called(self, question: Question) -> list[Record]:
+        name = question.id
+        running = [self._as_of_now(one) for one in self._running_of(question) if name in (one.id, one.client_id)]
+        ended = [one for one in self._kept_of(question) if name in (one.id, one.client_id)]
         return running[:MOST_OF_A_NAME] + [one.record() for one in heapq.nlargest(MOST_OF_A_NAME, ended, key=_number)]
 
     def _listed(self, question: Question) -> list[Record]:
-        most = min(question.limit, MOST)
+        most, kept = min(question.limit, MOST), self._kept_of(question)
         if question.order == SLOWEST:
-            return [one.record() for one in heapq.nlargest(most, self._kept)]
+            return [one.record() for one in heapq.nlargest(most, kept)]
         if question.order == FAILED:
-            failed = (one for one in self._kept if one.failed)
+            failed = (one for one in kept if one.failed)
             return [one.record() for one in heapq.nlargest(most, failed, key=_number)]
-        running = [self._as_of_now(one) for one in self._running.values()]
-        ended = [one.record() for one in heapq.nlargest(most, self._kept, key=_number)]
+        running = [self._as_of_now(one) for one in self._running_of(question)]
+        ended = [one.record() for one in heapq.nlargest(most, kept, key=_number)]
         return sorted(running + ended, key=lambda one: one.began, reverse=True)[:most]
+
+    def _running_of(self, question: Question) -> Iterable[Record]:
+        return (one for one in self._running.values() if question.tenant in ("", one.tenant))
+
+    def _kept_of(self, question: Question) -> Iterable[Kept]:
+        return (one for one in self._kept if question.tenant in ("", one.tenant))
 
     def _as_of_now(self, record: Record) -> Record:
         record.total_s = time.monotonic() - record.clock

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from statistics import quantiles
+from typing import Any
 
 import pytest
 
+from proxy.config.limits import Slo
 from proxy.records.minute import LEAST_S, PART_S, PARTS, Counts, LastMinute, bucket, percentile_s, together
 from proxy.records.record import Record
 
@@ -71,3 +73,41 @@ def test_what_several_processes_counted_adds_up() -> None:
     both = together([one, other])
     assert both.seconds == 60.0 and both.outcomes == {"200": 2, "429": 1} and both.refused == {"overloaded": 1}
     assert sum(both.first_byte.values()) == 2
+
+
+@pytest.mark.parametrize(
+    ("record", "judged", "attained"),
+    [
+        ({"first_byte_s": 2.0, "total_s": 2.0 + 10 * 0.05, "tokens": 11}, 1, 1),
+        ({"first_byte_s": 2.01, "total_s": 2.1, "tokens": 11}, 1, 0),
+        ({"first_byte_s": 0.1, "total_s": 0.1 + 10 * 0.051, "tokens": 11}, 1, 0),
+        ({"first_byte_s": 0.1, "total_s": 9.0, "tokens": 1}, 1, 1),
+        ({"total_s": 0.1}, 0, 0),
+    ],
+)
+def test_an_answer_attains_the_objective_within_both_bounds(record: dict[str, Any], judged: int, attained: int) -> None:
+    counts = Counts(seconds=10.0)
+    counts.add(ended(**record))
+    assert (counts.judged, counts.attained) == (judged, attained)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "judged"),
+    [("cancelled", 200, 0), ("broken", 200, 1), ("503", 503, 1), ("429", 429, 1), ("400", 400, 0), ("404", 404, 0)],
+)
+def test_what_failed_here_misses_the_objective_and_what_its_client_did_does_not(
+    outcome: str, status: int, judged: int
+) -> None:
+    counts = Counts(seconds=10.0)
+    counts.add(Record("r", outcome=outcome, status=status, first_byte_s=0.1, total_s=0.2))
+    assert (counts.judged, counts.attained) == (judged, 0)
+
+
+def test_goodput_is_of_the_requests_that_attain_the_objective() -> None:
+    minute = LastMinute(0.0, Slo(ttft_s=1.0))
+    minute.add(ended(1.0, first_byte_s=0.9))
+    minute.add(ended(1.2, first_byte_s=1.1))
+    slo = together([minute.counts(10.0), minute.counts(10.0)]).summary()["slo"]
+    assert slo == {
+        "ttft_s": 1.0, "tpot_s": 0.05, "judged": 4, "attained": 2, "attainment": 0.5, "goodput_per_s": 0.2
+    }  # fmt: skip
