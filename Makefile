@@ -22,7 +22,7 @@ export VENV VENV_VLLM023 VENV_DOCS PYTHON DEVICE LAYOUT MODEL PORT PIP_ARGS EPD_
 SHELL := /bin/bash
 CODE  := bench deploy proxy epd_serve store npu_ops docs/generate.py
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-promises coverage test-all test-npu test-vllm023 check check-npu-contract npu-contract docs reference format environment-serve environment-test clean
+.PHONY: help serve test test-promises coverage test-all test-page test-npu test-vllm023 check check-npu-contract npu-contract docs reference format environment-serve environment-test clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -49,6 +49,10 @@ coverage: environment-test ## unit tests, with the share of lines that they run 
 
 test-all: environment-test ## all tests, the long ones too
 	@exec "$$VENV/bin/python" -m pytest --hypothesis-profile=explore $(TEST_ARGS)
+
+test-page: environment-test ## the page in a headless Chromium, over simulated and real stages (gets Chromium by apt-get, if it may)
+	@tests/browser.sh
+	@exec "$$VENV/bin/python" -m pytest tests/deploy/launch/test_sim_page.py tests/e2e/test_page.py $(TEST_ARGS)
 
 test-npu: ## on a machine with a card (EPD_TEST_DEVICE=npu|cuda): what it shows, part by part; leaves one file to send
 	@exec tests/npu/run.sh $(TEST_ARGS)

@@ -25,7 +25,7 @@ from deploy.host.ports import listen, private_socket
 from deploy.host.reaper import reap_dead
 from deploy.host.rundir import RunDir
 from deploy.keeper.in_process import InProcess
-from deploy.launch.admin import LOOPBACK, Admin, open_admin, serve_admin
+from deploy.launch.admin import LOOPBACK, Admin, admin_page, open_admin, serve_admin
 from deploy.options.config import check_admin_port, check_drain, check_workers
 from deploy.options.proxy_overrides import apply_overrides, proxy_overrides
 from epd_serve.instances import Instance
@@ -100,11 +100,11 @@ def run_proxy(
         )
         ending.serves(doors)
         _say(f"proxy on http://{host}:{port} in front of {len(given.instances)} stages")
-        event_loop.run(_serve(given, doors, admin, ending))
+        event_loop.run(_serve(given, doors, admin, port, ending))
     return 0
 
 
-async def _serve(given: GivenStages, doors: FrontDoors, admin: Admin | None, ending: Ending) -> None:
+async def _serve(given: GivenStages, doors: FrontDoors, admin: Admin | None, port: int, ending: Ending) -> None:
     """Until it is time to end. Raises EpdError when a front door does not start."""
     ending.listen()
     doors.publish((), ())  # who is there is told to the table
@@ -113,7 +113,7 @@ async def _serve(given: GivenStages, doors: FrontDoors, admin: Admin | None, end
         doors.background.start(f"health of {one.id}", partial(_watch, one, doors.table))
     tasks = [asyncio.create_task(ending.wait()), asyncio.create_task(doors.serve())]
     if admin is not None:
-        tasks.append(asyncio.create_task(_answer(doors, admin)))
+        tasks.append(asyncio.create_task(_answer(doors, admin, port)))
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
@@ -125,11 +125,12 @@ async def _serve(given: GivenStages, doors: FrontDoors, admin: Admin | None, end
         await asyncio.wait(tasks)
 
 
-async def _answer(doors: FrontDoors, admin: Admin) -> None:
+async def _answer(doors: FrontDoors, admin: Admin, port: int) -> None:
     requests = await asyncio.to_thread(importlib.import_module, "proxy.http.requests")  # the web framework, too
     traces = await asyncio.to_thread(importlib.import_module, "deploy.front.trace_routes")
     more = [requests.request_routes(doors.look), traces.trace_routes(doors.traced)]
-    await serve_admin(admin, doors.table, doors.metrics, grace_s=GRACE_S, more=more)
+    page = admin_page(admin, doors, port)
+    await serve_admin(admin, doors.table, doors.metrics, grace_s=GRACE_S, page=page, more=more)
 
 
 def _say(line: str) -> None:

@@ -32,6 +32,7 @@ from epd_serve.key_files import read_key, stage_key
 from epd_serve.roles import Role
 from proxy.background import Background
 from proxy.config.settings import ProxySettings
+from proxy.page.observed import Status
 from proxy.records.records import Question, RecordsAnswer, merged
 from proxy.registry.announcements import Announcements, take_in
 from proxy.registry.ledger import NOTHING, Tally, Work
@@ -80,6 +81,7 @@ class AllDoors:
         table: what is known of the instances, and held of them by all front doors.
         registry: metrics of the deployment: who has some registers them.
         superseded: set when a front part has heard of a later controller.
+        deployment: says what the deployment is, for the page of the admin listener.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class AllDoors:
         goes_on: bool = False,
     ) -> None:
         self.superseded = asyncio.Event()
+        self.deployment: Status | None = None
         self.background = Background()
         self.table = InstanceTable(ledger=_Total(self), link_grace_s=link_grace_s)
         self.fronts: dict[str, _Front] = {}

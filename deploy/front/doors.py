@@ -29,6 +29,7 @@ from proxy.registry.warm_links import GRACE_S
 
 if TYPE_CHECKING:
     from proxy.config.settings import ProxySettings
+    from proxy.page.observed import Status
     from proxy.records.records import Question, RecordsAnswer
     from proxy.registry.ledger import Tally, Work
     from proxy.workers.hub import WorkerHub
@@ -50,6 +51,7 @@ class FrontDoors:
         table: what is known of the instances. Told by `publish`, or directly by whoever watches them.
         background: tasks that feed it; what of them is down is part of being ready.
         registry: metrics of the deployment: who has some registers them.
+        deployment: says what the deployment is, for the page; None where nobody here knows.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class FrontDoors:
         self._lives: FrontLives | None = None
         self._hub: WorkerHub | None = None
         self._started = asyncio.Event()
+        self.deployment: Status | None = None
         self.background = Background()
         seen = max(counters.roster(row) for row in range(counters.rows))
         self._ledger = SharedLedger(counters, None)
@@ -96,6 +99,7 @@ class FrontDoors:
             EpdError: a front door does not start.
         """
         await asyncio.to_thread(importlib.import_module, "proxy.workers.hub")  # others in this loop go on
+        from proxy.page.observed import Observed
         from proxy.workers.hub import WorkerHub
         from proxy.workers.stage_scrape import StageScrape
 
@@ -103,8 +107,9 @@ class FrontDoors:
         if self._launch_id:
             environment[LAUNCH_ENV] = self._launch_id
         scrape = StageScrape(self.table, self.registry, self._settings.bearer_of_stages())
-        key_file = self._settings.key_file
-        hub = self._hub = WorkerHub(self.table, self._shared.feed, self.background, key_file, scrape.text)
+        hub = self._hub = WorkerHub(
+            self.table, self._shared.feed, self.background, Observed(self), self._settings.key_file, scrape.text
+        )
         house = House(self._keeper, hub, self._shared, self._counters, environment, self._setup.grace_s)
         lives = self._lives = FrontLives(house, self._setup, say=self._say)
         try:

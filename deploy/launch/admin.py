@@ -15,6 +15,10 @@ from epd_serve.errors import ConfigError
 from epd_serve.key_files import read_key
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from proxy.page.observed import Doors
+    from proxy.page.routes import Page
     from proxy.registry.table import InstanceTable
 
 LOOPBACK = "127.0.0.1"
@@ -51,14 +55,40 @@ def open_admin(host: str, port: int, key_file: str) -> Iterator[Admin | None]:
 
 
 async def serve_admin(
-    admin: Admin, table: InstanceTable, metrics: Callable[[], Awaitable[bytes]], *, grace_s: float, **more: Any
+    admin: Admin,
+    table: InstanceTable,
+    metrics: Callable[[], Awaitable[bytes]],
+    *,
+    grace_s: float,
+    page: Page | None = None,
+    **more: Any,
 ) -> None:
     """Answer there until cancelled; its socket is closed at the end. `more`: of `proxy.http.admin.create_admin`."""
     from proxy.http.admin import create_admin
     from proxy.server.uvicorn_server import serve
 
     app = create_admin(table, metrics, key=admin.key, **more)
-    await serve(app, sockets=[admin.listening], grace_s=grace_s)
+    if page is None:
+        return await serve(app, sockets=[admin.listening], grace_s=grace_s)
+    app.include_router(page.router)
+    await serve(app, sockets=[admin.listening], grace_s=grace_s, ends=page.end)
+
+
+def admin_page(admin: Admin, doors: Doors, clients_port: int) -> Page:
+    """The page there: all but the playground, which is where models are asked. Whoever changes the deployment by it
+    has to have a key."""
+    from proxy.http.admin import check_key
+    from proxy.page.observed import Observed
+    from proxy.page.routes import About, Page
+
+    def everything(request: Request) -> str:
+        check_key(request.headers, admin.key)
+        return ""
+
+    key = "admin" if admin.key else ""
+    changes = bool(key) and doors.deployment is not None
+    about = About(key=key, changes=changes, asks=False, clients_port=clients_port)
+    return Page(about, Observed(doors), everything)
 
 
 def _is_loopback(host: str) -> bool:

@@ -22,7 +22,7 @@ from deploy.host.event_loop import together
 from deploy.host.listeners import exposure_warnings
 from deploy.host.rundir import RunDir
 from deploy.keeper.interface import Keeper
-from deploy.launch.admin import Admin, serve_admin
+from deploy.launch.admin import Admin, admin_page, serve_admin
 from deploy.launch.life import GRACE_S, Deployment, Host, Life, front_options
 from deploy.launch.ready_message import ready_message
 from deploy.launch.screen import Screen
@@ -91,10 +91,12 @@ class _LocalLife(Life):
             show_memory(self.blueprint.memory, self.setup.run.path, self.screen.line)
 
     async def answer(self, routes: APIRouter) -> None:
-        admins = [Admin(self.setup.commands, ""), *([self.setup.admin] if self.setup.admin is not None else [])]
-        await together(
-            *(serve_admin(one, self.doors.table, self.doors.metrics, grace_s=GRACE_S, more=[routes]) for one in admins)
-        )
+        table, metrics = self.doors.table, self.doors.metrics
+        listeners = [serve_admin(Admin(self.setup.commands, ""), table, metrics, grace_s=GRACE_S, more=[routes])]
+        if (admin := self.setup.admin) is not None:
+            page = admin_page(admin, self.doors, self.blueprint.config.port)
+            listeners.append(serve_admin(admin, table, metrics, grace_s=GRACE_S, page=page, more=[routes]))
+        await together(*listeners)
 
     async def announce(self) -> None:
         seconds = time.monotonic() - self.setup.started

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from proxy.config.settings import ProxySettings
+    from proxy.page.observed import Status
     from proxy.records.records import Question, RecordsAnswer
     from proxy.registry.table import InstanceTable
 
@@ -71,7 +72,13 @@ class Host(Runtime, Protocol):
 
 
 class Fronts(Doors, Draining, Protocol):
-    """All front doors, from their start to their end."""
+    """All front doors, from their start to their end.
+
+    Attributes:
+        deployment: says what the deployment is, for the page; set by whoever knows.
+    """
+
+    deployment: Status | None
 
     @property
     def table(self) -> InstanceTable: ...
@@ -227,6 +234,7 @@ class Life(ABC):
             await self.host.start(order)
         controller = Controller(self.deployment.id, reconciler, self.doors, self.aim, self.parts, self._configure)
         self.doors.registry.register(ControlMetrics(reconciler))
+        self.doors.deployment = controller.status
         await together(
             self.news.follow(self.host),
             reconciler.run(),

@@ -25,7 +25,7 @@ from deploy.control.aim import Aim
 from deploy.control.controller import PartJson
 from deploy.front.all_doors import AllDoors
 from deploy.keeper.interface import Signals
-from deploy.launch.admin import open_admin, serve_admin
+from deploy.launch.admin import admin_page, open_admin, serve_admin
 from deploy.launch.life import GRACE_S, READY, Deployment, Life
 from deploy.launch.ready_message import ready_message
 from deploy.memory.table import memory_table
@@ -262,7 +262,10 @@ class RayLife(Life):
         config = self.blueprint.config
         with open_admin(config.admin_host, config.admin_port, config.admin_key_file) as admin:
             if admin is not None:
-                await serve_admin(admin, self.doors.table, self.doors.metrics, grace_s=GRACE_S, more=[routes])
+                page = admin_page(admin, self.doors, config.port)
+                await serve_admin(
+                    admin, self.doors.table, self.doors.metrics, grace_s=GRACE_S, page=page, more=[routes]
+                )
             await asyncio.get_running_loop().create_future()  # until cancelled
 
     async def announce(self) -> None:

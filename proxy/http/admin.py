@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 
-from epd_serve.errors import RequestError
-from proxy.errors import error_body
 from proxy.http import status
 from proxy.http.app import add_error_seam
 from proxy.registry.table import InstanceTable
 from proxy.tenants.auth import AuthenticationError, bears
+
+
+def check_key(headers: Headers, key: str) -> None:
+    """Raises AuthenticationError: a key is wanted, and these headers have another one, or none."""
+    if key and not bears(headers, key):
+        raise AuthenticationError("Missing or wrong admin key: send it as `Authorization: Bearer <key>`.")
 
 
 def create_admin(
@@ -37,16 +41,7 @@ def create_admin(
     add_error_seam(app)
 
     def check(request: Request) -> None:
-        if key and not bears(request.headers, key):
-            raise AuthenticationError("Missing or wrong admin key: send it as `Authorization: Bearer <key>`.")
-
-    @app.exception_handler(RequestValidationError)
-    async def wrong(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError), "registered for it"
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"] if part != "body")
-        refusal = RequestError(f"{field or 'body'}: {first['msg']}", param=field or None)
-        return JSONResponse(error_body(refusal), refusal.status)
+        check_key(request.headers, key)
 
     @app.get("/health")
     async def health() -> Response:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -166,6 +167,13 @@ def add_error_seam(app: FastAPI) -> None:
     async def named(_: Request, error: Exception) -> Response:
         assert isinstance(error, EpdError), "registered for EpdError"
         return answer(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError), "registered for it"
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"] if part != "body")
+        return answer(RequestError(f"{field or 'body'}: {first['msg']}", param=field or None))
 
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: Exception) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from epd_serve.errors import NotFoundError
@@ -23,18 +23,27 @@ Order = Annotated[Literal["newest", "slowest", "failed"], Query(description="Whi
 Limit = Annotated[int, Query(ge=1, le=MOST)]
 
 
-def request_routes(look: Look) -> APIRouter:
-    """`/requests` and what is below it, and `/rates`."""
+def everybody(_: Request) -> str:
+    """Whoever asks may know of all tenants' requests."""
+    return ""
+
+
+def request_routes(look: Look, tenant: Callable[[Request], str] = everybody) -> APIRouter:
+    """`/requests` and what is below it, and `/rates`.
+
+    Args:
+        tenant: of whoever asks, who is told of no other's requests; "" for all. May raise AuthenticationError.
+    """
     router = APIRouter(tags=["requests"])
 
     @router.get("/requests", operation_id="requests")
-    async def requests(order: Order = "newest", limit: Limit = 20) -> Response:
-        answer = await look(Question(order=order, limit=limit))
+    async def requests(asked: Request, order: Order = "newest", limit: Limit = 20) -> Response:
+        answer = await look(Question(order=order, limit=limit, tenant=tenant(asked)))
         return JSONResponse({"requests": answer.requests})
 
     @router.get("/requests/{name:path}", operation_id="request")
-    async def request(name: Name) -> Response:
-        requests = (await look(Question(id=name))).requests
+    async def request(asked: Request, name: Name) -> Response:
+        requests = (await look(Question(id=name, tenant=tenant(asked)))).requests
         if not requests:
             raise NotFoundError(
                 f"no front door remembers a request {name}: it may be too long ago (records.requests, "
@@ -44,8 +53,8 @@ def request_routes(look: Look) -> APIRouter:
         return JSONResponse({"request": requests[0], "others": [one["id"] for one in requests[1:]]})
 
     @router.get("/rates", operation_id="rates")
-    async def rates() -> Response:
-        answer = await look(Question(minute=True))
+    async def rates(asked: Request) -> Response:
+        answer = await look(Question(minute=True, tenant=tenant(asked)))
         return JSONResponse((answer.minute or Counts()).summary())
 
     return router

@@ -29,12 +29,14 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         shared: SharedListener | None,
         started: Callable[[], None],
+        ends: Callable[[], None],
         idle: IdleClients,
         background: Background,
     ) -> None:
         super().__init__(config)
         self._shared = shared
         self._say_started = started
+        self._say_ends = ends
         self._idle = idle
         self._background = background
 
@@ -51,6 +53,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._say_ends()
         if self._shared is not None:
             self._shared.stop()
         await super().shutdown(sockets)
@@ -73,6 +76,7 @@ async def serve(
     shared: SharedListener | None = None,
     grace_s: float = 3.0,
     started: Callable[[], None] = lambda: None,
+    ends: Callable[[], None] = lambda: None,
     idle_timeouts: IdleTimeouts = IDLE_TIMEOUTS,
     background: Background | None = None,
 ) -> None:
@@ -82,6 +86,7 @@ async def serve(
         sockets: bound; closed at the end. shared: takes the connections, instead of sockets.
         grace_s: how long a cancelled server lets its requests finish before it cancels them.
         started: called once connections are taken.
+        ends: called once none are taken any more: answers that would go on for ever are to end.
         idle_timeouts: of clients that do nothing.
         background: takes what goes wrong between requests.
     """
@@ -100,7 +105,7 @@ async def serve(
         lifespan="on",
     )
     redact_logs()  # after uvicorn has set up its own logging
-    server = _Server(config, shared, started, IdleClients(idle_timeouts), background or Background())
+    server = _Server(config, shared, started, ends, IdleClients(idle_timeouts), background or Background())
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(server.serve(listening))

@@ -20,6 +20,7 @@ from epd_serve.errors import EpdError
 from epd_serve.wire import Announcement
 from proxy.background import Background
 from proxy.errors import most_telling
+from proxy.page.observed import Observe
 from proxy.records.records import Question, RecordsAnswer, merged
 from proxy.registry.announcements import Announcements, take_in
 from proxy.registry.stage_metrics import register_stage_metrics
@@ -34,6 +35,8 @@ from proxy.workers.wire import (
     Hello,
     RecordsQuery,
     RecordsReply,
+    SeenQuery,
+    SeenReply,
     Serving,
     Setup,
     TotalQuery,
@@ -122,6 +125,7 @@ class WorkerHub:
         feed: bound to the path that workers connect to; closed at the end.
         background: of this process; what is down in it the workers are told.
         key_file: of the deployment's key, where instances announce over TCP.
+        observe: answers what the pages of the workers show.
         more_metrics: Prometheus text of what is counted elsewhere; goes with every scrape.
     """
 
@@ -130,12 +134,14 @@ class WorkerHub:
         table: ParentTable,
         feed: socket.socket,
         background: Background,
+        observe: Observe,
         key_file: str = "",
         more_metrics: Callable[[], Awaitable[bytes]] = _no_more,
     ) -> None:
         self._table = table
         self._feed = feed
         self._background = background
+        self._observe = observe
         self._more_metrics = more_metrics
         self._workers: dict[int, Worker] = {}
         self._attending: set[asyncio.Task[None]] = set()
@@ -224,7 +230,7 @@ class WorkerHub:
                             worker.changed.set()
                         case CountsReply() | RecordsReply():
                             worker.reply(message)
-                        case TotalQuery():
+                        case TotalQuery() | SeenQuery():
                             if len(answers) >= MAX_QUESTIONS:
                                 raise FeedError("more questions at a time than a worker asks")
                             answers.add(task := group.create_task(self._answer(worker, message)))
@@ -272,11 +278,14 @@ class WorkerHub:
                 request["door"] = f"front.{worker.row}"
         return merged(question, [one for one in answers if one is not None])
 
-    async def _answer(self, worker: Worker, question: TotalQuery) -> None:
-        with self._background.handling(TotalQuery.__name__):  # who asked waits for its deadline, and nobody else
-            worker.counts = question.counts
-            counts, more = await asyncio.gather(self._all_counted(worker), self._more_metrics())
-            worker.send(TotalReply(question.number, counts, more))
+    async def _answer(self, worker: Worker, question: TotalQuery | SeenQuery) -> None:
+        with self._background.handling(type(question).__name__):  # who asked waits for its deadline, and nobody else
+            if isinstance(question, SeenQuery):
+                worker.send(SeenReply(question.number, await self._observe(question.question, question.whole)))
+            else:
+                worker.counts = question.counts
+                counts, more = await asyncio.gather(self._all_counted(worker), self._more_metrics())
+                worker.send(TotalReply(question.number, counts, more))
 
     async def _all_counted(self, asker: Worker | None) -> list[Family]:
         others = [one for one in self._workers.values() if one is not asker and one.serving]

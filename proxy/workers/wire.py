@@ -17,6 +17,7 @@ from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.config.settings import ProxySettings
+from proxy.page.observed import Seen
 from proxy.records.records import Question, RecordsAnswer
 
 MAX_FRAME_BYTES = 16 << 20
@@ -113,6 +114,13 @@ class TotalReply(msgspec.Struct, tag=True, frozen=True):
     more: bytes
 
 
+class SeenReply(msgspec.Struct, tag=True, frozen=True):
+    """Answers a `SeenQuery` of that number."""
+
+    number: int
+    seen: Seen
+
+
 # From a worker.
 
 
@@ -147,9 +155,17 @@ class TotalQuery(msgspec.Struct, tag=True, frozen=True):
     counts: list[Family]
 
 
+class SeenQuery(msgspec.Struct, tag=True, frozen=True):
+    """What do all front doors know, as of `proxy.page.observed.Observe`?"""
+
+    number: int
+    question: Question
+    whole: bool
+
+
 Message = TypeVar("Message")
-FromParent = Setup | Roster | CountsQuery | RecordsQuery | TotalReply
-FromWorker = Hello | Serving | CountsReply | RecordsReply | TotalQuery
+FromParent = Setup | Roster | CountsQuery | RecordsQuery | TotalReply | SeenReply
+FromWorker = Hello | Serving | CountsReply | RecordsReply | TotalQuery | SeenQuery
 
 
 def _plain(value: Any) -> Any:

@@ -19,14 +19,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastapi import Request
+
 from epd_serve.errors import DeadlineError, OverloadedError
 from proxy.background import Background
+from proxy.config.settings import ProxySettings
 from proxy.errors import most_telling
 from proxy.http.app import create_app
+from proxy.page.observed import Seen
+from proxy.page.routes import About, Page
 from proxy.pipeline import Pipeline
+from proxy.records.records import Question
 from proxy.registry.table import InstanceTable
 from proxy.server.shared_listener import SharedListener
 from proxy.server.uvicorn_server import serve
+from proxy.tenants.auth import tenant_of
 from proxy.workers.metrics_aggregation import exposition, own_counts
 from proxy.workers.roster import WorkerRoster
 from proxy.workers.shared_counters import Asked, SharedCounters
@@ -41,6 +48,8 @@ from proxy.workers.wire import (
     RecordsQuery,
     RecordsReply,
     Roster,
+    SeenQuery,
+    SeenReply,
     Serving,
     Setup,
     TotalQuery,
@@ -82,7 +91,7 @@ class Feed:
         self._writer: asyncio.StreamWriter | None = None
         self._serving = False
         self._numbers = itertools.count()
-        self._pending: dict[int, asyncio.Future[TotalReply]] = {}
+        self._pending: dict[int, asyncio.Future[TotalReply | SeenReply]] = {}
 
     async def connect(self) -> Setup:
         """Connect, however long it takes.
@@ -141,7 +150,7 @@ class Feed:
                 self.say(CountsReply(message.number, own_counts(pipeline.metrics.registry)))
             case RecordsQuery():
                 self.say(RecordsReply(message.number, pipeline.records.look(message.question)))
-            case TotalReply():
+            case TotalReply() | SeenReply():
                 waiting = self._pending.get(message.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
@@ -159,23 +168,35 @@ class Feed:
                 self._writer.write(frame(message))
 
     async def metrics(self, pipeline: Pipeline) -> bytes:
-        """Prometheus text of all workers together.
+        """Prometheus text of all workers together. Raises as `observe`."""
+        registry = pipeline.metrics.registry
+        reply = await self._asked(lambda number: TotalQuery(number, own_counts(registry)))
+        assert isinstance(reply, TotalReply), "a TotalQuery's answer"
+        return exposition(registry, reply.counts) + reply.more
+
+    async def observe(self, question: Question, whole: bool) -> Seen:
+        """A `proxy.page.observed.Observe`.
 
         Raises:
             DeadlineError: the parent does not answer. OverloadedError: too many questions at a time.
         """
+        reply = await self._asked(lambda number: SeenQuery(number, question, whole))
+        assert isinstance(reply, SeenReply), "a SeenQuery's answer"
+        return reply.seen
+
+    async def _asked(self, query: Callable[[int], TotalQuery | SeenQuery]) -> TotalReply | SeenReply:
+        """Raises as `observe`."""
         if self._writer is None:
             raise DeadlineError("the launcher cannot be asked; try again later")
         if len(self._pending) >= MAX_QUESTIONS:
             raise OverloadedError("too many questions wait for the launcher; try again later")
         number = next(self._numbers)
-        answer: asyncio.Future[TotalReply] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[TotalReply | SeenReply] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         try:
-            self.say(TotalQuery(number, own_counts(pipeline.metrics.registry)))
+            self.say(query(number))
             async with asyncio.timeout(SUM_S):
-                total = await answer
-            return exposition(pipeline.metrics.registry, total.counts) + total.more
+                return await answer
         except TimeoutError:
             raise DeadlineError(f"the launcher did not answer within {SUM_S:.0f} s") from None
         finally:
@@ -256,6 +277,8 @@ async def _serve(
     table = InstanceTable(ledger=ledger, link_grace_s=setup.link_grace_s)
     background = Background()
     app = create_app(setup.settings, table, metrics_text=feed.metrics, background=background)
+    page = _page(feed, setup.settings)
+    app.include_router(page.router)
     pipeline: Pipeline = app.state.pipeline
     shared = SharedListener(listening, lambda: counters.least_connections(row))
     own_row = OwnRow(counters, row, ledger, shared, pipeline)
@@ -270,7 +293,7 @@ async def _serve(
         own_row.look()  # what is asked may have been asked before this process was there
         background.start("notes on the board", own_row.keep)
         grace_s = max(setup.grace_s, setup.drain_s)
-        await serve(app, shared=shared, grace_s=grace_s, started=feed.serves, background=background)
+        await serve(app, shared=shared, grace_s=grace_s, started=feed.serves, ends=page.end, background=background)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -290,3 +313,14 @@ async def _serve(
                 task.cancel()
     finally:
         await background.stop()
+
+
+def _page(feed: Feed, settings: ProxySettings) -> Page:
+    """Where there is an admin listener, that one shows the deployment. With API keys each sees its own requests."""
+
+    def tenant(request: Request) -> str:
+        own = tenant_of(request.headers, settings)
+        return own if settings.tells_tenants_apart else ""
+
+    about = About(key="api" if settings.api_keys else "", observes=settings.observed)
+    return Page(about, feed.observe, tenant)

@@ -21,7 +21,8 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.background import Background
 from proxy.config.limits import Timeouts
-from proxy.records.records import Question
+from proxy.page.observed import Observed
+from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import Lease, Work
 from proxy.workers import hub as worker_hub
 from proxy.workers.hub import Worker, WorkerHub
@@ -35,6 +36,19 @@ from tests.waiting import until
 
 DEADLINE_S = 60.0
 PATIENT = Timeouts()  # requests are held for as long as a test takes
+
+
+@dataclass
+class Doors:
+    """What the page asks of all front doors."""
+
+    table: ParentTable
+    deployment: Any = None
+
+    async def look(self, question: Question) -> RecordsAnswer:
+        return await self.hub.look(question)
+
+    hub: Any = None
 
 
 @dataclass
@@ -101,7 +115,8 @@ async def crew(count: int) -> AsyncIterator[Crew]:
         stack.callback(os.close, memory)
         path = Path(stack.enter_context(TemporaryDirectory())) / "feed"
         feed = stack.enter_context(feed_at(path))
-        hub = WorkerHub(table, feed.dup(), background)
+        doors = Doors(table)
+        hub = doors.hub = WorkerHub(table, feed.dup(), background, Observed(doors))
         table.apply(Instance("PD0", Role.PD, await stack.enter_async_context(served(stage)), "one"))
         listening = stack.enter_context(bound())
         listening.listen(100)
@@ -153,6 +168,28 @@ async def test_whichever_worker_had_a_request_it_is_found() -> None:
 
         await until(counted)
         assert not (await c.hub.look(Question(id="nobody"))).requests
+
+
+async def test_the_page_of_any_worker_shows_what_all_of_them_know() -> None:
+    async with crew(2) as c:
+        asked = [(await c.ask()).headers["x-request-id"] for _ in range(8)]
+        for _ in range(4):
+            listed = (await c.ask("/page/requests?limit=20")).json()["requests"]
+            assert {one["id"] for one in listed} == set(asked)
+        assert (await c.ask(f"/page/requests/{asked[0]}")).json()["request"]["id"] == asked[0]
+
+
+async def test_an_open_page_holds_up_no_worker_that_ends() -> None:
+    async with crew(1) as c, httpx.AsyncClient(base_url=c.url, timeout=DEADLINE_S, trust_env=False) as client:
+        async with client.stream("GET", "/page/events") as answer:
+            lines = answer.aiter_lines()
+            while (await anext(lines)) != "event: instances":
+                pass
+            assert "PD0" in await anext(lines)
+            c.signals[0].leave.set()
+            async with asyncio.timeout(5.0):  # of the 30 s that requests would have
+                await c.works[0]
+                assert [line async for line in lines][-1:] == [""], "the stream ended well"
 
 
 async def test_connections_that_live_long_are_shared_out() -> None:
@@ -231,7 +268,8 @@ async def test_a_worker_whose_feed_has_ended_serves_on_and_goes_on_with_who_is_t
         assert (await c.ask()).status_code == 200, "by the last roster"
         assert (await c.ask("/metrics")).status_code == 504
         table = ParentTable(ledger=SharedLedger(c.counters, None), after=c.counters.roster(0))
-        c.hub = WorkerHub(table, c.feed.dup(), c.background)
+        doors = Doors(table)
+        c.hub = doors.hub = WorkerHub(table, c.feed.dup(), c.background, Observed(doors))
         found = c.hub.expect(0, worker.setup)
         await c.hub.start()
         await until(lambda: found.serving)
@@ -359,7 +397,8 @@ async def expecting(*frames: bytes) -> AsyncIterator[Worker]:
     """What becomes of a worker that says this."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "feed"
-        hub = WorkerHub(ParentTable(), feed_at(path), Background())
+        table = ParentTable()
+        hub = WorkerHub(table, feed_at(path), Background(), Observed(Doors(table)))
         await hub.start()
         worker = hub.expect(0, Setup(settings(), 1, 1.0, 1.0, 1.0))
         _, writer = await asyncio.open_unix_connection(path)
