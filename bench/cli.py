@@ -52,6 +52,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("change", "bench.change.command", "what clients notice of changes, flips and kills"),
         Command("ray", "bench.ray.command", "what a deployment on Ray costs, and what clients notice of deaths there"),
         Command("proxy", "bench.micro.proxy.command", "what the proxy costs, over simulated stages"),
+        Command("page", "bench.micro.page", "what open tabs of the page cost, over simulated stages"),
     ),
     PAPERS: (
         Command("ablations", "bench.papers.ablations", "what parts of the transfers are worth (EPD-Serve, Table 2)"),
