@@ -11,6 +11,7 @@ import pytest
 from bench.ray.deployed import LAYOUT
 from bench.ray.nodes import RayNodes
 from deploy.host.processes import stat
+from deploy.memory.placement_table import short_node
 from tests.deploy.ray.deployed import Deployed, deployed_on, load
 from tests.waiting import wait_for
 
@@ -54,8 +55,8 @@ def test_one_instance_or_all_front_doors_are_replaced_under_load(deployed: Deplo
 def test_any_process_is_told_the_state_and_the_logs(deployed: Deployed) -> None:
     status = json.loads(deployed.command("status", "--json"))
     assert {one["id"] for one in status["instances"]} == deployed.lives.keys()
-    shown = deployed.command("status")
-    assert all(name in shown and node in shown for name, node in deployed.nodes.items())
+    rows = {line.split()[0]: line for line in deployed.command("status").splitlines() if line.strip()}
+    assert all(f" {short_node(node)}:" in rows[name] for name, node in deployed.nodes.items())
     for name in named(deployed, "E"):
         assert deployed.command("logs", name).strip()
 
