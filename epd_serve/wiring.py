@@ -74,6 +74,7 @@ class StageWiring:
         kv_ready_wait_s: how long P keeps a request that no D has reserved for (one that holds blocks meanwhile 10 s).
         kv_peer_timeout_s: silence of the other side after which a transfer fails (heartbeats renew it).
         trace_path: JSON-lines file for phase stamps, or "" for none.
+        otlp_traces_endpoint: URL that takes vLLM's own spans (OTLP over HTTP), or "" for none.
     """
 
     instance: str
@@ -112,6 +113,7 @@ class StageWiring:
     kv_ready_wait_s: float = 300.0
     kv_peer_timeout_s: float = 10.0
     trace_path: str = ""
+    otlp_traces_endpoint: str = ""
 
     @property
     def sends_kv(self) -> bool:

@@ -171,6 +171,11 @@ class Metrics:
             "Lines of the access log that were lost: its disk is full, or nobody reads it.",
             registry=self.registry,
         )
+        self.traces_dropped = Counter(
+            "epd_proxy_traces_dropped",
+            "Requests whose OpenTelemetry spans were lost: the collector does not take them, or not as fast.",
+            registry=self.registry,
+        )
         self.announcements = LabelledCounter(
             "epd_proxy_announcements", "Announcements heard.", ("kind",), registry=self.registry
         )

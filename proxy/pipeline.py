@@ -7,6 +7,7 @@ tenant unless features are shared; vLLM's prefix cache always is, since prompts 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import AbstractContextManager
 from functools import partial
@@ -55,6 +56,7 @@ from proxy.tenants.auth import DEFAULT_TENANT
 from proxy.tenants.fair_share import FairShare
 from proxy.tenants.key_limits import KeyGate
 from proxy.tenants.memory_budget import MemoryBudget, MemoryReservation
+from proxy.traces.exporter import SpanExport
 
 
 class Pipeline:
@@ -90,6 +92,10 @@ class Pipeline:
         if settings.access_log:
             self._access_log = AccessLog(settings.access_log, dropped=self.metrics.access_log_dropped.inc)
             self.records.ended.append(self._access_log.ended)
+        self._spans: SpanExport | None = None
+        if settings.otlp_traces_endpoint:
+            self._spans = SpanExport(settings.otlp_traces_endpoint, dropped=self.metrics.traces_dropped.inc)
+            self.records.ended.append(self._spans.ended)
         self.trace = Trace(str(settings.trace_path or ""), PROXY)
         self.circuits = Circuits(table, self.metrics)
         self.gate = Gate(settings.admission, CapacityTracker(table, settings), self.metrics, table.pause)
@@ -159,6 +165,8 @@ class Pipeline:
         self.trace.close()
         if self._access_log is not None:
             self._access_log.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
     def admitted(self, account: str) -> AbstractContextManager[None]:
         """Hold one request, an exchange that `drain` counts, from before its body is read.

@@ -96,6 +96,7 @@ def _policies(blueprint: Blueprint, plan: InstancePlan) -> StageWiring:
         kv_faults=config.kv_faults,
         both=plan.both,
         trace_path=str(Path(config.trace_dir).resolve()) if config.trace_dir else "",
+        otlp_traces_endpoint=config.otlp_traces_endpoint,
     )
 
 

@@ -16,6 +16,9 @@ from deploy.options.flags import Parser, subparser
 
 ORDERS = ("newest", "slowest", "failed")
 WIDEST, BAR_LEAST = 140, 16
+ELSEWHERE = ("at_s", "event", "s", "span")
+"""Of an event, what is shown in another way, or by another tool."""
+
 TIMES = 22
 """Characters before the words: when it happened, and how long it took."""
 
@@ -149,7 +152,7 @@ def _bar(begin: float, end: float, width: int, *, lasts: bool) -> str:
 def _words(event: Json) -> str:
     """An event in a few words: its name, whom it is about, and the rest as it stands."""
     name = event["event"].replace("_", " ")
-    rest = {key: value for key, value in event.items() if key not in ("at_s", "event", "s") and value not in ("", None)}
+    rest = {key: value for key, value in event.items() if key not in ELSEWHERE and value not in ("", None)}
     stage = rest.pop("stage", "")
     details = " ".join(f"{key}={value}" if not isinstance(value, str) else value for key, value in rest.items())
     return " ".join(filter(None, (name, stage, details)))

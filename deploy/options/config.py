@@ -157,6 +157,9 @@ class DeployConfig:
     )
     kv_faults: str = _option("", "what goes wrong on purpose (epd_serve/kv/faults.py)", hidden=True)
     trace_dir: str = _option("", "directory for per-stage phase stamps (JSON lines)")
+    otlp_traces_endpoint: str = _option(
+        "", "collector that takes OpenTelemetry traces of front doors and stages: http://HOST:4318/v1/traces"
+    )
     run_root: str = _option("", "directory for run directories (default: XDG_RUNTIME_DIR or /tmp)", hidden=True)
 
     def __post_init__(self) -> None:

@@ -69,9 +69,17 @@ def proxy_overrides(entries: Iterable[str]) -> dict[str, Any]:
 
 
 def apply_overrides(settings: ProxySettings, overrides: dict[str, Any]) -> ProxySettings:
-    """A copy with the overrides in place; their bounds are checked by the settings themselves."""
+    """A copy with the overrides in place; their bounds are checked by the settings themselves.
+
+    Raises:
+        ConfigError: out of bounds, or needs what is not installed.
+    """
     replaced = _replace(settings, overrides)
     assert isinstance(replaced, type(settings))
+    if replaced.otlp_traces_endpoint:
+        from proxy.traces.exporter import check_installed
+
+        check_installed()
     return replaced
 
 

@@ -43,6 +43,8 @@ def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> Pro
         overrides["access_log"] = log if log == "-" else str(Path(log).resolve())
     if config.trace_dir:
         overrides.setdefault("trace_path", Path(config.trace_dir).resolve() / "proxy.jsonl")
+    if config.otlp_traces_endpoint:
+        overrides.setdefault("otlp_traces_endpoint", config.otlp_traces_endpoint)
     if facts is not None and facts.max_positions is not None:
         overrides.setdefault("max_model_len", facts.max_positions)
     overrides.setdefault("stage_priorities", _stages_heed_priorities(blueprint))

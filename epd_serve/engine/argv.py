@@ -28,6 +28,9 @@ STAGE_ENV = "EPD_SERVE_STAGE"  # set in every process of a stage; our vLLM plugi
 CORE_SHARE_ENV = "EPD_SERVE_CORE_SHARE"
 """The stage's `CoreOrder` as JSON, where it has a share: its workers carry it out (`core_share.py`)."""
 
+OTLP_PROTOCOL_ENV, SERVICE_ENV = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_SERVICE_NAME"
+"""Of OpenTelemetry, read when vLLM makes its exporter, in each process of a stage."""
+
 STAGE_MODULE = "epd_serve.engine.stage_main"
 FIRST_TOKEN_PROCESSOR = "epd_serve.engine.first_token:FirstToken"
 
@@ -57,7 +60,7 @@ _VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DE
 _SITE = Path(__file__).with_name("site")
 
 OF_A_STAGE_ENV = frozenset((
-    *(STAGE_ENV, WIRING_ENV, CORE_SHARE_ENV, MEMORY_NAMES_ENV, KEY_ENV, "VLLM_HOST_IP"),
+    *(STAGE_ENV, WIRING_ENV, CORE_SHARE_ENV, MEMORY_NAMES_ENV, KEY_ENV, SERVICE_ENV, "VLLM_HOST_IP"),
     *(COUNT_ENV, BIND_ENV, CPU_THREADS_ENV, mps.PERCENTAGE_ENV, *_VISIBLE_DEVICES.values()),
 ))  # fmt: skip
 """Names of the environment in which stages of one launch may differ: nothing reads them at import, or a fork makes up
@@ -93,6 +96,7 @@ def _common(plan: StagePlan) -> list[str]:
         # Text overtakes a burst of pictures only where vLLM orders its queue by priority; all equal, it is by arrival.
         *(("--scheduling-policy", "priority") if plan.role.has_language_model else ()),
         *(TRACE_ARGS if plan.wiring.trace_path else ()),
+        *(("--otlp-traces-endpoint", plan.wiring.otlp_traces_endpoint) if plan.wiring.otlp_traces_endpoint else ()),
         *(("--middleware", "epd_serve.engine.stage_guard.StageGuard") if plan.guarded else ()),  # last: the outermost
     ]
 
@@ -152,6 +156,9 @@ def _environment(plan: StagePlan) -> dict[str, str]:
         env[MEMORY_NAMES_ENV] = plan.memory_names
     if plan.wiring.load_publish or plan.wiring.trace_path:
         env[WIRING_ENV] = json.dumps(plan.wiring.to_json())
+    if plan.wiring.otlp_traces_endpoint:
+        env[OTLP_PROTOCOL_ENV] = "http/protobuf"  # as the front doors; vLLM's own choice is gRPC
+        env[SERVICE_ENV] = f"epd-serve {plan.instance}"
     if plan.core_order is not None:
         env[CORE_SHARE_ENV] = plan.core_order.to_json()
         if plan.device == "cuda" and plan.core_order.enforced:

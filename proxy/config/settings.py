@@ -35,6 +35,7 @@ SEND_PIXELS = ("auto", "always")
 OVERLAP = ("auto", "always", "never")
 ON_MISSING_FEATURE = ("recompute", "reencode")
 FIRST_TOKEN = ("prefill", "decode")
+OTLP_ENDPOINT = re.compile(r"https?://[^/\s]+/\S*")
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -80,6 +81,7 @@ class ProxySettings:
         max_known_features: how many features the proxy remembers.
         trace_path: JSON-lines file for phase stamps; by default none.
         access_log: file for a line of JSON for each request that has ended, `-` for standard error; by default none.
+        otlp_traces_endpoint: URL that takes the spans of requests (OTLP over HTTP); by default none are made.
         records: what is remembered of requests that have ended.
         slo: what streamed answers are to keep to, for attainment and goodput; nothing is decided by it.
         policy: how instances are chosen: `first-token`, `least-loaded`, `round-robin`, `power-of-two` or
@@ -126,6 +128,7 @@ class ProxySettings:
     max_known_features: int = 65_536
     trace_path: Path | None = None
     access_log: str = ""
+    otlp_traces_endpoint: str = ""
     records: RecordLimits = field(default_factory=RecordLimits)
     slo: Slo = field(default_factory=Slo)
     policy: str = "first-token"
@@ -150,6 +153,11 @@ class ProxySettings:
             raise ConfigError("an API key is empty", param="api_keys")
         if self.tenant_header and not HEADER_NAME.fullmatch(self.tenant_header):
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
+        if self.otlp_traces_endpoint and not OTLP_ENDPOINT.fullmatch(self.otlp_traces_endpoint):
+            message = (
+                f"otlp_traces_endpoint {self.otlp_traces_endpoint!r} is no URL, such as http://HOST:4318/v1/traces"
+            )
+            raise ConfigError(message, param="otlp_traces_endpoint")
         require_one_of("policy", self.policy, tuple(POLICIES))
         require_one_of("send_pixels", self.send_pixels, SEND_PIXELS)
         require_one_of("overlap", self.overlap, OVERLAP)

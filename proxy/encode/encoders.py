@@ -222,12 +222,12 @@ class Encoders:
     async def _post(self, order: EncodeOrder, instance: Instance, items: Sequence[LoadedItem]) -> dict[str, Any]:
         job = order.job
         body = encoded(encode_body(job.base, items, order.again))
-        begun, outcome = time.monotonic(), "cancelled"
+        begun, outcome, span = time.monotonic(), "cancelled", job.record.call_span()
         self._trace.stamp(job.id, "encode_sent", to=instance.id)
         try:
             answer = await self._unless_it_hangs(
                 instance,
-                self._stages.post(instance, Endpoint.CHAT, body, job.headers, timeout_s=self._timeouts.encode_s),
+                self._stages.post(instance, Endpoint.CHAT, body, job.headers(span), timeout_s=self._timeouts.encode_s),
             )
             outcome = "ok"
             job.record.encoded_by(instance.id)
@@ -238,7 +238,7 @@ class Encoders:
         finally:
             self._metrics.stage_seconds.labels("E", outcome).observe(time.monotonic() - begun)
             self._trace.stamp(job.id, "encode_done", by=instance.id, outcome=outcome)
-            job.record.took("encode_call", begun, stage=instance.id, items=len(items), outcome=outcome)
+            job.record.took("encode_call", begun, span=span, stage=instance.id, items=len(items), outcome=outcome)
 
     def _hangs(self, incarnation_id: IncarnationId) -> bool:
         return self._table.silence_s(*incarnation_id) > self._timeouts.encode_silence_s

@@ -171,9 +171,9 @@ class Attempt:
                 await asyncio.wait([prefilled], timeout=PREFILL_LINGER_S)
                 prefilled.cancel()
 
-    async def _deliver(self, job: Job, instance: Instance, body: bytes | Pieces) -> None:
+    async def _deliver(self, job: Job, instance: Instance, body: bytes | Pieces, span: str) -> None:
         """Have P send its KV. Raises KvNotDelivered where its answer says that it could not."""
-        answer = await self._stages.post(instance, job.request.endpoint, body, job.headers, timeout_s=None)
+        answer = await self._stages.post(instance, job.request.endpoint, body, job.headers(span), timeout_s=None)
         job.record.cached_tokens = _cached_tokens(answer)
         params = answer.get("kv_transfer_params")
         if isinstance(params, dict) and params.get("ok") is False:
@@ -188,6 +188,7 @@ class Attempt:
         call: StageCall,
         opening: asyncio.Lock,
         leave_decode: Callable[[], object],
+        span: str,
     ) -> None:
         """Have P send its KV, and show its first token. Where that is all, D is left."""
 
@@ -199,7 +200,8 @@ class Attempt:
             leave_decode()
             job.trial.survived()
 
-        async with aclosing(self._stages.events(instance, job.request.endpoint, body, job.headers)) as events:
+        stream = self._stages.events(instance, job.request.endpoint, body, job.headers(span))
+        async with aclosing(stream) as events:
             await show(
                 events,
                 sink,
@@ -211,14 +213,19 @@ class Attempt:
             )
 
     async def _prefill(
-        self, job: Job, lease: Lease, sends: Callable[[], Awaitable[None]], call: StageCall, needed: Callable[[], bool]
+        self,
+        job: Job,
+        lease: Lease,
+        sends: Callable[[str], Awaitable[None]],
+        call: StageCall,
+        needed: Callable[[], bool],
     ) -> None:
         """Run P. Its failure fails the attempt while P is `needed`: no longer when the client has D's first byte."""
         instance = lease.instance
-        begun, outcome = time.monotonic(), "cancelled"
+        begun, outcome, span = time.monotonic(), "cancelled", job.record.call_span()
         try:
             with call:
-                await sends()
+                await sends(span)
             outcome = "ok"
             job.passed.prefilled()
         except DeadlineError as error:
@@ -234,7 +241,7 @@ class Attempt:
         finally:
             lease.release()
             self._trace.stamp(job.id, "prefilled", outcome=outcome)
-            job.record.took("prefilled", begun, stage=instance.id, outcome=outcome)
+            job.record.took("prefilled", begun, span=span, stage=instance.id, outcome=outcome)
             self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.monotonic() - begun)
 
     async def _answer(
@@ -248,7 +255,7 @@ class Attempt:
         opening: asyncio.Lock | None = None,
     ) -> None:
         instance, request = lease.instance, job.request
-        begun, outcome = time.monotonic(), "cancelled"
+        begun, outcome, span = time.monotonic(), "cancelled", job.record.call_span()
 
         def first() -> None:
             call.succeeded()
@@ -260,16 +267,16 @@ class Attempt:
             with call:
                 try:
                     if request.stream:
-                        stream = self._stages.events(instance, request.endpoint, body, job.headers)
+                        stream = self._stages.events(instance, request.endpoint, body, job.headers(span))
                         async with aclosing(stream) as events:
                             await relay(events, sink, stage=instance.id, on_first=first, opening=opening)
                     else:
                         answer = await self._stages.fields(
-                            instance, request.endpoint, body, job.headers, timeout_s=None
+                            instance, request.endpoint, body, job.headers(span), timeout_s=None
                         )
                         call.succeeded()
                         job.trial.survived()
-                        job.record.took("answered", begun, stage=instance.id, outcome="ok")
+                        job.record.took("answered", begun, span=span, stage=instance.id, outcome="ok")
                         keep = bool(request.body.get("return_token_ids"))
                         await sink.respond_json(200, public_answer(answer, keep_token_ids=keep))
                 except DeadlineError as error:
@@ -283,8 +290,8 @@ class Attempt:
             raise
         finally:
             lease.release()
-            if request.stream:
-                job.record.took("answered", begun, stage=instance.id, outcome=outcome)
+            if request.stream or outcome != "ok":
+                job.record.took("answered", begun, span=span, stage=instance.id, outcome=outcome)
             self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.monotonic() - begun)
 
     def _first_byte(self, job: Job, instance: Instance) -> None:

@@ -34,6 +34,7 @@ from proxy.http.body import ClientLeft, read_body
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
 from proxy.records.record import Record
+from proxy.records.trace_context import TraceContext
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_deadline import DeadlineLapsed, deadline_s
 from proxy.request.client_sink import ClientSink
@@ -99,6 +100,8 @@ class Exchange:
         headers = RequestHeaders(scope)
         named = client_request_id(headers)
         record = Record(self._id, self._endpoint.value, named or "")
+        if self._settings.otlp_traces_endpoint:
+            record.trace = TraceContext.of(headers.get("traceparent", ""), headers.get("tracestate", ""))
         explained = self._settings.explain and is_explained(headers)
         sink = ClientSink(send, {"x-request-id": named or self._id}, record.headers if explained else dict)
         outcome = "500"

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from epd_serve.errors import EpdError, RequestError
+from proxy.records.trace_context import TraceContext, new_span_id
 from proxy.routing.policy import Candidate, predictions_s
 
 MAX_EVENTS, MAX_CHOICES = 200, 24
@@ -81,6 +82,7 @@ class Record(Struct):
         finish: the model's reason. Token counts are None where no stage has said them.
         events_sent: of a stream. first_byte_s: of a stream, since the arrival.
         retried: something of it was done again. events, choices: in order; lost: how many found no place.
+        trace: where it belongs in a distributed trace, where such are made.
     """
 
     id: str
@@ -116,6 +118,7 @@ class Record(Struct):
     choices: list[Choice] = []
     retried: bool = False
     lost: int = 0
+    trace: TraceContext | None = None
 
     # While it runs.
 
@@ -131,9 +134,15 @@ class Record(Struct):
         self.retried = True
         self.note(event, **details)
 
-    def took(self, event: str, since: float, **details: Any) -> None:
-        """`event` has come to its end now, and began at this moment of `time.monotonic`."""
+    def took(self, event: str, since: float, *, span: str = "", **details: Any) -> None:
+        """`event` has come to its end now, and began at this moment of `time.monotonic`. `span`: of a call."""
+        if span:
+            details["span"] = span
         self.note(event, s=time.monotonic() - since, **details)
+
+    def call_span(self) -> str:
+        """An id for the span of a call of a stage that begins; "" where the trace is not wanted, or there is none."""
+        return new_span_id() if self.trace is not None and self.trace.sampled else ""
 
     def chose(
         self,

@@ -34,6 +34,7 @@ def report(record: Record) -> dict[str, Any]:
     return {
         **summary(record),
         "clock": record.clock,
+        "trace_id": record.trace.trace_id if record.trace is not None else "",
         "tenant": record.tenant,
         "model": record.model,
         "stream": record.stream,

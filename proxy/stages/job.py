@@ -54,6 +54,7 @@ class Job(Struct, frozen=True):
     record: Record
     features: Features | None = None
 
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"x-request-id": self.id}
+    def headers(self, span: str) -> dict[str, str]:
+        """Of a call with this span (`Record.call_span`)."""
+        trace = self.record.trace
+        return {"x-request-id": self.id, **(trace.headers(span) if trace is not None else {})}

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from epd_serve.cpu_threads import CPU_THREADS_ENV
-from epd_serve.engine.argv import CORE_SHARE_ENV, FIRST_TOKEN_PROCESSOR, STAGE_ENV, WIRING_ENV, stage_command
+from epd_serve.engine.argv import (
+    CORE_SHARE_ENV,
+    FIRST_TOKEN_PROCESSOR,
+    OTLP_PROTOCOL_ENV,
+    SERVICE_ENV,
+    STAGE_ENV,
+    WIRING_ENV,
+    stage_command,
+)
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StageCommand, StagePlan
 from epd_serve.wiring import StageWiring
@@ -102,6 +110,16 @@ def test_only_a_traced_stage_has_the_middleware_of_the_trace_and_it_is_inside_th
     middleware = [after for word, after in pairwise(made.argv) if word == "--middleware"]
     assert [one.rpartition(".")[2] for one in middleware] == [*(["RequestTrace"] if trace else []), "StageGuard"]
     assert ("--enable-log-requests" in made.argv) is (WIRING_ENV in made.env) is bool(trace)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_stage_sends_its_spans_where_the_front_doors_do_and_by_the_same_protocol(role: Role) -> None:
+    wiring = StageWiring(f"{role}0", role, "inc", otlp_traces_endpoint="http://collector:4318/v1/traces")
+    made = command(role, "cpu", wiring=wiring)
+    assert flag(made, "--otlp-traces-endpoint") == wiring.otlp_traces_endpoint
+    assert made.env[OTLP_PROTOCOL_ENV] == "http/protobuf" and made.env[SERVICE_ENV].endswith("0")
+    silent = command(role, "cpu")
+    assert flag(silent, "--otlp-traces-endpoint") is None and not {OTLP_PROTOCOL_ENV, SERVICE_ENV} & silent.env.keys()
 
 
 @pytest.mark.parametrize("role", Role)
