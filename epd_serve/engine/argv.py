@@ -158,7 +158,7 @@ def _environment(plan: StagePlan) -> dict[str, str]:
         env[WIRING_ENV] = json.dumps(plan.wiring.to_json())
     if plan.wiring.otlp_traces_endpoint:
         env[OTLP_PROTOCOL_ENV] = "http/protobuf"  # as the front doors; vLLM's own choice is gRPC
-        env[SERVICE_ENV] = f"epd-serve {plan.instance}"
+        env[SERVICE_ENV] = f"epd-serve-{plan.instance}"
     if plan.core_order is not None:
         env[CORE_SHARE_ENV] = plan.core_order.to_json()
         if plan.device == "cuda" and plan.core_order.enforced:

@@ -40,7 +40,7 @@ def test_a_request_is_one_trace_across_proxy_encode_prefill_and_decode(tmp_path:
     (root,) = (span for span in spans if span.parent_id == PARENT)
     by_name = {span.name: span for span in spans}
     engines = {span.service: span for span in spans if span.name == ENGINE}
-    calls = {"epd-serve E0": "encode call E0", "epd-serve P0": "prefill call P0", "epd-serve D0": "answer call D0"}
+    calls = {"epd-serve-E0": "encode call E0", "epd-serve-P0": "prefill call P0", "epd-serve-D0": "answer call D0"}
     assert engines.keys() == calls.keys()
     for service, name in calls.items():
         call, engine = by_name[name], engines[service]

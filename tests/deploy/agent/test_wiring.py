@@ -163,6 +163,14 @@ def test_the_proxy_knows_whether_stages_heed_priorities(stage_args: tuple[str, .
     assert build_proxy_settings(said.blueprint).stage_priorities is False
 
 
+def test_front_doors_and_stages_send_their_traces_to_one_collector_or_front_doors_alone() -> None:
+    url = "http://collector:4318/v1/traces"
+    both, alone = wired("P-D", otlp_traces_endpoint=url), wired("P-D", proxy=(f"otlp_traces_endpoint={url}",))
+    for plan, stages in ((both, url), (alone, "")):
+        assert build_proxy_settings(plan.blueprint).otlp_traces_endpoint == url
+        assert {plan.wiring(name).otlp_traces_endpoint for name in ("P0", "D0")} == {stages}
+
+
 def test_flags_of_the_mm_store_reach_the_proxy_and_the_stages() -> None:
     plan = wired(
         "E-P-D",

@@ -14,6 +14,7 @@ import pytest
 
 from proxy.records.records import Question
 from proxy.redact import RedactingFilter, redact_logs, redacted
+from tests.otlp import Collector, collector
 from tests.proxy.fakes import cluster, data_url, encodes, image_body, image_file, refuses, replies, settings, streams
 
 CHAT = "/v1/chat/completions"
@@ -47,7 +48,14 @@ def found_in(text: str, *more: str) -> list[str]:
     return [secret for secret in (*SECRETS, *more) if secret in text]
 
 
-async def test_no_secret_leaves_by_any_way(logged: io.StringIO, tmp_path: Path) -> None:
+@pytest.fixture
+def got() -> Iterator[Collector]:
+    """What a collector of OpenTelemetry traces is sent."""
+    with collector() as one:
+        yield one
+
+
+async def test_no_secret_leaves_by_any_way(logged: io.StringIO, got: Collector, tmp_path: Path) -> None:
     png = image_file(16, 16)
     pixels = base64.b64encode(png).decode()[60:]
 
@@ -60,7 +68,7 @@ async def test_no_secret_leaves_by_any_way(logged: io.StringIO, tmp_path: Path) 
 
     trace, log = tmp_path / "proxy.jsonl", tmp_path / "access.jsonl"
     config = settings(api_keys=(KEY,), stage_key=STAGE_KEY, trace_path=trace, access_log=str(log), retries=0)
-    config = replace(config, send_pixels="always")
+    config = replace(config, send_pixels="always", otlp_traces_endpoint=got.url)
     assert not found_in(repr(config))
     transport = httpx.MockTransport(media)
     records = []
@@ -88,7 +96,9 @@ async def test_no_secret_leaves_by_any_way(logged: io.StringIO, tmp_path: Path) 
         instances = (await c.client.get("/instances")).text
         look = c.pipeline.records.look
         told = str([look(Question(id=one["id"])) for one in look(Question(limit=99)).requests])
-    everything = "\n".join([logged.getvalue(), trace.read_text(), log.read_text(), told, metrics, instances, *records])
+    seen = [logged.getvalue(), trace.read_text(), log.read_text(), told, metrics, instances, str(got.spans), *records]
+    everything = "\n".join(seen)
+    assert len({span.trace_id for span in got.spans}) == len(records)
     assert not found_in(everything, pixels, "pa55word", "sk-wrong-5ecret")
     assert [one[:3] for one in records] == ["200", "400", "400", "400", "400", "401", "400", "502", "502"]
     assert "validation error" in records[6]
