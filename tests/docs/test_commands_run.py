@@ -40,6 +40,7 @@ SMALL: Mapping[str, str] = {
     "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1",
     "load": "--rate 2 --duration 3 --min-samples 1 --late-ms 1000",
     "memory-tables": "",
+    "page": "--quick",
     "ray": "--quick --only ttft --rounds 2 --per-s 10",
     "workload": "--n 4",
 }
