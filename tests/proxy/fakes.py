@@ -61,10 +61,7 @@ class FakeStage:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await receive()
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-            await send({"type": "lifespan.shutdown.complete"})
+            await live(receive, send)
             return
         raw = b""
         while True:
@@ -126,6 +123,14 @@ def opening(index: int) -> bytes:
 GRID = {"image_grid_thw": [1, 4, 4]}
 DONE = b"data: [DONE]\n\n"
 INTERNALS = {"kv_transfer_params": {"ok": True}, "ec_transfer_params": None, "prompt_token_ids": [1, 2]}
+
+
+async def live(receive: Receive, send: Send) -> None:
+    """An application's lifespan, in which it does nothing."""
+    await receive()
+    await send({"type": "lifespan.startup.complete"})
+    await receive()
+    await send({"type": "lifespan.shutdown.complete"})
 
 
 async def _start(send: Send, status: int = 200, kind: bytes = b"application/json") -> None:

@@ -17,7 +17,7 @@ from epd_serve.roles import Role
 from proxy.registry.table import InstanceTable
 from proxy.workers import stage_scrape
 from proxy.workers.stage_scrape import StageScrape, merged
-from tests.proxy.fakes import served
+from tests.proxy.fakes import live, served
 
 TEXT = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -75,10 +75,7 @@ class Stage:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await receive()
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-            await send({"type": "lifespan.shutdown.complete"})
+            await live(receive, send)
             return
         assert (scope["method"], scope["path"]) == ("GET", "/metrics")
         self.asked.append(dict(scope["headers"]))
