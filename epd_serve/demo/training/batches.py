@@ -80,21 +80,23 @@ def _sizes_like(chance: np.random.Generator, size: tuple[int, int], number: int)
     return sizes
 
 
-def picture_batch(chance: np.random.Generator, number: int) -> Pictures:
+def picture_batch(chance: np.random.Generator, number: int, randomised: float = 0.0) -> Pictures:
     """Pictures alone, of one size."""
     size = random_size(chance)
     scenes = [random_scene(chance, size=it) for it in _sizes_like(chance, size, number)]
-    return pictures_of([rasterize(scene, chance) for scene in scenes], picture_grid(*size))
+    return pictures_of([rasterize(scene, chance, randomised) for scene in scenes], picture_grid(*size))
 
 
-def dialogue_batch(chance: np.random.Generator, encoder: Encoder, rows: int, pictures: int) -> Batch:
+def dialogue_batch(
+    chance: np.random.Generator, encoder: Encoder, rows: int, pictures: int, randomised: float = 0.0
+) -> Batch:
     """Questions about `pictures` pictures per row; a quarter of the batches are conversations, the rest branched."""
     sizes = [_sizes_like(chance, random_size(chance), rows) for _ in range(pictures)]
     per_row = [tuple(place[row] for place in sizes) for row in range(rows)]
     branched = chance.random() < 0.75
     make, turns = (questions, _BRANCHES) if branched else (conversation, _TURNS)
     dialogues = [make(chance, row, turns) for row in per_row]
-    return batch_of(dialogues, encoder, branched=branched, chance=chance)
+    return batch_of(dialogues, encoder, branched=branched, chance=chance, randomised=randomised)
 
 
 def batch_of(
@@ -103,6 +105,7 @@ def batch_of(
     *,
     branched: bool = False,
     chance: np.random.Generator | None = None,
+    randomised: float = 0.0,
     rasters: Sequence[Sequence[Raster]] | None = None,
 ) -> Batch:
     """Tensors of conversations that have as many pictures each, those of one place of one grid.
@@ -111,7 +114,7 @@ def batch_of(
         dialogues: rows.
         encoder: makes the tokens.
         branched: see `Encoder.dialogue`.
-        chance: lets drawings vary, see `rasterize`.
+        chance, randomised: let drawings vary, see `rasterize`.
         rasters: pictures drawn already, per row; drawn here when None.
     """
     tokens = [encoder.dialogue(turns, branched=branched) for turns in dialogues]
@@ -130,7 +133,10 @@ def batch_of(
     scenes = [[scene for turn in turns for scene in turn.scenes] for turns in dialogues]
     groups = []
     for place in range(len(scenes[0])):
-        drawn = [rasters[row][place] if rasters else rasterize(it[place], chance) for row, it in enumerate(scenes)]
+        drawn = [
+            rasters[row][place] if rasters else rasterize(it[place], chance, randomised)
+            for row, it in enumerate(scenes)
+        ]
         groups.append(pictures_of(drawn, picture_grid(*scenes[0][place].size)))
     numbers = _numbers(tokens)
     return Batch(

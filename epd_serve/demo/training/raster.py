@@ -14,6 +14,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from epd_serve.demo.pictures import BACKGROUNDS, COLOURS, FILL, GRID, KINDS, Shape
+from epd_serve.demo.training import randomised
 from epd_serve.demo.training.architecture import FACTOR, MERGE, PATCH, picture_grid
 from epd_serve.demo.training.scenes import Scene
 
@@ -39,11 +40,20 @@ class Raster:
     labels: Labels
 
 
-def rasterize(scene: Scene, chance: np.random.Generator | None = None) -> Raster:
-    """Draw one scene; with `chance`, sizes, places and colours vary a little around what `pictures.draw` does."""
+def rasterize(scene: Scene, chance: np.random.Generator | None = None, randomised_share: float = 0.0) -> Raster:
+    """Draw one scene.
+
+    Args:
+        scene: what is drawn.
+        chance: lets sizes, places and colours vary a little around what `pictures.draw` does.
+        randomised_share: how many are drawn as others might draw them instead (`randomised`), 0 … 1.
+    """
     rows, columns = picture_grid(*scene.size)
     height, width = rows * PATCH, columns * PATCH
     grows = max(1.0, width / scene.size[0], height / scene.size[1])
+    if chance is not None and chance.random() < randomised_share:
+        picture, covered = randomised.draw(scene, (width, height), grows, chance)
+        return Raster(_patches(picture / 127.5 - 1.0, rows, columns), _labels(scene, covered, rows, columns))
     picture = np.empty((height, width, 3), np.float32)
     picture[:] = _colour(BACKGROUNDS[scene.background], chance)
     covered = np.zeros((len(scene.shapes), height, width), np.float32)

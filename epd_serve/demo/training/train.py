@@ -47,17 +47,19 @@ class Plan:
         singles_steps: the first of them show one picture per row only.
         falling: share of the second stage in which the learning rate falls.
         rows: rows of a step with one picture (later, and `singles` before that), with two to four, and without.
+        randomised: share of the pictures that are drawn as others might draw them.
         auxiliary: weight of the vision tower's own loss in the second stage.
     """
 
     seed: int = 8
-    vision_steps: int = 300
+    vision_steps: int = 400
     vision_pictures: int = 32
-    dialogue_steps: int = 1600
+    dialogue_steps: int = 3000
     singles_steps: int = 200
     falling: float = 0.4
     singles: int = 32
-    rows: tuple[int, int, int] = (24, 6, 4)
+    rows: tuple[int, int, int] = (22, 9, 4)
+    randomised: float = 0.6
     auxiliary: float = 0.5
     muon_lr: float = 5e-3
     adam_lr: float = 2e-3
@@ -90,14 +92,13 @@ def kept_plan(folder: Path) -> Plan | None:
 
 
 def _plan(written: dict[str, Any], folder: Path) -> Plan:
-    try:
-        return Plan(**written | {"rows": tuple(written["rows"])})
-    except (KeyError, TypeError) as error:
+    if differing := written.keys() ^ {it.name for it in dataclasses.fields(Plan)}:
         raise ConfigError(
-            f"{folder} holds the checkpoint of another version of this program ({error}): name another folder to "
-            "start anew",
+            f"{folder} holds the checkpoint of another version of this program, whose plan differs in "
+            f"{', '.join(sorted(differing))}: name another folder to start anew",
             param="--out",
-        ) from error
+        )
+    return Plan(**written | {"rows": tuple(written["rows"])})
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class Training:
 
     def _vision_step(self) -> Progress:
         chance = np.random.default_rng([self.plan.seed, _VISION, self.step])
-        pictures = picture_batch(chance, self.plan.vision_pictures)
+        pictures = picture_batch(chance, self.plan.vision_pictures, self.plan.randomised)
         with _products():
             loss, right = pictures_loss(self.network, self.heads, pictures)
         loss.backward()
@@ -233,7 +234,11 @@ class Training:
         if self.step - self.plan.vision_steps < self.plan.singles_steps:
             one, many = self.plan.singles, 0
         wanted = [(one, 1), (many, several), (none, 0)]
-        return [dialogue_batch(chance, self.encoder, rows, pictures) for rows, pictures in wanted if rows]
+        return [
+            dialogue_batch(chance, self.encoder, rows, pictures, self.plan.randomised)
+            for rows, pictures in wanted
+            if rows
+        ]
 
     def _update(self) -> None:
         torch.nn.utils.clip_grad_norm_(self._modules.parameters(), self.plan.clip)
