@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and `evaluate` and `card` ne
     from epd_serve.demo.training.train import Training
 
 EVALUATION_SEED = 2026
+_FOREIGN = "ask about pictures that other code drew instead"
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("look", help="accuracy of a checkpoint in this process: fast, float32, no server")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the training")
     command.add_argument("--number", type=_whole(1), default=100, metavar="N", help="questions per task")
+    command.add_argument("--foreign", action="store_true", help=_FOREIGN)
     command.set_defaults(command=_look)
 
     command = commands.add_parser("evaluate", help="accuracy of a served model, which is what the model card states")
@@ -84,12 +86,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--number", type=_whole(1), default=500, metavar="N", help="questions per task")
     command.add_argument("--at-once", type=_whole(1), default=4, metavar="N", help="requests in flight")
     command.add_argument("--task", action="append", default=[], help="this one only; may be repeated")
+    command.add_argument("--foreign", action="store_true", help=_FOREIGN)
     command.set_defaults(command=_evaluate)
 
     command = commands.add_parser("card", help="write the model card from results of evaluate")
     command.add_argument("model", type=Path, metavar="MODEL")
     command.add_argument(
         "results", type=Path, nargs="+", metavar="RESULT", help="of evaluate, about the same questions"
+    )
+    command.add_argument(
+        "--foreign", type=Path, action="append", required=True, metavar="RESULT", help="of evaluate --foreign"
     )
     command.set_defaults(command=_card)
     return parser
@@ -176,23 +182,33 @@ def _export(arguments: argparse.Namespace) -> int:
 def _look(arguments: argparse.Namespace) -> int:
     import torch
 
+    from epd_serve.demo.training.foreign.generators import questions as foreign_questions
+    from epd_serve.demo.training.preview import accuracy
+
     torch.set_num_threads(1)
     training = _loaded(arguments.out)
     print(f"after {training.step} of {training.plan.steps} steps, {training.cpu_s:.0f} CPU seconds")
-    for task, share in training.look(arguments.number).items():
-        print(f"{task:12} {share:.1%}")
+    if arguments.foreign:
+        found = accuracy(training.network, training.encoder, foreign_questions(arguments.number, EVALUATION_SEED))
+    else:
+        found = training.look(arguments.number)
+    for task, share in found.items():
+        print(f"{task:17} {share:.1%}")
     return 0
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from epd_serve.demo.training import evaluation
-    from epd_serve.demo.training.examination import TASKS, examination
+    from epd_serve.demo.training import evaluation, examination
+    from epd_serve.demo.training.foreign import generators
     from epd_serve.errors import ConfigError
 
-    if unknown := set(arguments.task) - set(TASKS):
-        raise ConfigError(f"unknown task {sorted(unknown)[0]!r}: one of {', '.join(TASKS)}", param="--task")
+    tasks = generators.TASKS if arguments.foreign else examination.TASKS
+    if unknown := set(arguments.task) - set(tasks):
+        raise ConfigError(f"unknown task {sorted(unknown)[0]!r}: one of {', '.join(tasks)}", param="--task")
     evaluation.check_writable(arguments.json)
-    questions = examination(arguments.number, EVALUATION_SEED, tuple(dict.fromkeys(arguments.task)) or TASKS)
+    wanted = tuple(dict.fromkeys(arguments.task)) or tasks
+    make = generators.questions if arguments.foreign else examination.examination
+    questions = make(arguments.number, EVALUATION_SEED, wanted)
     with _bar("evaluating") as bar:
         bar_task = bar.add_task("", total=len(questions), note="")
         answers = evaluation.ask_all(
@@ -204,15 +220,16 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     about = {"served_as": arguments.served_as, "per_task": arguments.number, "seed": EVALUATION_SEED}
     evaluation.write(arguments.json, answers, about)
     for task, share in evaluation.accuracy(answers).items():
-        print(f"{task:12} {share:.1%}")
+        print(f"{task:17} {share:.1%}")
     return 0
 
 
 def _card(arguments: argparse.Namespace) -> int:
     from epd_serve.demo.training import card, results
+    from epd_serve.demo.training.foreign import generators
 
     loaded = [results.read(path) for path in arguments.results]
-    card.write(arguments.model, loaded)
+    card.write(arguments.model, loaded, [results.read(path, generators.TASKS) for path in arguments.foreign])
     print(arguments.model / card.NAME)
     return 0
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from PIL import Image
 
 from epd_serve.demo import pictures
 from epd_serve.demo.training import files
@@ -49,10 +50,15 @@ class AnsweredQuestion:
 
 
 def picture_url(scene: Scene) -> str:
-    """The scene as a PNG in a data URL."""
-    data = io.BytesIO()
-    pictures.draw(scene.shapes, scene.size, scene.background).save(data, "PNG", compress_level=1)
-    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+    """The scene's file, or a PNG drawn of it, in a data URL."""
+    content, kind = scene.file, "image/png"
+    if content is None:
+        data = io.BytesIO()
+        pictures.draw(scene.shapes, scene.size, scene.background).save(data, "PNG", compress_level=1)
+        content = data.getvalue()
+    else:
+        kind = Image.open(io.BytesIO(content)).get_format_mimetype() or kind
+    return f"data:{kind};base64," + base64.b64encode(content).decode()
 
 
 def ask(client: httpx.Client, url: str, model: str, question: Question) -> AnsweredQuestion:

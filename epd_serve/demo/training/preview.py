@@ -1,14 +1,17 @@
-"""Accuracy of the network in this process, while it trains: the evaluation's questions, drawn as `pictures.draw` draws.
+"""Accuracy of the network in this process, while it trains: the evaluation's questions, drawn as `pictures.draw` draws,
+or those about foreign pictures.
 
 A look, not the evaluation: float32, pictures resized by PIL, and a second turn sees the right first answer.
 """
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
+from PIL import Image
 
 from epd_serve.demo import pictures
 from epd_serve.demo.training.architecture import picture_grid
@@ -22,6 +25,8 @@ from epd_serve.demo.training.tokenizer import Encoder
 
 
 def drawn(scene: Scene) -> Raster:
+    if scene.file is not None:
+        return from_picture(Image.open(io.BytesIO(scene.file)))
     return from_picture(pictures.draw(scene.shapes, scene.size, scene.background))
 
 

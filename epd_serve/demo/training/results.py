@@ -42,8 +42,8 @@ class Result:
         return [it for it in self.answers if it.task == task]
 
 
-def read(path: Path) -> Result:
-    """A result of `evaluate`.
+def read(path: Path, tasks: Sequence[str] = TASKS) -> Result:
+    """A result of `evaluate`, about `tasks`.
 
     Raises:
         ConfigError: it is none.
@@ -51,16 +51,16 @@ def read(path: Path) -> Result:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         about = content["about"]
-        answers = tuple(_answered_question(it) for it in content["answers"])
+        answers = tuple(_answered_question(it, tasks) for it in content["answers"])
         return Result(str(about["served_as"]), int(about["per_task"]), int(about["seed"]), answers)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no result of evaluate: {error!r}", param="RESULT") from error
 
 
-def _answered_question(written: Mapping[str, Any]) -> AnsweredQuestion:
+def _answered_question(written: Mapping[str, Any], tasks: Sequence[str]) -> AnsweredQuestion:
     sizes = tuple((int(width), int(height)) for width, height in written["sizes"])
     texts = [written[name] for name in ("task", "question", "expected", "answer")]
-    if not all(isinstance(text, str) for text in texts) or texts[0] not in TASKS:
+    if not all(isinstance(text, str) for text in texts) or texts[0] not in tasks:
         raise ValueError(f"no answer to a task: {written}")
     if bool(sizes) == (texts[0] in WITHOUT_PICTURE):
         raise ValueError(f"{len(sizes)} pictures in {texts[0]}")

@@ -8,7 +8,7 @@ any background. The empty scene has no arrangement and is in both.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,11 +32,13 @@ class Scene:
         shapes: in the order in which the model lists them: left to right, then top to bottom.
         background: a key of `BACKGROUNDS`.
         size: (width, height) in pixels, before the processor.
+        file: the bytes of the picture where other code drew it (`foreign`); else `pictures.draw` is what draws it.
     """
 
     shapes: tuple[Shape, ...]
     background: str
     size: tuple[int, int]
+    file: bytes | None = field(default=None, repr=False)
 
 
 def held_out(shapes: tuple[Shape, ...]) -> bool:

@@ -17,6 +17,7 @@ from PIL import Image
 
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.demo.training import __main__ as command
+from epd_serve.demo.training import evaluation
 from epd_serve.demo.training.card import NAME, parameters, write
 from epd_serve.demo.training.evaluation import AnsweredQuestion, accuracy, ask_all
 from epd_serve.demo.training.examination import TASKS, Question, examination
@@ -134,6 +135,19 @@ def test_an_endpoint_that_is_not_there_is_named(capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "r.json").exists()
 
 
+FOREIGN = tuple(
+    AnsweredQuestion(f"canvas, {count}", "What is in the picture?", "nothing", answer, ((64, 64),))
+    for count in ("one", "two", "three")
+    for answer in ("nothing", "nothing" if count == "one" else "a red circle")
+)
+
+
+def foreign_result(folder: Path) -> Path:
+    path = folder / "foreign.json"
+    evaluation.write(path, FOREIGN, {"served_as": "TP1", "per_task": 2, "seed": 2026})
+    return path
+
+
 def evaluated(url: str, path: Path, served_as: str) -> Path:
     words = ["evaluate", "--url", url, "--served-as", served_as, "--json", str(path), "--number", "1"]
     assert command.main([*words, "--task", "count", "--task", "small talk"]) == 0
@@ -145,7 +159,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(builtin_model_dir() / "model.safetensors")
-    plan = {"seed": 8, "vision_steps": 10, "vision_pictures": 32, "dialogue_steps": 20}
+    plan = {"seed": 8, "vision_steps": 10, "vision_pictures": 32, "dialogue_steps": 20, "randomised": 0.6}
     (folder / "training.json").write_text(json.dumps({"plan": plan, "cpu_s": 120.0}))
     return folder
 
@@ -154,7 +168,7 @@ def test_the_card_is_made_of_the_results(url: str, model: Path, tmp_path: Path, 
     known.wrong = {it.turns[-1].question for it in of("count")}
     results = [evaluated(url, tmp_path / f"{name}.json", name) for name in ("TP1", "(E-P)-D")]
 
-    assert command.main(["card", str(model), *map(str, results)]) == 0
+    assert command.main(["card", str(model), *map(str, results), "--foreign", str(foreign_result(tmp_path))]) == 0
 
     text = (model / NAME).read_text()
     assert "| task | for example | TP1 | (E-P)-D |" in text
@@ -166,6 +180,9 @@ def test_the_card_is_made_of_the_results(url: str, model: Path, tmp_path: Path, 
     assert f"{parameters(weights) / 1e6:.1f} million parameters" in text
     assert hashlib.sha256(weights).hexdigest() in text
     assert "(320 pictures)" in text and "2 CPU minutes" in text
+    assert "Of 60% of them only the order" in text
+    assert "| 100.0 % | 50.0 % | 50.0 % | 2 |" in text and "| pil" not in text
+    assert "| mean | 100.0 % | 50.0 % | 50.0 % | |" in text
 
 
 def test_answers_that_differ_between_two_ways_of_serving_are_counted(
@@ -175,7 +192,8 @@ def test_answers_that_differ_between_two_ways_of_serving_are_counted(
     known.wrong = {it.turns[-1].question for it in of("count")}
     other = evaluated(url, tmp_path / "other.json", "(E-P)-D")
 
-    assert command.main(["card", str(model), str(one), str(other)]) == 0
+    words = ["card", str(model), str(one), str(other), "--foreign", str(foreign_result(tmp_path))]
+    assert command.main(words) == 0
     text = (model / NAME).read_text()
     assert "| 100.0 % | 0.0 % |" in text
     assert "TP1 and (E-P)-D gave the same answer to 1 of 2." in text
@@ -189,7 +207,8 @@ def test_results_about_other_questions_make_no_card(
     words = ["evaluate", "--url", url, "--served-as", "(E-P)-D", "--json", str(other), "--number", "2"]
     assert command.main([*words, "--task", "count", "--task", "small talk"]) == 0
 
-    assert command.main(["card", str(model), str(one), str(other)]) == 2
+    words = ["card", str(model), str(one), str(other), "--foreign", str(foreign_result(tmp_path))]
+    assert command.main(words) == 2
     assert "(E-P)-D was asked other questions than TP1" in capsys.readouterr().err
     assert not (model / NAME).exists()
 
@@ -210,7 +229,7 @@ def test_the_card_counts_by_size_and_by_number_of_pictures(model: Path) -> None:
         answered("no picture", True, question="two"),
         answered("no picture", True, question="two"),
     )
-    write(model, [Result("TP1", 1, 2026, answers)])
+    write(model, [Result("TP1", 1, 2026, answers)], [Result("TP1", 1, 2026, FOREIGN)])
 
     text = (model / NAME).read_text()
 
@@ -229,6 +248,7 @@ def test_the_interval_is_wilson_s() -> None:
     assert (round(low, 4), round(high, 4)) == (0.9768, 0.9957)
 
 
+OTHERS = ["--foreign", "result.json"]
 EVALUATE = ["evaluate", "--url", "http://127.0.0.1:1", "--served-as", "x"]
 
 
@@ -236,13 +256,14 @@ EVALUATE = ["evaluate", "--url", "http://127.0.0.1:1", "--served-as", "x"]
     ("words", "said"),
     [
         ([*EVALUATE, "--json", "r.json", "--task", "dance"], "--task: unknown task 'dance'"),
+        ([*EVALUATE, "--json", "r.json", "--foreign", "--task", "count"], "--task: unknown task 'count'"),
         ([*EVALUATE, "--json", "."], "--json: . is a folder"),
         ([*EVALUATE, "--json", "file/r.json"], "--json: cannot write into file"),
         (["train", "--quick", "--out", "file"], "--out: cannot write into file"),
         (["look", "--out", "/nonexistent"], "--out: /nonexistent has no checkpoint: train first"),
-        (["card", "x", "/nonexistent.json"], "RESULT: /nonexistent.json is no result of evaluate"),
-        (["card", "nothing", "result.json"], "MODEL: nothing is no model folder"),
-        (["card", ".", "result.json"], "MODEL: . is no model folder"),
+        (["card", "x", "/nonexistent.json", *OTHERS], "RESULT: /nonexistent.json is no result of evaluate"),
+        (["card", "nothing", "result.json", *OTHERS], "MODEL: nothing is no model folder"),
+        (["card", ".", "result.json", *OTHERS], "MODEL: . is no model folder"),
     ],
 )
 def test_bad_input_is_named(
@@ -295,7 +316,7 @@ ANSWER = '{"task": "count", "question": "?", "expected": "one", "answer": "one",
 def test_a_file_that_is_no_result_is_named(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "r.json").write_text(content)
 
-    assert command.main(["card", str(tmp_path), str(tmp_path / "r.json")]) == 2
+    assert command.main(["card", str(tmp_path), str(tmp_path / "r.json"), "--foreign", "other.json"]) == 2
     assert "r.json is no result of evaluate" in capsys.readouterr().err
 
 
