@@ -144,6 +144,7 @@ class StoreReport(_Message, frozen=True):
         encoding: items that this encoder holds.
         counters: monotonic counts of this life, e.g. `encoded`, `encode_skipped`, `fetched`, `recomputed.deadline`.
         feature_path: `device` once features leave this encoder from device memory; consumers then try to reach it.
+        seq: grows by one per report of this life.
     """
 
     instance: str
@@ -156,6 +157,7 @@ class StoreReport(_Message, frozen=True):
     encoding: int = 0
     counters: dict[str, int] = {}
     feature_path: str = "host"
+    seq: int = 0
 
 
 class StageReport(_Message, frozen=True):

@@ -11,6 +11,7 @@ def store_report(
     wiring: StageWiring,
     store: FeatureStore | None,
     *,
+    seq: int,
     counters: dict[str, int],
     waiting_puts: int = 0,
     encoding: int = 0,
@@ -27,4 +28,5 @@ def store_report(
         waiting_puts=waiting_puts,
         encoding=encoding,
         counters=counters,
+        seq=seq,
     )

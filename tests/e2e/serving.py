@@ -134,16 +134,13 @@ class Serving(Endpoint):
         return counters
 
     def settled_counters(self, instance: str) -> dict[str, int]:
-        """The same, with all that has happened until now: after two more of its reports on its load at least.
-
-        An instance reports both in the same rhythm, within 50 ms of a change and twice a second without one.
-        """
+        """The same, with all that has happened until now: after two more reports, whole ones begun since."""
 
         def reports() -> int:
-            return int((self.instances()[instance]["stage"] or {"seq": 0})["seq"])
+            return int((self.instances()[instance]["store"] or {"seq": 0})["seq"])
 
         first = reports()
-        wait_for(lambda: reports() >= first + 3, f"{instance} to report", 15)
+        wait_for(lambda: reports() >= first + 2, f"{instance} to report of the MM Store", 15)
         return self.counters(instance)
 
     def recomputed(self, instance: str) -> int:

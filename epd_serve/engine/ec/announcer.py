@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import zmq
+from msgspec import structs
 
 from epd_serve import wire
 from epd_serve.sockets import Socket, bind, open_socket
@@ -40,6 +41,7 @@ class Announcer:
     ) -> None:
         self._incarnation = wiring.incarnation
         self._report, self._pending = report, pending
+        self._reports = 0  # sent so far
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._changed = threading.Event()
@@ -104,7 +106,9 @@ class Announcer:
 
     def _send_report(self) -> None:
         try:
-            self._send(self._report())
+            report = self._report()
+            self._reports += 1
+            self._send(structs.replace(report, seq=self._reports))
         except StoreError as error:  # the next report is half a second away
             logger.warning("no store report: %s", error)
         except Exception:  # a report must not end the renewals
