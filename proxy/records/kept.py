@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -60,6 +61,7 @@ class KeptRecords:
         self._newest_ones: deque[Kept] = deque()
         self._failed_ones: deque[Kept] = deque()
         self._slow_ones: list[Kept] = []  # a heap: the fastest first
+        self._none_ended_before = math.inf  # of the slow ones: until then none is to be forgotten
         self._numbers = itertools.count()
         self._none = not limits.requests or not limits.size_bytes
 
@@ -111,13 +113,21 @@ class KeptRecords:
             return
         heapq.heappush(heap, one)
         share.add(one)
+        self._none_ended_before = min(self._none_ended_before, one.ended)
         if share.is_over:
-            for old in [old for old in heap if old.ended <= now - SLOW_FOR_S]:
-                heap.remove(old)
-                share.remove(old)
-            heapq.heapify(heap)
+            if self._none_ended_before <= now - SLOW_FOR_S:
+                self._forget_slow(now - SLOW_FOR_S)
             while share.is_over:
-                share.remove(heapq.heappop(heap))
+                share.remove(heapq.heappop(self._slow_ones))
+
+    def _forget_slow(self, until: float) -> None:
+        """Those that ended by then."""
+        for old in self._slow_ones:
+            if old.ended <= until:
+                self._slow.remove(old)
+        self._slow_ones = [one for one in self._slow_ones if one.ended > until]
+        heapq.heapify(self._slow_ones)
+        self._none_ended_before = min((one.ended for one in self._slow_ones), default=math.inf)
 
 
 class _Share:

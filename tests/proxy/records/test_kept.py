@@ -66,6 +66,18 @@ def test_slow_ones_are_forgotten_after_an_hour() -> None:
     assert not {0, 1} & names(kept) and len(kept) == 6
 
 
+def test_those_that_stayed_are_forgotten_when_their_own_hour_is_over() -> None:
+    kept = KeptRecords(RecordLimits(requests=8))
+    kept.add(ended(0, total_s=30.0))
+    kept.add(ended(1, total_s=30.0, began=SLOW_FOR_S / 2))
+    for name in range(2, 50):
+        kept.add(ended(name, total_s=1.0, began=1.2 * SLOW_FOR_S))
+    assert {0, 1} & names(kept) == {1}
+    for name in range(50, 100):
+        kept.add(ended(name, total_s=2.0, began=2 * SLOW_FOR_S))
+    assert not {0, 1} & names(kept)
+
+
 def test_nothing_is_remembered_where_nothing_may_be() -> None:
     for limits in (RecordLimits(requests=0), RecordLimits(size_bytes=0)):
         kept = KeptRecords(limits)
