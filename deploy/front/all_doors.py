@@ -35,7 +35,7 @@ from proxy.config.settings import ProxySettings
 from proxy.page.observed import Status
 from proxy.records.records import Question, RecordsAnswer, merged
 from proxy.registry.announcements import Announcements, take_in
-from proxy.registry.ledger import NOTHING, Tally, Work
+from proxy.registry.ledger import NOTHING, Tally, Work, total_of
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable
 from proxy.registry.warm_links import GRACE_S
@@ -371,9 +371,12 @@ class _Total:
     def tallies(self, incarnation_id: IncarnationId) -> Mapping[Work, Tally]:
         told = self._doors.tallies(incarnation_id)
         return {
-            work: Tally(*map(sum, zip(*(one.get(work, nothing) for one in told), strict=True))) if told else nothing
+            work: total_of(one.get(work, nothing) for one in told) if told else nothing
             for work, nothing in NOTHING.items()
         }
+
+    def total(self, incarnation_id: IncarnationId) -> Tally:
+        return total_of(self.tallies(incarnation_id).values())
 
     def forget(self, incarnation_id: IncarnationId) -> None:
         """Each node forgets for itself."""

@@ -7,7 +7,7 @@ business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
@@ -42,7 +42,13 @@ class Tally(NamedTuple):
         return self.acquired_weight - self.released_weight
 
 
-NOTHING: Mapping[Work, Tally] = dict.fromkeys(Work, Tally())
+NO_TALLY = Tally()
+NOTHING: Mapping[Work, Tally] = dict.fromkeys(Work, NO_TALLY)
+
+
+def total_of(tallies: Iterable[Tally]) -> Tally:
+    """All of them together; of at least one."""
+    return Tally(*map(sum, zip(*tallies, strict=True)))
 
 
 class Ledger(Protocol):
@@ -57,6 +63,9 @@ class Ledger(Protocol):
     def tallies(self, incarnation_id: IncarnationId) -> Mapping[Work, Tally]:
         """Returns the counts of all processes that share this ledger; every `Work` is in it. Unknown incarnations have
         held nothing."""
+
+    def total(self, incarnation_id: IncarnationId) -> Tally:
+        """Returns the same of all kinds of work together."""
 
     def forget(self, incarnation_id: IncarnationId) -> None:
         """Nothing is held of `incarnation_id` any more, by anybody, and this process will not acquire there again."""
@@ -83,6 +92,10 @@ class OwnLedger:
 
     def tallies(self, incarnation_id: IncarnationId) -> Mapping[Work, Tally]:
         return self._tallies.get(incarnation_id, NOTHING)
+
+    def total(self, incarnation_id: IncarnationId) -> Tally:
+        tallies = self._tallies.get(incarnation_id)
+        return NO_TALLY if tallies is None else total_of(tallies.values())
 
     def forget(self, incarnation_id: IncarnationId) -> None:
         self._tallies.pop(incarnation_id, None)

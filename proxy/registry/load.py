@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
@@ -74,9 +73,7 @@ def pending_s(role: Role, load: float, running: int, rate: float) -> float:
     return 0.0 if role is Role.D else load / rate  # KV that arrives at a D takes no turn of its device
 
 
-def load(
-    role: Role, tallies: Iterable[Tally], report: StageReport | None, counted: int, *, both_halves: bool = False
-) -> float:
+def load(role: Role, total: Tally, report: StageReport | None, counted: int, *, both_halves: bool = False) -> float:
     """Pending work of one incarnation.
 
     Without a report: what is in flight. With one: what it says is pending, and what it cannot contain: whatever was
@@ -85,16 +82,12 @@ def load(
     nothing is left of leases that have ended.
 
     Args:
-        tallies: of all kinds of work. report: the last one, if it is fresh.
+        total: of all kinds of work. report: the last one, if it is fresh.
         counted: weight, in thousandths, acquired in total when the report was made.
     """
-    held = held_weight = acquired_weight = 0
-    for one in tallies:
-        held += one.held
-        held_weight += one.held_weight
-        acquired_weight += one.acquired_weight
+    held, held_weight = total.held, total.held_weight
     if report is None:
         return held_weight / PER_UNIT
-    since = acquired_weight - counted
+    since = total.acquired_weight - counted
     unseen = held_weight * max(0, held - report.waiting - report.running) / held if held else 0.0
     return reported_pending(role, report, both_halves=both_halves) + min(held_weight, max(since, unseen)) / PER_UNIT

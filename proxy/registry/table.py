@@ -312,7 +312,7 @@ class InstanceTable:
             self._ledger.forget(gone)
 
     def _held(self, incarnation_id: IncarnationId) -> int:
-        return sum(tally.held for tally in self._ledger.tallies(incarnation_id).values())
+        return self._ledger.total(incarnation_id).held
 
     def _sharing(self, state: InstanceState) -> Iterable[InstanceState]:
         """Those that compute where it does."""
@@ -336,13 +336,12 @@ class InstanceTable:
         return pending_s(role, self._load(state), report.running if report is not None else 0, rate)
 
     def _load(self, state: InstanceState) -> float:
-        tallies = self._ledger.tallies(state.instance.incarnation_id)
         instance = state.instance
-        return load(instance.role, tallies.values(), state.pending, state.counted, both_halves=instance.both_halves)
+        total = self._ledger.total(instance.incarnation_id)
+        return load(instance.role, total, state.pending, state.counted, both_halves=instance.both_halves)
 
     def _note(self, state: InstanceState) -> None:
-        tallies = self._ledger.tallies(state.instance.incarnation_id).values()
-        state.acquired.note(time.monotonic(), sum(tally.acquired_weight for tally in tallies))
+        state.acquired.note(time.monotonic(), self._ledger.total(state.instance.incarnation_id).acquired_weight)
 
     def _take_out_silent(self) -> None:
         for state in self._silences.newly_silent(self._states.values()):

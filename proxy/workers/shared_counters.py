@@ -59,7 +59,8 @@ class SharedCounters:
         self.counts = counts
         self.slots = slots
         self._cells = memoryview(buffer).cast("B").cast("q")
-        self._row_cells = _ROW_HEADER + slots * (1 + counts)
+        row_cells = _ROW_HEADER + slots * (1 + counts)
+        self._starts = [_HEADER + row * row_cells for row in range(rows)]
         expected = [FORMAT, rows, slots]
         stored = self._cells[:_SHAPE].tolist()
         if stored == [0, 0, 0]:
@@ -81,30 +82,30 @@ class SharedCounters:
         return Asked(self._cells[_SHAPE])
 
     def changes(self, row: int) -> int:
-        return self._cells[self._at(row) + _CHANGES]
+        return self._cells[self._starts[row] + _CHANGES]
 
     def moves(self) -> int:
         """Another number after somebody has said that it moved."""
-        return sum(self._cells[self._at(row) + _MOVES] for row in range(self.rows))
+        return sum(self._cells[self._starts[row] + _MOVES] for row in range(self.rows))
 
     def say_moved(self, row: int) -> None:
-        self._cells[self._at(row) + _MOVES] += 1
+        self._cells[self._starts[row] + _MOVES] += 1
 
     def say_connections(self, row: int, connections: int | None) -> None:
         """How many the row's process has; None: it takes none."""
-        self._cells[self._at(row) + _CONNECTIONS] = 0 if connections is None else connections + 1
+        self._cells[self._starts[row] + _CONNECTIONS] = 0 if connections is None else connections + 1
 
     def connections(self, row: int) -> int | None:
-        cell = self._cells[self._at(row) + _CONNECTIONS]
+        cell = self._cells[self._starts[row] + _CONNECTIONS]
         return cell - 1 if cell else None
 
     def say_obeyed(self, row: int, asked: Asked, requests: int) -> None:
         """The row's process does what is asked, and has so many requests."""
-        self._cells[self._at(row) + _REQUESTS] = requests
-        self._cells[self._at(row) + _OBEYED] = asked
+        self._cells[self._starts[row] + _REQUESTS] = requests
+        self._cells[self._starts[row] + _OBEYED] = asked
 
     def requests(self, row: int) -> int:
-        return self._cells[self._at(row) + _REQUESTS]
+        return self._cells[self._starts[row] + _REQUESTS]
 
     @property
     def running(self) -> int:
@@ -112,24 +113,24 @@ class SharedCounters:
         return sum(self.requests(row) for row in range(self.rows))
 
     def obeyed(self, row: int) -> Asked:
-        return Asked(self._cells[self._at(row) + _OBEYED])
+        return Asked(self._cells[self._starts[row] + _OBEYED])
 
     def say_arrived(self, row: int, arrived: Sequence[int]) -> None:
         """So many requests of each kind have come to the row's process since it began."""
         for at, count in enumerate(arrived):
-            self._cells[self._at(row) + _ARRIVED + at] = count
+            self._cells[self._starts[row] + _ARRIVED + at] = count
 
     def all_arrived(self) -> list[int]:
         """Requests of each kind that have come to all processes there are."""
-        starts = [self._at(row) + _ARRIVED for row in range(self.rows)]
+        starts = [self._starts[row] + _ARRIVED for row in range(self.rows)]
         return [sum(self._cells[start + kind] for start in starts) for kind in range(_ARRIVALS)]
 
     def say_roster(self, row: int, number: int) -> None:
         """The row's process goes by this roster (`proxy/workers/roster.py`); 0: by none yet."""
-        self._cells[self._at(row) + _ROSTER] = number
+        self._cells[self._starts[row] + _ROSTER] = number
 
     def roster(self, row: int) -> int:
-        return self._cells[self._at(row) + _ROSTER]
+        return self._cells[self._starts[row] + _ROSTER]
 
     def least_connections(self, but: int) -> int | None:
         """Returns the fewest that any process takes but that of row `but`; None without others."""
@@ -138,13 +139,13 @@ class SharedCounters:
 
     def say_counting(self, row: int, counting: bool) -> None:
         """Whether counts of the row may change from now on."""
-        self._cells[self._at(row) + _COUNTING] = counting
+        self._cells[self._starts[row] + _COUNTING] = counting
 
     def counting(self, row: int) -> bool:
-        return bool(self._cells[self._at(row) + _COUNTING])
+        return bool(self._cells[self._starts[row] + _COUNTING])
 
     def tags(self, row: int) -> list[int]:
-        at = self._at(row) + _ROW_HEADER
+        at = self._starts[row] + _ROW_HEADER
         return self._cells[at : at + self.slots].tolist()
 
     def read(self, row: int, slot: int) -> list[int]:
@@ -152,9 +153,12 @@ class SharedCounters:
         at = self._counts_at(row, slot)
         return self._cells[at : at + self.counts].tolist()
 
-    def set(self, row: int, slot: int, count: int, value: int) -> None:
-        """Only the row's own process may, and only to a larger one."""
-        self._cells[self._counts_at(row, slot) + count] = value
+    def set(self, row: int, slot: int, count: int, value: int, next_value: int) -> None:
+        """A count and the one behind it, which is written first. Only the row's own process may, and only to larger
+        ones."""
+        at = self._counts_at(row, slot) + count
+        self._cells[at + 1] = next_value
+        self._cells[at] = value
 
     def write(self, row: int, slot: int, counts: Sequence[int]) -> None:
         at = self._counts_at(row, slot)
@@ -172,18 +176,14 @@ class SharedCounters:
 
     def say_changed(self, row: int) -> None:
         """Have the row's tags read again: its writer may have been killed before it could say so."""
-        self._cells[self._at(row) + _CHANGES] += 1
+        self._cells[self._starts[row] + _CHANGES] += 1
 
     def _retag(self, row: int, slot: int, tag: int) -> None:
-        self._cells[self._at(row) + _ROW_HEADER + slot] = tag
+        self._cells[self._starts[row] + _ROW_HEADER + slot] = tag
         self.say_changed(row)
 
-    def _at(self, row: int) -> int:
-        assert 0 <= row < self.rows, f"row {row} of {self.rows}"
-        return _HEADER + row * self._row_cells
-
     def _counts_at(self, row: int, slot: int) -> int:
-        return self._at(row) + _ROW_HEADER + self.slots + slot * self.counts
+        return self._starts[row] + _ROW_HEADER + self.slots + slot * self.counts
 
 
 def shared_memory(size_bytes: int) -> int:

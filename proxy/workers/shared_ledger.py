@@ -14,7 +14,7 @@ from functools import lru_cache
 from operator import add
 
 from epd_serve.instances import IncarnationId
-from proxy.registry.ledger import NOTHING, OwnLedger, Tally, Work
+from proxy.registry.ledger import NO_TALLY, OwnLedger, Tally, Work
 from proxy.workers.shared_counters import Asked, SharedCounters
 
 # Cells of one kind of work. What was released is read before what was acquired, so that nobody ever seems to hold less
@@ -24,7 +24,6 @@ _CELLS = 4
 COUNTS = _CELLS * len(Work)
 _LOOKS = 10  # a row whose tags change while it is read is read again; they change when incarnations begin and end
 _NOTHING = (0,) * COUNTS
-_NO_TALLY = NOTHING[Work.ENCODE]
 _AT = {work: _CELLS * number for number, work in enumerate(Work)}
 
 
@@ -38,6 +37,7 @@ class SharedLedger:
     def __init__(self, counters: SharedCounters, row: int | None) -> None:
         self._counters = counters
         self._row = row
+        self._others = [other for other in range(counters.rows) if other != row]
         self._slots: dict[IncarnationId, int] = {}
         self._used: set[int] = set()
         self._known: list[tuple[int, dict[int, int]]] = [(-1, {})] * counters.rows
@@ -62,13 +62,12 @@ class SharedLedger:
             self._add(incarnation_id, slot, _AT[work] + _RELEASED, weight)
 
     def tallies(self, incarnation_id: IncarnationId) -> Mapping[Work, Tally]:
-        tag = _tag(incarnation_id)
-        sums = self._mine.get(tag, _NOTHING)
-        for row in range(self._counters.rows):
-            if row != self._row and (counts := self._read(row, tag)):
-                sums = [*map(add, sums, counts)]
-        beyond = self._beyond.tallies(incarnation_id)
+        sums, beyond = self._sums(incarnation_id), self._beyond.tallies(incarnation_id)
         return {work: _tally(sums[at : at + _CELLS], beyond[work]) for work, at in _AT.items()}
+
+    def total(self, incarnation_id: IncarnationId) -> Tally:
+        e0, e1, e2, e3, p0, p1, p2, p3, d0, d1, d2, d3 = self._sums(incarnation_id)  # cells of encode, prefill, decode
+        return _tally((e0 + p0 + d0, e1 + p1 + d1, e2 + p2 + d2, e3 + p3 + d3), self._beyond.total(incarnation_id))
 
     def forget(self, incarnation_id: IncarnationId) -> None:
         self._beyond.forget(incarnation_id)
@@ -82,13 +81,21 @@ class SharedLedger:
         """Another number after some process has acquired something: a cheap look at whether there is news."""
         return self._counters.moves()
 
+    def _sums(self, incarnation_id: IncarnationId) -> Sequence[int]:
+        """The counts of all rows together."""
+        tag = _tag(incarnation_id)
+        sums: Sequence[int] = self._mine.get(tag, _NOTHING)
+        for row in self._others:
+            if counts := self._read(row, tag):
+                sums = [*map(add, sums, counts)]
+        return sums
+
     def _add(self, incarnation_id: IncarnationId, slot: int, at: int, weight: int) -> None:
         assert self._row is not None, "only a process with a row has slots"
         mine = self._mine[_tag(incarnation_id)]
         mine[at] += 1
         mine[at + 1] += weight
-        self._counters.set(self._row, slot, at + 1, mine[at + 1])
-        self._counters.set(self._row, slot, at, mine[at])
+        self._counters.set(self._row, slot, at, mine[at], mine[at + 1])
 
     def _free(self, slot: int, tag: int) -> None:
         assert self._row is not None, "only a process with a row has slots"
@@ -164,7 +171,7 @@ def _counts(counters: SharedCounters, row: int) -> dict[int, list[int]]:
 
 
 def _tally(cells: Sequence[int], beyond: Tally) -> Tally:
-    if beyond is _NO_TALLY:
+    if beyond is NO_TALLY:
         return Tally(cells[_ACQUIRED], cells[_RELEASED], cells[_ACQUIRED_WEIGHT], cells[_RELEASED_WEIGHT])
     return Tally(
         acquired=cells[_ACQUIRED] + beyond.acquired,

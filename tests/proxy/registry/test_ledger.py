@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.instances import IncarnationId
-from proxy.registry.ledger import OwnLedger, Tally, Work
+from proxy.registry.ledger import OwnLedger, Tally, Work, total_of
 
 P0, P1 = ("P0", "one"), ("P1", "one")
 LEASES = st.lists(st.tuples(st.sampled_from([P0, P1]), st.sampled_from(list(Work)), st.integers(0, 10**9)), max_size=20)
@@ -29,6 +29,7 @@ def test_what_is_held_is_what_was_acquired_and_not_released(
             held = [one[2] for index, one in enumerate(leases) if one[:2] == (incarnation, work) and index not in ended]
             tally = ledger.tallies(incarnation)[work]
             assert (tally.held, tally.held_weight) == (len(held), sum(held))
+        assert ledger.total(incarnation) == total_of(ledger.tallies(incarnation).values())
 
 
 def test_counts_only_grow_so_that_processes_can_share_them() -> None:

@@ -142,6 +142,7 @@ def test_several_processes_count_as_one(
 def assert_equal(one: Ledger, other: Ledger) -> None:
     for incarnation in INCARNATIONS:
         assert dict(one.tallies(incarnation)) == dict(other.tallies(incarnation))
+        assert one.total(incarnation) == other.total(incarnation)
 
 
 WRITER = """
