@@ -40,6 +40,7 @@ from proxy.request.client_deadline import DeadlineLapsed, deadline_s
 from proxy.request.client_sink import ClientSink
 from proxy.request.parse import Endpoint
 from proxy.server.client_disconnect import DisconnectWatch
+from proxy.server.http_protocol import BODY_IS_HERE
 from proxy.tenants.auth import caller_of
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,9 @@ class Exchange:
             what = "the request body"
             cancel_scope.cancel_at(begun + limit.s, _Why.LATE)
             try:
-                raw = await read_body(headers, receive, held, self._pipeline.arriving, self._settings)
+                is_here = BODY_IS_HERE in scope.get("extensions", ())
+                arriving = self._pipeline.arriving
+                raw = await read_body(headers, receive, held, arriving, self._settings, is_here=is_here)
             except ClientLeft:
                 return CANCELLED
             what = "the request"

@@ -23,6 +23,8 @@ class CancelScope(Generic[Reason]):
     Where it was cancelled, leaving the context swallows the cancellation that did it. Any other one passes.
     """
 
+    __slots__ = ("_again", "_cancels", "_loop", "_others", "_task", "_timer", "reason")
+
     def __init__(self) -> None:
         self.reason: Reason | None = None
         self._loop = asyncio.get_running_loop()
@@ -32,8 +34,9 @@ class CancelScope(Generic[Reason]):
         self._again: asyncio.TimerHandle | None = None
 
     def cancel_at(self, when: float, reason: Reason) -> None:
-        """Cancel at this loop time, unless it has ended by then."""
-        assert self._timer is None, "one time"
+        """Cancel at this loop time, unless it has ended by then. The time given last counts."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._timer = self._loop.call_at(when, self.cancel, reason)
 
     def cancel(self, reason: Reason) -> None:
@@ -53,11 +56,12 @@ class CancelScope(Generic[Reason]):
     ) -> bool:
         task, self._task = self._task, None
         assert task is not None, "entered before"
-        for timer in (self._timer, self._again):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self.reason is None:
             return False
+        if self._again is not None:
+            self._again.cancel()
         for _ in range(self._cancels):
             task.uncancel()
         return isinstance(error, asyncio.CancelledError) and task.cancelling() <= self._others

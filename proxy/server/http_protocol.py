@@ -18,6 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from proxy.server.client_disconnect import EXTENSION, ClientDisconnect
 
 MAX_HEAD_BYTES = 64 << 10
+BODY_IS_HERE = "epd.body_is_here"
+"""Among the extensions of an ASGI scope once the whole body has come, which mostly is before the request is begun."""
 
 
 class _OneWrite:
@@ -102,4 +104,5 @@ class FrontProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._pending_bytes = 0
+        self.scope["extensions"][BODY_IS_HERE] = {}
         super().on_message_complete()

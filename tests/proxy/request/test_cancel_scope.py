@@ -40,6 +40,23 @@ async def test_it_is_cancelled_at_a_time_and_the_first_reason_counts() -> None:
     assert scope.reason == "late"
 
 
+async def test_of_several_times_the_last_one_counts() -> None:
+    scope: CancelScope[str] = CancelScope()
+    now = asyncio.get_running_loop().time()
+    with scope:
+        scope.cancel_at(now, "soon")
+        scope.cancel_at(now + PATIENCE_S, "late")
+        scope.cancel_at(now, "now")
+        await asyncio.sleep(PATIENCE_S)
+    assert scope.reason == "now"
+    with CancelScope[str]() as put_off:
+        put_off.cancel_at(now, "soon")
+        put_off.cancel_at(now + PATIENCE_S, "late")
+        for _ in range(3):  # rounds of the event loop, which would call what is due
+            await asyncio.sleep(0)
+    assert put_off.reason is None
+
+
 async def test_an_error_of_the_work_passes_whether_or_not_it_was_cancelled() -> None:
     async def fails() -> None:
         try:

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from proxy.http.app import create_app
 from proxy.registry.table import InstanceTable
-from proxy.server.http_protocol import MAX_HEAD_BYTES
+from proxy.server.http_protocol import BODY_IS_HERE, MAX_HEAD_BYTES
 from proxy.server.uvicorn_server import serve
 from tests.proxy.fakes import bound, settings
 from tests.waiting import PATIENCE_S
@@ -87,6 +87,38 @@ async def test_bodies_and_many_requests_on_one_connection_are_no_heads() -> None
         _, answer = await exchange(port, [whole, chunked, *[get] * 20, last])
         assert answer.count(b"HTTP/1.1 400 ") == 2 and answer.count(b"invalid_json") == 2
         assert answer.count(b"HTTP/1.1 200 ") == 21
+
+
+async def test_a_request_is_told_whether_its_body_is_here() -> None:
+    told: list[tuple[bool, bool]] = []
+
+    async def listens(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            before = BODY_IS_HERE in scope["extensions"]
+            while (await receive())["more_body"]:
+                arriving.set()
+            told.append((before, BODY_IS_HERE in scope["extensions"]))
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
+
+    arriving = asyncio.Event()
+    listening = bound()
+    listening.listen()
+    running = asyncio.create_task(serve(listens, sockets=[listening], grace_s=0.0))  # type: ignore[arg-type]
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listening.getsockname()[1])
+        async with asyncio.timeout(PATIENCE_S):
+            writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{")
+            await arriving.wait()
+            writer.write(b"}")
+            await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+    assert told == [(True, True), (False, True)]
 
 
 class _Reads(asyncio.Protocol):
