@@ -19,15 +19,15 @@ class Role(StrEnum):
     @property
     def encodes(self) -> bool:
         """Runs the vision/audio tower as its duty."""
-        return "E" in self.value
+        return "E" in self
 
     @property
     def prefills(self) -> bool:
-        return "P" in self.value
+        return "P" in self
 
     @property
     def decodes(self) -> bool:
-        return "D" in self.value
+        return "D" in self
 
     @property
     def has_language_model(self) -> bool:

@@ -226,11 +226,13 @@ class Pipeline:
     def _parsed(self, endpoint: Endpoint, raw: bytearray, held: MemoryReservation) -> ParsedRequest:
         """The checked request. Decoding takes memory before anybody has seen what is in the body."""
         weight = weighed(raw)
-        with held.borrowed(weight.decoding_bytes):
+        held.take(weight.decoding_bytes)
+        try:
             request = parse(endpoint, raw, self.settings)
             raw.clear()
-        held.give_back(weight.size_bytes)
-        held.take(weight.decoded_bytes(source_bytes(request.media)))
+        finally:
+            held.give_back(weight.decoding_bytes)
+        held.take(weight.decoded_bytes(source_bytes(request.media)) - weight.size_bytes)  # in place of the body
         return request
 
     async def _job(
@@ -242,7 +244,7 @@ class Pipeline:
         passed: Pass,
         trial: Trial,
     ) -> Job:
-        items = await self._load(record, request, tenant, held)
+        items = await self._load(record, request, tenant, held) if request.media else ()
         salt = tenant if self.settings.tells_tenants_apart else None
         base = base_body(request, items, salt, request_id=record.id)
         self._prioritise(base, passed)

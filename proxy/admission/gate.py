@@ -100,12 +100,13 @@ class Gate:
 
     def _refuse_hopeless(self, kind: Kind, due: float, now: float, until: float | None, record: Record) -> None:
         wait_s = self.queue.predicted_wait_s(kind, due, now, at_least=True) or 0.0
-        best_s = min(self._begin_s[kind], default=0.0)
-        if until is not None and time.monotonic() + wait_s + best_s > until:
-            self._refuse("deadline", kind, record, predicted_wait_s=wait_s, best_s=best_s)
-            raise DeadlineUnreachable(
-                f"an answer would begin in {wait_s + best_s:.1f} s at best, later than the deadline of the request"
-            )
+        if until is not None:
+            best_s = min(self._begin_s[kind], default=0.0)
+            if time.monotonic() + wait_s + best_s > until:
+                self._refuse("deadline", kind, record, predicted_wait_s=wait_s, best_s=best_s)
+                raise DeadlineUnreachable(
+                    f"an answer would begin in {wait_s + best_s:.1f} s at best, later than the deadline of the request"
+                )
         if wait_s > self._settings.max_wait_s:
             self._refuse("wait", kind, record, predicted_wait_s=wait_s)
             likely_s = self.queue.predicted_wait_s(kind, due, now)

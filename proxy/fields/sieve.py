@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
+
 from epd_serve.errors import RequestError
 from proxy.fields.rules import IGNORED, NESTED, OUR_XARGS, PASSED, REFUSED, XARGS_REFUSED, Refusal, names_of
 from proxy.fields.vllm_fields import FIELDS, RELEASES
@@ -62,8 +64,7 @@ def known_release(version: str) -> str:
     return next((release for release in reversed(RELEASES) if _numbers(release) <= _numbers(version)), "")
 
 
-@dataclass
-class Sieve:
+class Sieve(Struct):
     """Sifts one body.
 
     Attributes:
@@ -72,7 +73,7 @@ class Sieve:
     """
 
     strict: bool
-    dropped: list[str] = field(default_factory=list)
+    dropped: list[str] = []
 
     def body(self, body: dict[str, Any], rules: Rules) -> None:
         """Leave in `body` what may reach a stage.
@@ -144,11 +145,12 @@ def _all_known(body: dict[str, Any], level: _Level) -> bool:
     """What nearly every body is: nothing in it has to go. No names of places are made for it."""
     if not body.keys() <= level.allowed:
         return False
-    for name in body.keys() & level.inner.keys():
-        value, below = body[name], level.inner[name]
-        for one in value if type(value) is list else (value,):
-            if type(one) is dict and not _all_known(one, below):
-                return False
+    inner = level.inner
+    for name, value in body.items():
+        if name in inner:
+            for one in value if type(value) is list else (value,):
+                if type(one) is dict and not _all_known(one, inner[name]):
+                    return False
     return True
 
 

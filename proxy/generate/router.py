@@ -148,10 +148,10 @@ class Router:
         choices = self._choices(job, avoid, placement)
         if not choices:
             return None
-        fittest = min(choice.rank for choice in choices)
-        compared = [choice for choice in choices if choice.rank == fittest]
-        chosen = compared[0]
-        if len(compared) > 1:
+        chosen = choices[0]
+        if len(choices) > 1:
+            fittest = min(choice.rank for choice in choices)
+            compared = [choice for choice in choices if choice.rank == fittest]
             head = self._policy([choice.head for choice in compared], placement)
             chosen = next(choice for choice in compared if choice.head is head)
         if noted:

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import random
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from epd_serve.errors import EpdError, StageError
 from epd_serve.instances import IncarnationId, Instance
@@ -46,14 +46,13 @@ BACKOFF_S = 0.2
 REPROBE_S = 1.0
 
 
-@dataclass
-class _Progress:
+class _Progress(Struct):
     """Where a request stands between two attempts. `encoding`: under way; an attempt goes ahead of it."""
 
     job: Job
     delivery: Delivery
     encoding: Encoding | None = None
-    avoid: set[IncarnationId] = field(default_factory=set)
+    avoid: set[IncarnationId] = set()
     failures: int = 0
     probing_until: float | None = None
     encoded_again: bool = False

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 LOOKED_AT_BYTES = 8 << 10
 
+_FINISH_KEY = b'"finish_reason"'
 _FINISH = re.compile(rb'"finish_reason": ?"([a-z_]{1,40})"')
 _RESPONSE_STATUS = re.compile(rb'"status": ?"(completed|incomplete|failed)"')
 _COUNTS = tuple(
@@ -41,9 +42,13 @@ def answer_end(last: bytes) -> AnswerEnd:
 
 
 def _finish(last: bytes) -> str:
-    if b'"finish_reason"' in last:
-        matches = _FINISH.findall(last)
-        return matches[-1].decode() if matches else ""
+    """Of the last choice that says why it ended."""
+    if (at := last.rfind(_FINISH_KEY)) >= 0:
+        while at >= 0:
+            if (match := _FINISH.match(last, at)) is not None:
+                return match[1].decode()
+            at = last.rfind(_FINISH_KEY, 0, at)
+        return ""
     matches = _RESPONSE_STATUS.findall(last)
     return matches[-1].decode() if matches else ""
 

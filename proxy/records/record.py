@@ -194,7 +194,7 @@ class Record(Struct):
     @property
     def modality(self) -> str:
         """`text`, or what it has items of: `image`, `image+video`."""
-        return "+".join(sorted(self.media)) or "text"
+        return "+".join(sorted(self.media)) if self.media else "text"
 
     def failures(self) -> list[tuple[str, str]]:
         """Instance and code of each call that failed, also where another one helped."""

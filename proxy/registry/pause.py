@@ -36,4 +36,4 @@ class Pause:
     def now(self) -> float:
         """The clock of those who wait."""
         now = self._clock()
-        return now - self._stood_s - (min(now, self._until) - self._began)
+        return now - self._stood_s - ((now if now < self._until else self._until) - self._began)

@@ -90,15 +90,17 @@ def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -
     sieve.body(body, rules)
     if xargs := _object(body, "vllm_xargs"):
         sieve.xargs(xargs, settings.xargs)
-    for name in body.keys() & _OBJECTS:
-        _object(body, name)
+    for name in _OBJECTS:
+        if name in body:
+            _object(body, name)
     if "chat_template_kwargs" in body:
         _template_variables(_object(body, "chat_template_kwargs"))
     if not endpoint.generates and body.get("model") is None:
         body["model"] = settings.served_models[0]  # there is one tokenizer
     model = _model(body, settings)
-    for name in body.keys() & _LENGTHS:
-        _integer(body, name, 1, None)
+    for name in _LENGTHS:
+        if name in body:
+            _integer(body, name, 1, None)
     _integer(body, "n", 1, settings.max_n)
     if "repetition_detection" in body:
         detection = _object(body, "repetition_detection")
@@ -241,4 +243,7 @@ def _needs_fused(endpoint: Endpoint, body: Mapping[str, Any]) -> str | None:
         return "truncate_prompt_tokens"
     if endpoint is Endpoint.RESPONSES:
         return "truncation" if body.get("truncation") not in (None, "disabled") else None
-    return next((name for name in ("echo", "use_beam_search") if body.get(name)), None)
+    for name in ("echo", "use_beam_search"):
+        if body.get(name):
+            return name
+    return None

@@ -182,4 +182,4 @@ def preferred(candidates: Sequence[Candidate], avoid: Collection[IncarnationId] 
 
 def burden(candidate: Candidate, avoid: Collection[IncarnationId] = ()) -> int:
     """What speaks against picking it, 0 for nothing: this request failed there (2), its circuit is open (1)."""
-    return 2 * (candidate.incarnation_id in avoid) + candidate.suspended
+    return (2 if avoid and candidate.incarnation_id in avoid else 0) + candidate.suspended

@@ -29,7 +29,10 @@ def prompt_tokens(request: ParsedRequest, items: Sequence[LoadedItem] = ()) -> f
     """
     body = request.body
     prompt_parts = [body[name] for name in PROMPT_FIELDS if body.get(name)]
-    return max(_text_tokens(prompt_parts) + sum(item.tokens for item in items), 1.0)
+    tokens = _text_tokens(prompt_parts)
+    if items:
+        tokens += sum(item.tokens for item in items)
+    return max(tokens, 1.0)
 
 
 def _text_tokens(values: list[Any]) -> float:

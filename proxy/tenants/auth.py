@@ -38,6 +38,9 @@ class Caller(NamedTuple):
     account: str
 
 
+ANYBODY = Caller(DEFAULT_TENANT, DEFAULT_TENANT)
+
+
 def tenant_of(headers: Headers, settings: ProxySettings) -> str:
     """The tenant of a request. Raises as `caller_of`."""
     return caller_of(headers, settings).tenant
@@ -53,6 +56,8 @@ def caller_of(headers: Headers, settings: ProxySettings) -> Caller:
         AuthenticationError: keys are configured and this is none of them.
         RequestError: the tenant header is there more than once.
     """
+    if not (settings.api_keys or settings.tenant_header):
+        return ANYBODY
     key = _key_of(headers.get("authorization"), settings.api_keys)
     name = _named(headers, settings.tenant_header)
     account = _digest(key) if key else DEFAULT_TENANT

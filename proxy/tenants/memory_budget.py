@@ -6,8 +6,6 @@ announcing is free. What is counted, and when, `docs/guides/overload.md` has as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Self
 
 from epd_serve.errors import PayloadTooLargeError
@@ -69,15 +67,6 @@ class MemoryReservation:
         other = MemoryReservation(self._share, self.account)
         other.size_bytes, self.size_bytes = self.size_bytes, 0
         return other
-
-    @contextmanager
-    def borrowed(self, for_now_bytes: int) -> Iterator[None]:
-        """Held for the time of the context only. Raises as `take`."""
-        self.take(for_now_bytes)
-        try:
-            yield
-        finally:
-            self.give_back(for_now_bytes)
 
 
 class MemoryBudget:
