@@ -34,7 +34,7 @@ class Instance:
         core_share: its part of its devices' cores, or None for no limit.
         cores: what its workers got, by rank, once they have said so.
         kv_workers: ZMQ addresses on which its workers take KV, by rank (only roles that take KV).
-        answer_flags: of its vLLM (`epd_serve.answer_flags`), or None where its first token is nobody else's.
+        answer_flags: of its vLLM (`epd_serve.answer_flags`), or None where it has no part in answers of two instances.
     """
 
     id: str

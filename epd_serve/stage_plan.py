@@ -31,7 +31,6 @@ class StagePlan:
         engine: what the process is: `vllm`, or `sim` for a simulated stage (`epd_serve.sim`).
         sim_profile: its profile file, "" for one that takes no time.
         memory_names: what the names of its shared memory begin with, "" for names of chance.
-        first_token: clients may get their first token from another stage than the rest; this one goes on after it.
     """
 
     instance: str
@@ -54,7 +53,6 @@ class StagePlan:
     engine: str = "vllm"
     sim_profile: str = ""
     memory_names: str = ""
-    first_token: bool = False
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,13 @@ ENCODE_AGAIN_XARG = "epd_encode_again"
 store's index, for it that they are there."""
 
 FIRST_TOKEN = "first_token"
-"""Proxy → P, D, in `kv_transfer_params`: True where P's first token is shown to the client and D goes on after it; to D
-also the token itself, where a former attempt has shown it."""
+"""Proxy → P, D, in `kv_transfer_params`: True where P's first token is shown to the client and D goes on after it."""
+GOES_ON_AFTER = "goes_on_after"
+"""Proxy → all stages, in `kv_transfer_params`, with or without a transfer: the tokens, a list of int, that the client
+has of this answer. The stage's answer begins with them, and goes on after them."""
+REPLAY = "replay"
+"""Beside it, to those that decode: True where the tokens are to be sampled again, one by one, because something hangs
+on it (a seed, a grammar, penalties); else they are prefilled like a prompt, by P as well, which is told them then."""
 TOKEN_SENT = "epd-serve: sent token "
 KV_NOT_SENT = "epd-serve: no KV: "
 """P → proxy, in `stop_reason` of such an answer that ended at its one token: what follows is the token, or why there is

@@ -74,7 +74,6 @@ def _stage(blueprint: Blueprint, plan: InstancePlan, devices: tuple[int, ...]) -
         kv_cache_bytes=plan.kv_cache_bytes,
         engine=config.engine,
         sim_profile=blueprint.sim_profile,
-        first_token=config.first_token == "prefill" and config.engine == "vllm",
     )
 
 

@@ -95,7 +95,7 @@ def instance_of(stage: StagePlan) -> Instance:
         load_news=wiring.load_publish,
         core_share=stage.core_order.share if stage.core_order is not None else None,
         cpu_cores=stage.cores,
-        answer_flags=answer_flags(stage.extra_args) if stage.first_token else None,
+        answer_flags=answer_flags(stage.extra_args),
         node=wiring.node,
     )
 

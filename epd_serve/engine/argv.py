@@ -32,7 +32,7 @@ OTLP_PROTOCOL_ENV, SERVICE_ENV = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_SER
 """Of OpenTelemetry, read when vLLM makes its exporter, in each process of a stage."""
 
 STAGE_MODULE = "epd_serve.engine.stage_main"
-FIRST_TOKEN_PROCESSOR = "epd_serve.engine.first_token:FirstToken"
+FORCED_TOKENS = "epd_serve.engine.forced_tokens:ForcedTokens"
 
 SHARED_CORES_ENV = "EPD_SERVE_SHARED_CORES"  # set where the cores a stage waits on are those another computes on
 
@@ -104,8 +104,8 @@ def _common(plan: StagePlan) -> list[str]:
 def _role(plan: StagePlan) -> list[str]:
     role, wiring, extra = plan.role, plan.wiring, {"epd": plan.wiring.to_json()}
     args: list[str] = []
-    if wiring.takes_kv and plan.first_token and answer_flags(plan.extra_args) is not None:
-        args += ["--logits-processors", FIRST_TOKEN_PROCESSOR]
+    if (role.decodes or wiring.takes_kv) and answer_flags(plan.extra_args) is not None:
+        args += ["--logits-processors", FORCED_TOKENS]
     if role.sends_features:
         args += ENCODER_ARGS
     if (role.sends_features or role.takes_features) and plan.wiring.arena:

@@ -312,6 +312,18 @@ FEATURES: tuple[Feature, ...] = (
         "made to sample P's token. `max_tokens: 1`, and what stops at its first token, P answers alone. vLLM 0.32's "
         "newer model runner (CUDA): by unit tests.",
     ),
+    Feature(
+        "A stream that goes on at another instance",
+        (
+            "tests/e2e/test_go_on.py::test_tokens_that_are_made_prompt",
+            "tests/e2e/test_go_on.py::test_tokens_that_are_sampled_again",
+            "tests/e2e/test_go_on.py::test_a_pair_that_samples_tokens_again",
+            "tests/e2e/test_faults.py::test_a_stream_that_loses_its_stage_halfway_goes_on",
+        ),
+        notes="One answer to one prompt, of `/v1/chat/completions` and `/v1/completions`; what goes on, and how: "
+        "[failures](../guides/failures.md#streams-that-go-on). Off with `--speculative-config` or "
+        "`--logits-processors`, as above. vLLM 0.32's newer model runner (CUDA): by unit tests.",
+    ),
     Feature("Structured output", ("tests/e2e/test_openai.py::test_a_json_schema_is_kept_to",)),
     Feature("Tool parsers", ("tests/e2e/test_openai.py::test_a_named_tool_is_called",)),
     Feature("Reasoning parsers", (_FEATURE_TESTS + "test_reasoning_is_parsed_as_plain_vllm_parses_it",)),

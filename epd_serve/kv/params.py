@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from epd_serve.wire import FIRST_TOKEN, TransferKey
+from epd_serve.wire import FIRST_TOKEN, GOES_ON_AFTER, TransferKey
 
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # vLLM >= 0.28 appends it to the request id, per instance
 
@@ -28,8 +28,8 @@ class ReceiveParams:
     """`kv_transfer_params` of a request at D: where its KV comes from.
 
     Attributes:
-        awaits_token: it goes on after P's first token, which P will say; `first_token` in the params is the token
-            itself once it is known, as the logits processor wants it (`epd_serve.engine.first_token`).
+        awaits_token: it goes on after P's first token, which P will say; once it is known it stands under
+            `goes_on_after` in the params, for the logits processor (`epd_serve.engine.forced_tokens`).
     """
 
     key: TransferKey
@@ -64,6 +64,13 @@ def receive_params(raw: dict[str, Any] | None, request_id: str) -> ReceiveParams
         str(peer["endpoint"]),
         raw.get(FIRST_TOKEN) is True,
     )
+
+
+def tokens_to_go_on_after(raw: dict[str, Any] | None) -> list[int]:
+    """The tokens of an answer that the client has; empty also where they are no tokens."""
+    tokens = (raw or {}).get(GOES_ON_AFTER)
+    whole = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
+    return tokens if isinstance(tokens, list) and whole else []
 
 
 def prompt_hash(token_ids: Iterable[int], item_keys: Iterable[str]) -> str:

@@ -23,7 +23,10 @@ _WORD_JSON = {one: _json(one) for one in WORDS}
 
 
 class Answer:
-    """One per request.
+    """One per request. Tokens that are computed with the prompt come with the first token after them, as in vLLM.
+
+    Raises:
+        ValueError: it cannot go on after the tokens that were given.
 
     Attributes:
         choices: those of the first prompt first. extras: fields for the stages' proxy, e.g. `kv_transfer_params`.
@@ -43,6 +46,9 @@ class Answer:
             choice.index = index
         self._open = len(self.choices)
         self._generated = [0] * len(self.choices)
+        self._begun = len(params.prefilled)
+        if params.given and not self.choices[0].begins_with(params.given, whole=params.replay):
+            raise ValueError("goes_on_after is not what this answer begins with")
 
     def begin(self) -> None:
         """The request is taken in: nothing is said before the first token."""
@@ -121,13 +127,13 @@ class Answer:
             self._exchange.start_events()
             if self._params.chat:
                 self._open_choices()
-        if self._params.tool and not (last or number == 1):
+        first = 0 if number == self._begun + 1 else number - 1
+        if self._params.tool and not (last or not first):
             return
-        piece = choice.piece(number - 1)
-        if self._plain and not last:
-            self._exchange.event(self._before[choice.index] + _piece_json(piece) + self._after)
+        if self._plain and first and not last:
+            self._exchange.event(self._plain_event(choice, first))
             return
-        event = {**self._head(), "choices": [self._stream_choice(choice, number, piece, last)]}
+        event = {**self._head(), "choices": [self._stream_choice(choice, first, number, last)]}
         if self._params.continuous_usage:
             event["usage"] = self._usage()
         self._exchange.event(_data(event))
@@ -145,35 +151,38 @@ class Answer:
     @functools.cached_property
     def _plain(self) -> bool:
         params = self._params
-        return params.logprobs is None and not (
-            params.continuous_usage or params.token_ids or params.tool or params.echo
-        )
+        return params.logprobs is None and not (params.continuous_usage or params.tool or params.echo)
+
+    def _plain_event(self, choice: Choice, at: int) -> bytes:
+        """Of token `at`, from 0 on."""
+        before, between, after = self._parts[choice.index]
+        ids = b"[%d]" % choice.token_id(at) if self._params.token_ids else b"null"
+        return before + _piece_json(choice.piece(at)) + between + ids + after
 
     @functools.cached_property
-    def _before(self) -> list[bytes]:
-        return [self._split(choice)[0] for choice in self.choices]
+    def _parts(self) -> list[tuple[bytes, bytes, bytes]]:
+        """A later event of each choice, cut where its text and its token ids stand."""
+        text, ids, parts = "\0text\0", "\0ids\0", []
+        for choice in self.choices:
+            entry = self._stream_choice(choice, 1, 2, last=False) | {"token_ids": ids}
+            (entry["delta"] if self._params.chat else entry)["content" if self._params.chat else "text"] = text
+            before, _, rest = _data({**self._head(), "choices": [entry]}).partition(_json(text))
+            between, _, after = rest.partition(_json(ids))
+            parts.append((before, between, after))
+        return parts
 
-    @functools.cached_property
-    def _after(self) -> bytes:
-        return self._split(self.choices[0])[1]
-
-    def _split(self, choice: Choice) -> tuple[bytes, bytes]:
-        """An event of this choice, cut where its text stands."""
-        mark = "\0text\0"
-        event = _data({**self._head(), "choices": [self._stream_choice(choice, 1, mark, last=False)]})
-        before, _, after = event.partition(_json(mark))
-        return before, after
-
-    def _stream_choice(self, choice: Choice, number: int, piece: str, last: bool) -> dict[str, Any]:
-        params, span = self._params, (number - 1, number)
+    def _stream_choice(self, choice: Choice, first: int, number: int, last: bool) -> dict[str, Any]:
+        """Of the tokens from `first` to before `number`, from 0 on."""
+        params, span = self._params, (first, number)
+        piece = "".join(map(choice.piece, range(*span)))
         entry: dict[str, Any] = {"index": choice.index}
         if params.chat:
             entry["delta"] = {"content": piece}
             if params.tool:
-                entry["delta"] = {"tool_calls": [{**self._call(choice), "index": 0}]} if number == 1 else {}
+                entry["delta"] = {"tool_calls": [{**self._call(choice), "index": 0}]} if not first else {}
             entry["logprobs"] = None if params.logprobs is None else choice.chat_logprobs(*span, params.logprobs)
         else:
-            echoed = self._prompt(choice).text.decode(errors="replace") if params.echo and number == 1 else ""
+            echoed = self._prompt(choice).text.decode(errors="replace") if params.echo and not first else ""
             entry["text"] = echoed + piece
             entry["logprobs"] = None if params.logprobs is None else choice.completion_logprobs(*span, params.logprobs)
         entry["finish_reason"] = None
@@ -182,7 +191,7 @@ class Answer:
         if last or not params.chat:
             entry["stop_reason"] = choice.stop if last else None
         if not params.chat:
-            entry["prompt_token_ids"] = self._prompt(choice).ids if params.token_ids and number == 1 else None
+            entry["prompt_token_ids"] = self._prompt(choice).ids if params.token_ids and not first else None
         entry["token_ids"] = self._ids(choice, *span)
         return entry
 

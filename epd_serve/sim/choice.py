@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,11 @@ class Choice:
 
     def token_id(self, number: int) -> int:
         return word_id(self._seed, number)
+
+    def begins_with(self, tokens: Sequence[int], *, whole: bool) -> bool:
+        """Whether these are its first tokens; `whole`: they may be all."""
+        fit = len(tokens) <= self.tokens - (not whole)
+        return fit and all(map(operator.eq, tokens, map(self.token_id, itertools.count())))
 
     def text(self, tokens: int) -> str:
         """Of its first `tokens` tokens."""

@@ -18,14 +18,15 @@ RESPONSES = "/v1/responses"
 
 @dataclass(frozen=True)
 class Prompt:
-    """Text, and media items somewhere in it."""
+    """Text, and media items somewhere in it. `given`: tokens of an answer that are computed with it."""
 
     text: bytes
     items: tuple[Item, ...] = ()
+    given: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
-        return max(1, -(-len(self.text) // TOKEN_BYTES)) + sum(item.tokens for item in self.items)
+        return max(1, -(-len(self.text) // TOKEN_BYTES)) + sum(item.tokens for item in self.items) + len(self.given)
 
     @property
     def ids(self) -> list[int]:
@@ -43,6 +44,8 @@ class Prompt:
         digest = hashlib.blake2b(self.text, digest_size=16)
         for item in self.items:
             digest.update(b"\0" + item.tokens.to_bytes(8))
+        for token in self.given:
+            digest.update(token.to_bytes(8))
         return digest.hexdigest()
 
 

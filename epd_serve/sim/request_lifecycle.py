@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from epd_serve.kv.params import receive_params
@@ -127,16 +127,16 @@ class RequestLifecycle:
     def _child(
         self, params: RequestParams, answer: Answer | ResponseAnswer, index: int, fail: Callable[[str], None]
     ) -> _Child:
-        prompt = params.prompts[index // params.n]
-        sequence = Sequence(
-            prompt_tokens=prompt.tokens, limit=answer.choices[index].tokens, priority=params.priority, on_token=_nothing
-        )
+        prompt = replace(params.prompts[index // params.n], given=params.prefilled)
+        begun = len(prompt.given)
+        limit = answer.choices[index].tokens - begun
+        sequence = Sequence(prompt_tokens=prompt.tokens, limit=limit, priority=params.priority, on_token=_nothing)
         child = _Child(sequence)
 
         def token(number: int, last: bool) -> None:
             if last:
                 self._end(child)
-            answer.token(index, number, last)
+            answer.token(index, begun + number, last)
 
         sequence.on_token = token
         role, request = self._part(params), _child_id(params, index)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from epd_serve.kv.params import tokens_to_go_on_after
 from epd_serve.sim.profile import Profile
 from epd_serve.sim.prompts import CHAT, COMPLETIONS, RESPONSES, Prompt, prompts_of
+from epd_serve.wire import REPLAY
 
 LARGEST_N = 128
 
@@ -22,6 +24,8 @@ class RequestParams:
         limit: tokens of an answer; bounded: because the client said so (`finish_reason` is `length` then).
         logprobs: how many alternatives per token, or None. tool: function that the answer has to call, or "".
         kv, xargs: words for the connectors of the stage.
+        given: tokens that the client has of the answer; it goes on after them. replay: they are generated once more,
+            else they are computed with the prompt.
     """
 
     id: str
@@ -44,6 +48,13 @@ class RequestParams:
     token_ids: bool
     kv: Mapping[str, Any] | None
     xargs: Mapping[str, Any]
+    given: list[int] = field(default_factory=list)
+    replay: bool = False
+
+    @property
+    def prefilled(self) -> tuple[int, ...]:
+        """Those of the given tokens that are computed with the prompt."""
+        return () if self.replay else tuple(self.given)
 
 
 def parse_params(path: str, body: Mapping[str, Any], request_id: str, model: str, profile: Profile) -> RequestParams:
@@ -69,6 +80,12 @@ def parse_params(path: str, body: Mapping[str, Any], request_id: str, model: str
     limit = wanted
     if limit is None:
         limit = model_len - longest if body.get("ignore_eos") else min(profile.output_tokens, model_len - longest)
+    kv = _object(body, "kv_transfer_params")
+    given, replay = tokens_to_go_on_after(dict(kv)), bool(kv.get(REPLAY))
+    if given and (responses or len(prompts) > 1 or (body.get("n") or 1) > 1):
+        raise ValueError("goes_on_after has to be of one answer to a chat or to one prompt")
+    if given and not replay and "transfer_id" in kv and "peer" not in kv:  # a P: it is to sample one more
+        limit += len(given)
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise ValueError("stream_options has to be an object")
@@ -91,8 +108,10 @@ def parse_params(path: str, body: Mapping[str, Any], request_id: str, model: str
         tool="" if responses else _tool(body),
         echo=bool(body.get("echo")) and path == COMPLETIONS,
         token_ids=bool(body.get("return_token_ids")),
-        kv=_object(body, "kv_transfer_params") or None,
+        kv=kv or None,
         xargs=_object(body, "vllm_xargs"),
+        given=given,
+        replay=replay,
     )
 
 

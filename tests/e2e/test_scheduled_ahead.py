@@ -12,6 +12,7 @@ from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT
 from tests.e2e.scheduled_ahead import SAID, scheduled_ahead
 from tests.e2e.serving import Endpoint, Serving, serving
 from tests.e2e.test_first_token import CHAT, FORMS, TEXT, assert_streams_alike
+from tests.e2e.test_go_on import PLAIN, SAMPLED, assert_goes_on, gone_on
 
 pytestmark = pytest.mark.slow
 
@@ -42,3 +43,16 @@ def test_many_at_once_get_the_answers_to_their_own_pictures(ahead: Serving) -> N
     assert ahead.recomputed("P0") == 0
     (link,) = ahead.instances()["P0"]["kv_links"]
     assert (link["state"], link["failed"]) == ("up", 0)
+
+
+def test_an_answer_that_was_cut_is_gone_on_with(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Placeholders stand for the tokens of the last step: how many there are is all that is known."""
+    with scheduled_ahead(tmp_path_factory.mktemp("plugin")), serving("EPD") as launch:
+        assert SAID.format(2) in launch.stage_log("EPD0")
+        stage = launch.stage("EPD0")
+        for body in PLAIN.values():
+            assert_goes_on(stage, body)
+        for body in SAMPLED.values():
+            assert_goes_on(stage, body, whole=True, replay=True)
+        others = [500, 501, 502, 503]
+        assert gone_on(stage, CHAT, TEXT, others, replay=True)["ids"][:4] == others

@@ -14,10 +14,10 @@ from epd_serve.engine.kv.receiver import Expected
 from epd_serve.kv.control import DecodeControl
 from epd_serve.kv.decode_desk import DecodeDesk
 from epd_serve.kv.faults import faults_of
-from epd_serve.kv.params import ReceiveParams, prompt_hash, receive_params
+from epd_serve.kv.params import ReceiveParams, prompt_hash, receive_params, tokens_to_go_on_after
 from epd_serve.trace import Trace
 from epd_serve.wake import idle_waiter
-from epd_serve.wire import FIRST_TOKEN, TransferKey
+from epd_serve.wire import GOES_ON_AFTER, TransferKey
 from epd_serve.wiring import StageWiring, worker_endpoint
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class DecodeScheduler:
         self._asked.discard(request.request_id)
         if params is not None:
             self._awaiting_token.pop(params.key, None)
-            _check_first_token(request)
+            _check_first_tokens(request)
         for held in [held for held in self._held if held.request == request.request_id]:
             self._held.remove(held)
             self._unoffered.append(held.ready.key)  # P never heard of its blocks: the worker may report it at once
@@ -176,7 +176,7 @@ class DecodeScheduler:
             request = self._awaiting_token.pop(key, None)
             if request is not None:  # else it has left
                 assert request.kv_transfer_params is not None
-                request.kv_transfer_params[FIRST_TOKEN] = token
+                request.kv_transfer_params[GOES_ON_AFTER] = [token]
                 self._step.told.append(key)
 
     def _offer(self, endpoint: str, ready: wire.Ready) -> None:
@@ -197,8 +197,8 @@ class DecodeScheduler:
         return receive_params(request.kv_transfer_params, request.request_id)
 
 
-def _check_first_token(request: Request) -> None:
-    """What the client had of P must be what was sampled here. The proxy sees to it that it is not told two answers."""
-    token = (request.kv_transfer_params or {}).get(FIRST_TOKEN, True)
-    if token is not True and request.output_token_ids and request.output_token_ids[0] != token:
-        logger.error("request %s began with another token than prefill's: %s", request.request_id, token)
+def _check_first_tokens(request: Request) -> None:
+    """What the client had must be what was sampled here. The proxy sees to it that it is not told two answers."""
+    tokens = tokens_to_go_on_after(request.kv_transfer_params)[: len(request.output_token_ids)]
+    if tokens != list(request.output_token_ids[: len(tokens)]):
+        logger.error("request %s began with other tokens than its client has: %s", request.request_id, tokens)

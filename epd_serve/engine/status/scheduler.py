@@ -1,8 +1,8 @@
 """vLLM's own scheduler, whichever it would use here, with a watch on it: what `--scheduler-cls` names.
 
-Thin on purpose: one decision of vLLM's changes, and that elsewhere (`ec/partial_prefill.py`). It is chosen when it is
-made, because only then is it known whether batches overlap (`AsyncScheduler`), and naming one of the two would switch
-that off or break it.
+Thin on purpose: what of vLLM's changes does so elsewhere, one decision in `ec/partial_prefill.py`, and requests that go
+on after tokens in `go_on.py`. It is chosen when it is made, because only then is it known whether batches overlap
+(`AsyncScheduler`), and naming one of the two would switch that off or break it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from epd_serve.engine.argv import WIRING_ENV
 from epd_serve.engine.compat import schedule_as_vllm_does
 from epd_serve.engine.ec.partial_prefill import with_partial_prefill
+from epd_serve.engine.go_on import going_on
 from epd_serve.engine.request_trace import SchedulerTrace
 from epd_serve.engine.status.publisher import LoadPublisher
 from epd_serve.engine.status.watch import LoadWatch
@@ -33,7 +34,9 @@ class ReportingScheduler:
     """
 
     def __new__(cls, *args: Any, vllm_config: Any, **more: Any) -> Any:
-        made = reporting(with_partial_prefill(_vllms_choice(vllm_config)))(*args, vllm_config=vllm_config, **more)
+        made = reporting(going_on(with_partial_prefill(_vllms_choice(vllm_config))))(
+            *args, vllm_config=vllm_config, **more
+        )
         schedule_as_vllm_does(made)
         wiring = StageWiring.from_json(json.loads(os.environ[WIRING_ENV]))
         made.watch_load(wiring)

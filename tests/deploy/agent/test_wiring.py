@@ -20,7 +20,7 @@ from deploy.options.ways import Ways, draw_ways
 from deploy.plan.blueprint import draw
 from deploy.plan.machines import Machine, Machines
 from deploy.plan.proxy_settings import build_proxy_settings
-from epd_serve.engine.argv import FIRST_TOKEN_PROCESSOR, stage_command
+from epd_serve.engine.argv import FORCED_TOKENS, stage_command
 from epd_serve.engine.kv.transports import quarantine_of_peers
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import Resized
@@ -84,8 +84,8 @@ def test_the_proxy_is_told_where_ready_goes() -> None:
         ("P-D", {"stage_args": ("all:--seed 3", "P:--max-num-seqs 4")}, [("--seed 3",), ("--seed 3",)], False),
         ("P-D", {"stage_args": ("D:--seed 3",)}, [(), ("--seed 3",)], True),
         ("P-D", {"stage_args": ("D:--speculative-config {}",)}, [(), None], True),
-        ("P-D", {"first_token": "decode", "stage_args": ("D:--seed 3",)}, [None, None], False),
-        ("P-D", {"engine": "sim"}, [None, None], False),
+        ("P-D", {"first_token": "decode", "stage_args": ("D:--seed 3",)}, [(), ("--seed 3",)], False),
+        ("P-D", {"engine": "sim"}, [(), ()], False),
     ],
 )
 def test_who_may_answer_together_is_told_and_warned_of(
@@ -94,7 +94,7 @@ def test_who_may_answer_together_is_told_and_warned_of(
     plan = wired(layout, **options)
     assert [plan.instance(name).answer_flags for name in ("P0", "D0")] == flags
     assert any("first token" in line for line in plan.blueprint.warnings) is warned
-    forced = [FIRST_TOKEN_PROCESSOR in stage_command(plan.stage(name)).argv for name in ("P0", "D0")]
+    forced = [FORCED_TOKENS in stage_command(plan.stage(name)).argv for name in ("P0", "D0")]
     assert forced == [False, flags[1] is not None]
 
 

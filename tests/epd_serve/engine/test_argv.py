@@ -13,7 +13,7 @@ import pytest
 from epd_serve.cpu_threads import CPU_THREADS_ENV
 from epd_serve.engine.argv import (
     CORE_SHARE_ENV,
-    FIRST_TOKEN_PROCESSOR,
+    FORCED_TOKENS,
     OTLP_PROTOCOL_ENV,
     SERVICE_ENV,
     STAGE_ENV,
@@ -80,6 +80,7 @@ def test_the_whole_command_of_a_monolith_on_cpu() -> None:
         *(sys.executable, "-m", "epd_serve.engine.stage_main", "--model", "org/model", "--served-model-name", "m"),
         *("--host", "127.0.0.1", "--port", "4100", "--tensor-parallel-size", "1", "--disable-uvicorn-access-log"),
         *("--scheduling-policy", "priority"),
+        *("--logits-processors", FORCED_TOKENS),
         *("--limit-mm-per-prompt", '{"image": 8, "video": 0}', "--enforce-eager", "--block-size", "32"),
         *("--max-num-seqs", "32"),
         *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
@@ -232,25 +233,20 @@ def test_without_mps_no_percentage_is_pretended() -> None:
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_who_goes_on_after_another_stages_token_can_be_made_to(role: Role) -> None:
-    named = flag(command(role, "npu", first_token=True), "--logits-processors")
-    assert named == (FIRST_TOKEN_PROCESSOR if role.takes_kv else None)
-    assert flag(command(role, "npu"), "--logits-processors") is None
+def test_who_decodes_can_be_made_to_go_on_after_another_stages_tokens(role: Role) -> None:
+    assert flag(command(role, "npu"), "--logits-processors") == (FORCED_TOKENS if role.decodes else None)
 
 
 @pytest.mark.parametrize("flags", ["--speculative-config {}", "--logits-processors a:B"])
 def test_a_stage_that_takes_no_processor_of_ours_gets_none(flags: str) -> None:
-    made = command(Role.D, "cuda", first_token=True, extra_args=tuple(flags.split()))
-    assert FIRST_TOKEN_PROCESSOR not in made.argv
+    made = command(Role.D, "cuda", extra_args=tuple(flags.split()))
+    assert FORCED_TOKENS not in made.argv
 
 
 def test_one_that_may_take_either_part_has_both_halves_and_samples_what_prefill_has_sampled() -> None:
-    made = {
-        role: command(role, "cpu", wiring=StageWiring("X0", role, "inc", both=True), first_token=True)
-        for role in (Role.P, Role.D)
-    }
+    made = {role: command(role, "cpu", wiring=StageWiring("X0", role, "inc", both=True)) for role in (Role.P, Role.D)}
     for one in made.values():
         kv = config(one, "--kv-transfer-config")
         assert kv is not None and kv["kv_role"] == "kv_both"
-        assert FIRST_TOKEN_PROCESSOR in one.argv
+        assert FORCED_TOKENS in one.argv
     assert made[Role.P].env[CPU_THREADS_ENV] == made[Role.D].env[CPU_THREADS_ENV]

@@ -244,24 +244,26 @@ def test_prefills_first_token_is_in_the_params_before_the_request_can_run(
     p.flush()
     wait_for(lambda: d._desk._tokens)
     d.received({wanted.request_id})
-    assert wanted.kv_transfer_params["first_token"] == 7
+    assert wanted.kv_transfer_params["goes_on_after"] == [7]
     assert d.step(scheduled()).told == [key(wanted)] and d.step(scheduled()).told == []
 
 
-def test_a_token_that_was_shown_before_is_awaited_from_nobody(d: DecodeScheduler, tmp_path: Path) -> None:
+def test_tokens_that_were_shown_before_are_awaited_from_nobody(d: DecodeScheduler, tmp_path: Path) -> None:
     wanted = asked(tmp_path)
-    wanted.kv_transfer_params["first_token"] = 7
+    wanted.kv_transfer_params["goes_on_after"] = [7, 8]
     reserve(d, wanted, [5, 6, 7])
     (expected,) = d.step(scheduled()).expected
     assert not expected.awaits_token
 
 
-@pytest.mark.parametrize(("output", "logged"), [([7, 8], False), ([9], True), ([], False)])
+@pytest.mark.parametrize(
+    ("output", "logged"), [([7, 8, 9], False), ([7], False), ([7, 9], True), ([9], True), ([], False)]
+)
 def test_an_answer_that_began_otherwise_is_in_the_log(
     d: DecodeScheduler, tmp_path: Path, caplog: pytest.LogCaptureFixture, output: list[int], logged: bool
 ) -> None:
     wanted = asked(tmp_path)
-    wanted.kv_transfer_params["first_token"] = 7
+    wanted.kv_transfer_params["goes_on_after"] = [7, 8]
     wanted.output_token_ids = output
     d.finished(wanted)
     assert bool(caplog.records) is logged
