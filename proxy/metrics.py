@@ -66,6 +66,18 @@ class Metrics:
         self.retries_refused = Counter(
             "epd_proxy_retries_refused", "Retries that the retry budget did not allow.", registry=self.registry
         )
+        self.migrations = LabelledCounter(
+            "epd_proxy_migrations",
+            "Streams that lost their instance, by how another one was to go on and whether it did.",
+            ("way", "outcome"),
+            registry=self.registry,
+        )
+        self.migration_gap_seconds = Histogram(
+            "epd_proxy_migration_gap_seconds",
+            "From a stream's last event of an instance that is gone to the first one of another that goes on.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
         self.deaths = LabelledCounter(
             "epd_proxy_deaths", "Requests under which an instance died.", ("stage",), registry=self.registry
         )
@@ -187,6 +199,11 @@ class Metrics:
             cause = "other"
         self._kv_causes.add(cause)
         self.kv_failures.labels(cause).inc()
+
+    def migrated(self, way: str, gap_s: float) -> None:
+        """A stream goes on."""
+        self.migrations.labels(way, "went_on").inc()
+        self.migration_gap_seconds.observe(gap_s)
 
     def text(self) -> bytes:
         """Prometheus text format."""

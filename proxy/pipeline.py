@@ -144,6 +144,7 @@ class Pipeline:
                 self.trace,
                 self.background,
                 first_token=settings.first_token,
+                go_on=settings.go_on,
             ),
             self.dispatcher,
             self.metrics,

@@ -59,7 +59,7 @@ def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> Pro
         vllm_version=_installed_vllm() if config.engine == "vllm" else "",
         send_pixels=config.send_pixels,
         on_missing_feature=config.on_missing_feature,
-        first_token=config.first_token,
+        first_token=config.first_token if config.engine == "vllm" else "decode",  # a simulated P says no token
         arena=arena,
     )
     try:

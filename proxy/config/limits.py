@@ -22,7 +22,8 @@ class Timeouts:
         connect_s: opening a connection to a stage.
         encode_s: one encoder's answer for its share of a request's items.
         encode_silence_s: an encoder that reported before and has stopped to, while other instances report, hangs.
-        stage_silence_s: the same of an instance that prefills or decodes, before the first byte.
+        stage_silence_s: the same of an instance that prefills or decodes, before the first byte, and after it where
+            another one can go on.
         first_byte_s: from dispatch of P and D to the first streamed event.
         idle_s: between two streamed events.
         total_s: the whole request, media and queues included.
@@ -209,6 +210,27 @@ class RetryLimits:
     def __post_init__(self) -> None:
         if not self.ratio >= 0 or not self.floor_per_s >= 0 or self.burst < 1:
             raise ConfigError("retry.ratio and floor_per_s must not be negative, burst at least 1", param="retry")
+
+
+@dataclass(frozen=True)
+class MigrationLimits:
+    """Streams that go on at another instance after theirs is gone (`proxy/generate/given.py`).
+
+    Attributes:
+        per_request: how often one stream may.
+        per_s: how many a second of one proxy process, in order; burst: at once, after a calm.
+        stream_bytes: text and tokens that are kept of one stream; a longer one ends with its instance. process_bytes:
+            of all streams of one proxy process.
+    """
+
+    per_request: int = 3
+    per_s: float = 50.0
+    burst: int = 64
+    stream_bytes: int = 1 << 20
+    process_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        require_positive(self, "per_request", "per_s", "burst", "stream_bytes", "process_bytes")
 
 
 @dataclass(frozen=True)

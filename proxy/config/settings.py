@@ -19,6 +19,7 @@ from proxy.config.limits import (
     KeyLimits,
     MediaLimits,
     MemoryLimits,
+    MigrationLimits,
     PoisonLimits,
     RecordLimits,
     RetryLimits,
@@ -35,6 +36,7 @@ SEND_PIXELS = ("auto", "always")
 OVERLAP = ("auto", "always", "never")
 ON_MISSING_FEATURE = ("recompute", "reencode")
 FIRST_TOKEN = ("prefill", "decode")
+GO_ON = ("auto", "replay", "never")
 OTLP_ENDPOINT = re.compile(r"https?://[^/\s]+/\S*")
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
@@ -57,6 +59,7 @@ class ProxySettings:
         identity: model, revision and dtype as they enter feature keys.
         max_model_len: context length in tokens that `/v1/models` reports; by default the model's, where it is known.
         admission: who waits in front of the stages. retry: how many attempts are repeated over the whole proxy.
+        migration: streams that go on at another instance after theirs is gone.
         poison: when a body that instances die of is refused.
         retries: further attempts of one request after a stage failed before the first byte.
         stage_priorities: stages with a language model run with vLLM's priority policy, so that they heed `priority`.
@@ -77,6 +80,9 @@ class ProxySettings:
             too, but D only when the first feature is stored where the tower shares cores with them, or `never`.
         on_missing_feature: `recompute` lets P encode what got lost, `reencode` has an encoder do it again first.
         first_token: `prefill` shows streams the first token of P, after which D goes on, `decode` that of D.
+        go_on: how a stream goes on at another instance after its own is gone: `auto` by one prefill of what the client
+            has where no field of the request speaks against it, else by sampling those tokens again; `replay` by the
+            latter always, token for token what it would have been; `never` ends it.
         arena: the arena of this host where all stages of the layout use it, else None.
         max_known_features: how many features the proxy remembers.
         trace_path: JSON-lines file for phase stamps; by default none.
@@ -105,6 +111,7 @@ class ProxySettings:
     media: MediaLimits = field(default_factory=MediaLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     retry: RetryLimits = field(default_factory=RetryLimits)
+    migration: MigrationLimits = field(default_factory=MigrationLimits)
     poison: PoisonLimits = field(default_factory=PoisonLimits)
     retries: int = 2
     stage_priorities: bool = False
@@ -124,6 +131,7 @@ class ProxySettings:
     overlap: str = "auto"
     on_missing_feature: str = "recompute"
     first_token: str = "prefill"
+    go_on: str = "auto"
     arena: Path | None = None
     max_known_features: int = 65_536
     trace_path: Path | None = None
@@ -163,6 +171,7 @@ class ProxySettings:
         require_one_of("overlap", self.overlap, OVERLAP)
         require_one_of("on_missing_feature", self.on_missing_feature, ON_MISSING_FEATURE)
         require_one_of("first_token", self.first_token, FIRST_TOKEN)
+        require_one_of("go_on", self.go_on, GO_ON)
         for name in self.xargs:
             if name in XARGS_REFUSED or name.startswith(OUR_XARGS):
                 raise ConfigError(f"xargs: {name} is never taken from clients", param="xargs")

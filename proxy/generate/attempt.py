@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import Instance
@@ -24,7 +24,9 @@ from proxy.background import Background
 from proxy.config.limits import Timeouts
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
 from proxy.generate.first_token import alike, is_one_token, may_be_shown
-from proxy.generate.relay import relay, show
+from proxy.generate.given import Given
+from proxy.generate.migration import Way, way_on
+from proxy.generate.relay import Client, relay, show
 from proxy.generate.router import Route
 from proxy.generate.stall_watchdog import StallWatchdog
 from proxy.metrics import Metrics
@@ -33,7 +35,15 @@ from proxy.registry.table import InstanceTable
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_sink import ClientSink
 from proxy.request.payload import Pieces, encoded
-from proxy.stages.bodies import decode_body, first_token_body, prefill_body, public_answer
+from proxy.stages.bodies import (
+    After,
+    decode_body,
+    first_token_body,
+    fused_body,
+    prefill_body,
+    public_answer,
+    with_ids,
+)
 from proxy.stages.circuits import Circuits, StageCall
 from proxy.stages.client import StageClient
 from proxy.stages.job import Job
@@ -56,6 +66,7 @@ class Attempt:
         background: Background,
         *,
         first_token: str = "prefill",
+        go_on: str = "auto",
     ) -> None:
         self._watchdog = StallWatchdog(table, timeouts.stage_silence_s, background)
         self._stages = stages
@@ -63,6 +74,7 @@ class Attempt:
         self._metrics = metrics
         self._trace = trace
         self._prefill_shows = first_token == "prefill"
+        self._go_on = go_on
 
     async def run(
         self,
@@ -70,12 +82,14 @@ class Attempt:
         base: Mapping[str, Any],
         route: Route,
         sink: ClientSink,
+        given: Given,
         before_decode: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Answer `job` from the body `base` on the instances of `route`.
 
         Args:
-            before_decode: what D is to wait for, where P need not.
+            given: what the client has, after which the answer goes on. before_decode: what D is to wait for, where P
+                need not.
 
         Raises:
             StageError: a stage failed or hung, with another attempt possible or not (`sink.repeatable`). StageRefusal.
@@ -90,7 +104,7 @@ class Attempt:
         self._watchdog.watch(cancel_scope, sink, calls)
         try:
             with cancel_scope:
-                await self._run(job, base, route, sink, decoding, prefilling, before_decode)
+                await self._run(job, base, route, sink, given, decoding, prefilling, before_decode)
                 return
             assert cancel_scope.reason is not None, "nothing else swallows an end"
             raise cancel_scope.reason
@@ -107,61 +121,80 @@ class Attempt:
         base: Mapping[str, Any],
         route: Route,
         sink: ClientSink,
+        given: Given,
         decoding: StageCall,
         prefilling: StageCall | None,
         before_decode: Callable[[], Awaitable[None]] | None,
     ) -> None:
+        flags = route.decode.instance.answer_flags
+        keeps = given.goes_on and self._go_on != "never" and flags is not None
+        if not given.begun:
+            given.flags = flags
+        shows = route.prefill is not None and not given.begun and self._prefill_shows
+        shows = shows and may_be_shown(job.request, route)
+        asks = keeps or shows or given.begun
+        after = self._after(job, given)
+        client = Client(sink, given, hides=asks and not job.request.body.get("return_token_ids"), keeps=keeps)
+        to_decode = with_ids(base) if asks else base
         if route.prefill is None or prefilling is None:
-            await self._answer_alone(job, base, route, route.decode, sink, decoding)
-        elif self._prefill_shows and is_one_token(job.request) and alike(route):
+            to_fused = to_decode if after is None else fused_body(to_decode, after)
+            await self._answer_alone(job, to_fused, route, route.decode, client, decoding)
+        elif self._prefill_shows and is_one_token(job.request) and alike(route) and after is None:
             route.decode.release()
-            await self._answer_alone(job, base, route, route.prefill, sink, prefilling)
+            await self._answer_alone(job, to_decode, route, route.prefill, client, prefilling)
         else:
-            await self._run_both(job, base, route, route.prefill, sink, decoding, prefilling, before_decode)
+            bodies = _Bodies(base, to_decode, after, shows)
+            await self._run_both(job, bodies, route, route.prefill, client, decoding, prefilling, before_decode)
+
+    def _after(self, job: Job, given: Given) -> After | None:
+        if not given.begun:
+            return None
+        given.fold()
+        return After(given.tokens, way_on(job.request, given, self._go_on) is Way.REPLAY)
 
     async def _answer_alone(
-        self, job: Job, base: Mapping[str, Any], route: Route, lease: Lease, sink: ClientSink, call: StageCall
+        self, job: Job, body: Mapping[str, Any], route: Route, lease: Lease, client: Client, call: StageCall
     ) -> None:
         if not job.request.stream:
             job.passed.prefilled()  # nobody can tell when
         self._trace.stamp(job.id, "dispatched", path=route.path.name)
-        await self._answer(job, lease, encoded(base), sink, call)
+        await self._answer(job, lease, encoded(body), client, call)
 
     async def _run_both(
         self,
         job: Job,
-        base: Mapping[str, Any],
+        bodies: _Bodies,
         route: Route,
         prefill: Lease,
-        sink: ClientSink,
+        client: Client,
         decoding: StageCall,
         prefilling: StageCall,
         before_decode: Callable[[], Awaitable[None]] | None,
     ) -> None:
         transfer_id, sender, opening = secrets.token_hex(16), prefill.instance, asyncio.Lock()
         answer: asyncio.Task[None]
-        shows = sink.shown is None and self._prefill_shows and may_be_shown(job.request, route)
-        if shows:
-            to_prefill = encoded(first_token_body(base, transfer_id, sender))
+        if bodies.shows:
+            to_prefill = encoded(first_token_body(bodies.base, transfer_id, sender))
         else:
-            to_prefill = encoded(prefill_body(base, transfer_id, sender, job.request.endpoint))
-        goes_on = sink.shown.token if sink.shown is not None else shows
-        to_decode = encoded(decode_body(base, transfer_id, sender, goes_on))
+            to_prefill = encoded(prefill_body(bodies.base, transfer_id, sender, job.request.endpoint, bodies.after))
+        to_decode = encoded(
+            decode_body(bodies.to_decode, transfer_id, sender, first_token=bodies.shows, after=bodies.after)
+        )
         self._trace.stamp(job.id, "dispatched", path=route.path.name, transfer=transfer_id)
-        if shows:
-            sends = partial(self._show, job, sender, to_prefill, sink, prefilling, opening, lambda: answer.cancel())
+        if bodies.shows:
+            sends = partial(self._show, job, sender, to_prefill, client, prefilling, opening, lambda: answer.cancel())
         else:
             sends = partial(self._deliver, job, sender, to_prefill)
 
         def needed() -> bool:
             """D cannot answer without it, or does not."""
-            return sink.repeatable or answer.cancelling() > 0
+            return not (decoding.judged or client.sink.finished) or answer.cancelling() > 0
 
         async def answers() -> None:
             if before_decode is not None:
                 await before_decode()
                 self._trace.stamp(job.id, "decode_sent")
-            await self._answer(job, route.decode, to_decode, sink, decoding, prefilling, opening)
+            await self._answer(job, route.decode, to_decode, client, decoding, prefilling, opening)
 
         async with asyncio.TaskGroup() as group:
             prefilled = group.create_task(self._prefill(job, prefill, sends, prefilling, needed))
@@ -184,7 +217,7 @@ class Attempt:
         job: Job,
         instance: Instance,
         body: bytes | Pieces,
-        sink: ClientSink,
+        client: Client,
         call: StageCall,
         opening: asyncio.Lock,
         leave_decode: Callable[[], object],
@@ -204,7 +237,7 @@ class Attempt:
         async with aclosing(stream) as events:
             await show(
                 events,
-                sink,
+                client,
                 job.request.body,
                 stage=instance.id,
                 opening=opening,
@@ -249,19 +282,21 @@ class Attempt:
         job: Job,
         lease: Lease,
         body: bytes | Pieces,
-        sink: ClientSink,
+        client: Client,
         call: StageCall,
         prefilling: StageCall | None = None,
         opening: asyncio.Lock | None = None,
     ) -> None:
-        instance, request = lease.instance, job.request
+        instance, request, sink = lease.instance, job.request, client.sink
         begun, outcome, span = time.monotonic(), "cancelled", job.record.call_span()
 
-        def first() -> None:
-            call.succeeded()
+        def news() -> None:
+            client.given.answers += 1
             job.trial.survived()
             if not sink.committed:
                 self._first_byte(job, instance)
+            elif client.given.lost_at is not None:
+                self._went_on(job, client.given, instance)
 
         try:
             with call:
@@ -269,7 +304,14 @@ class Attempt:
                     if request.stream:
                         stream = self._stages.events(instance, request.endpoint, body, job.headers(span))
                         async with aclosing(stream) as events:
-                            await relay(events, sink, stage=instance.id, on_first=first, opening=opening)
+                            await relay(
+                                events,
+                                client,
+                                stage=instance.id,
+                                on_first=call.succeeded,
+                                on_news=news,
+                                opening=opening,
+                            )
                     else:
                         answer = await self._stages.fields(
                             instance, request.endpoint, body, job.headers(span), timeout_s=None
@@ -294,11 +336,28 @@ class Attempt:
                 job.record.took("answered", begun, span=span, stage=instance.id, outcome=outcome)
             self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.monotonic() - begun)
 
+    def _went_on(self, job: Job, given: Given, instance: Instance) -> None:
+        """The client's stream goes on, from this instance."""
+        assert given.lost_at is not None, "a stage was lost before another one goes on"
+        gap_s, given.lost_at = time.monotonic() - given.lost_at, None
+        way = way_on(job.request, given, self._go_on).value
+        self._metrics.migrated(way, gap_s)
+        job.record.went_on(instance.id, way=way, tokens=len(given.tokens), gap_s=gap_s)
+
     def _first_byte(self, job: Job, instance: Instance) -> None:
         job.passed.prefilled()
         self._metrics.first_tokens.labels(instance.role.value).inc()
         self._trace.stamp(job.id, "first_byte", stage=instance.id)
         job.record.first_byte(instance.id)
+
+
+class _Bodies(NamedTuple):
+    """What P's and D's bodies are made from. `shows`: the client is shown P's first token."""
+
+    base: Mapping[str, Any]
+    to_decode: Mapping[str, Any]
+    after: After | None
+    shows: bool
 
 
 def _cached_tokens(answer: Mapping[str, Any]) -> int | None:

@@ -13,63 +13,157 @@ from typing import Any
 from epd_serve.errors import StageError
 from proxy import strict_json
 from proxy.errors import stage_answer_error
-from proxy.generate.first_token import Continuation, FirstEvent
+from proxy.generate.continuation import Continuation
+from proxy.generate.first_token import FirstEvent
+from proxy.generate.given import Given
+from proxy.generate.token_event import (
+    TokenForm,
+    prompt_digest,
+    token_form,
+    token_without_ids,
+    without_ids,
+    without_prompt_ids,
+)
 from proxy.request.client_sink import ClientSink
-from proxy.stages.sse import DONE, error_payload, is_comment, is_done, is_last, is_opening, is_plain, split
+from proxy.stages.sse import (
+    BLANK_LINE,
+    DONE,
+    DONE_EVENT,
+    error_payload,
+    is_comment,
+    is_done,
+    is_last,
+    is_opening,
+    is_plain,
+    split,
+)
 
 
 def _nothing() -> None: ...
 
 
+class Client:
+    """The client of one stream, and what is kept of what it gets.
+
+    Args:
+        given: what it has. hides: ids of tokens are among the events for our sake, not for its own. keeps: another
+            stage can go on after what it is sent.
+    """
+
+    __slots__ = ("given", "hides", "keeps", "sink")
+
+    def __init__(self, sink: ClientSink, given: Given, *, hides: bool = False, keeps: bool = False) -> None:
+        self.sink = sink
+        self.given = given
+        self.hides = hides
+        self.keeps = keeps
+
+    def same_prompt(self, events: bytes, stage: str) -> bytes:
+        """The first events of an answer, without the ids of the prompt where the client wants none.
+
+        Raises:
+            StageError: the answer before was to another prompt, as after a change of the chat template.
+        """
+        if (digest := prompt_digest(events)) is None:
+            return events
+        if self.given.begun and self.given.prompt not in (None, digest):
+            raise StageError(f"stage {stage} makes another prompt of the request", stage=stage)
+        self.given.prompt = digest
+        return without_prompt_ids(events) if self.hides else events
+
+    async def write(self, events: bytes) -> None:
+        """Send the client what it is to have of these whole events of a stage."""
+        public = without_ids(events) if self.hides else events
+        if public:
+            await self.sink.write(public)
+        self.given.begin()
+        if self.keeps:
+            self.given.add(events)
+        elif not self.given.why_not:
+            self.given.give_up("its stage was not asked for ids of tokens")
+
+    async def show(self, events: bytes) -> None:
+        """Send it P's first token, after which D goes on whether or not what D says is kept."""
+        await self.sink.write(without_ids(events) if self.hides else events)
+        self.given.begin()
+        self.given.add(events)
+
+    async def finish(self, events: bytes) -> None:
+        """Send it these, the last of which is [DONE]."""
+        if self.hides:
+            events = without_ids(events)
+        if self.given.migrations:
+            note = b": x-epd-migrations: %d" % self.given.migrations + BLANK_LINE
+            events = events.removesuffix(DONE_EVENT) + note + DONE_EVENT
+        await self.sink.finish(events)
+
+
 async def relay(
     events: AsyncIterator[bytes],
-    sink: ClientSink,
+    client: Client,
     *,
     stage: str,
     on_first: Callable[[], None] = _nothing,
+    on_news: Callable[[], None] = _nothing,
     opening: asyncio.Lock | None = None,
 ) -> None:
-    """Copy `events` to `sink` up to and including [DONE], but for what the client has of them (`sink.shown`).
+    """Copy `events` to `client` up to and including [DONE], but for what it has of them.
 
     Args:
         events: complete SSE events, any number at a time. stage: instance id, for errors. on_first: called with the
-            first event of an answer, before the client gets any of it.
+            first event of an answer. on_news: called before the client gets anything of it.
         opening: held by whoever begins the answer; two may be about to (`show`).
 
     Raises:
         StageError: the stream failed or ended without [DONE]. StageRefusal: it failed with a 4xx.
     """
+    sink, given, hides, keeps = client.sink, client.given, client.hides, client.keeps
     held = b""  # openings: what follows them may still be an error, which is retried only before the commit point
     answered = begun = False  # by the stage; with the client
     passing = False  # all that comes is the client's
+    form: TokenForm | None = None
     opening = opening or asyncio.Lock()
     going_on: Continuation | None = None
     async for several in events:
+        if form is not None and (ids_at := form.ids_at(several)):  # as below, for a third of it
+            await sink.write(token_without_ids(several, ids_at) if hides else several)
+            if keeps:
+                given.add_token(several, form.prefix)
+            continue
         if passing and is_plain(several):
+            if going_on is not None:
+                several = going_on.dated(several)
             if DONE not in several:
-                await sink.write(several)
+                await client.write(several)
                 continue
             if is_last(several):
-                await sink.finish(several)
+                await client.finish(several)
                 return
+        if not answered:
+            several = client.same_prompt(several, stage)
         ready, held, failure, ended = _sift(held, several, committed=begun)
         if ready:
             if not answered:
+                if ended and _says_nothing(ready):
+                    raise StageError(f"stage {stage} ended its stream without an answer", stage=stage)
                 answered = True
                 on_first()
             async with opening:
-                if sink.shown is not None and going_on is None:
-                    going_on = Continuation(sink.shown, stage=stage)
+                if not begun and going_on is None and given.begun:
+                    going_on = Continuation(given, stage=stage)
                 if going_on is not None:
                     ready = going_on.rest(ready)
                 if ready:
-                    begun, sink.shown = True, None
+                    if not begun:
+                        begun = True
+                        on_news()
                     if not sink.committed:
                         await sink.start_stream()
                     if ended:
-                        await sink.finish(ready)
+                        await client.finish(ready)
                         return
-                    await sink.write(ready)
+                    await client.write(ready)
+                    form = token_form(ready) if going_on is None else None
             passing = begun and (going_on is None or going_on.done)
         if failure is not None:
             raise stage_answer_error(failure, stage=stage, status=_status_in(failure))
@@ -78,7 +172,7 @@ async def relay(
 
 async def show(
     events: AsyncIterator[bytes],
-    sink: ClientSink,
+    client: Client,
     body: Mapping[str, Any],
     *,
     stage: str,
@@ -95,6 +189,7 @@ async def show(
     Raises:
         As `relay`; KvNotDelivered: P says that D will not get the KV.
     """
+    sink = client.sink
     held, first = b"", None
     async for several in events:
         rest = several
@@ -114,13 +209,12 @@ async def show(
                         continue
                     if first.whole:
                         on_whole()
-                    elif first.shown is not None:
+                    elif first.public:
                         on_first()
-                        sink.shown = first.shown
                         await sink.start_stream()
-                        await sink.write(held + first.public)
+                        await client.show(held + first.public)
                 if first.whole:
-                    await relay(_following(held + event + rest, events), sink, stage=stage, on_first=on_first)
+                    await relay(_following(held + event + rest, events), client, stage=stage, on_first=on_first)
                     return
     raise StageError(f"stage {stage} ended its stream early", stage=stage)
 
@@ -150,6 +244,13 @@ def _sift(held: bytes, several: bytes, *, committed: bool) -> tuple[bytes, bytes
         if is_done(event):
             return ready, held, None, True
     return ready, held, None, False
+
+
+def _says_nothing(events: bytes) -> bool:
+    """Whether they are an answer without a choice, as a stage gives that is being ended."""
+    return all(b'"choices":[]' in event or is_opening(event) or event == DONE_EVENT for event in split(events)) and (
+        events != DONE_EVENT
+    )
 
 
 def _status_in(payload: bytes) -> int:

@@ -35,6 +35,9 @@ from proxy.routing.policy import (
 from proxy.routing.prompt_affinity import prompt_affinity
 from proxy.stages.job import Job
 
+Flags = tuple[str, ...] | None
+"""`Instance.answer_flags`, or None for any."""
+
 
 class Route(Struct, frozen=True):
     """The instances of one attempt, already counted as busy. Whoever holds it releases it."""
@@ -105,8 +108,9 @@ class Router:
             return choice is not None and choice.path.encode
         return True in ways
 
-    async def route(self, job: Job, *, avoid: Collection[IncarnationId] = ()) -> Route:
-        """A way through the live instances, by the policy, preferring incarnations not in `avoid`.
+    async def route(self, job: Job, *, avoid: Collection[IncarnationId] = (), like: Flags = None) -> Route:
+        """A way through the live instances, by the policy, preferring incarnations not in `avoid`. `like`: flags of who
+        decodes, where an answer goes on.
 
         Its path may encode apart although `job.features` is None (the heads that would not are gone): then the encode
         step comes first. Waits up to `instance_wait_s` for a missing role, and as long as a pause takes. Raises
@@ -116,7 +120,7 @@ class Router:
         until = now() + self._instance_wait_s
         placement = self._placement(job)
         since, missing = time.monotonic(), ""
-        while (choice := self._pick(job, avoid, placement, noted=True)) is None:
+        while (choice := self._pick(job, avoid, placement, like, noted=True)) is None:
             if (left_s := until - now()) <= 0:
                 job.record.took("waited", since, missing=missing)
                 missing = ", ".join(self._table.missing()) or "an instance"
@@ -130,9 +134,9 @@ class Router:
         prefill = self._table.acquire(choice.head.id, Work.PREFILL, placement.cost)
         return Route(choice.path, prefill, self._table.acquire(choice.tail.id, Work.DECODE))
 
-    def has_alternative(self, job: Job, *, avoid: Collection[IncarnationId]) -> bool:
+    def has_alternative(self, job: Job, *, avoid: Collection[IncarnationId], like: Flags = None) -> bool:
         """True when an attempt that touches no incarnation in `avoid` is possible right now."""
-        choice = self._pick(job, avoid, self._placement(job))
+        choice = self._pick(job, avoid, self._placement(job), like)
         return choice is not None and not any(
             part is not None and part.incarnation_id in avoid for part in (choice.head, choice.tail)
         )
@@ -142,10 +146,16 @@ class Router:
         return Placement(job.tokens, affinity, self._random.getrandbits(32))
 
     def _pick(
-        self, job: Job, avoid: Collection[IncarnationId], placement: Placement, *, noted: bool = False
+        self,
+        job: Job,
+        avoid: Collection[IncarnationId],
+        placement: Placement,
+        like: Flags = None,
+        *,
+        noted: bool = False,
     ) -> _HeadChoice | None:
         """`noted`: the request goes by it."""
-        choices = self._choices(job, avoid, placement)
+        choices = self._choices(job, avoid, placement, like)
         if not choices:
             return None
         chosen = choices[0]
@@ -172,15 +182,19 @@ class Router:
             policy = "least-loaded" if self._tail_policy is least_loaded else self._policy_name
             job.record.chose("decode", policy, 1.0, chosen.tails, [chosen.tail.id])
 
-    def _choices(self, job: Job, avoid: Collection[IncarnationId], placement: Placement) -> list[_HeadChoice]:
+    def _choices(
+        self, job: Job, avoid: Collection[IncarnationId], placement: Placement, like: Flags
+    ) -> list[_HeadChoice]:
         """Every live head that the job can go to, and of each kind with which tail."""
         undecided = bool(job.items) and job.features is None
         encoders = self._table.live(Role.E) if undecided else ()
         choices = []
         for path in paths(self._roles(job), multimodal=bool(job.items), fused=_fused(job)):
-            tails = preferred(self._table.live(path.tail), avoid) if path.tail is not None else ()
+            tails = preferred(self._alike(path.tail, like), avoid) if path.tail is not None else ()
+            if path.tail is not None and not tails:
+                continue
             tail = self._tail_policy(tails, replace(placement, cost=1.0)) if tails else None
-            for head in self._table.live(path.head):
+            for head in self._alike(path.head, like if path.tail is None else None):
                 rank = (
                     burden(head, avoid) + (burden(tail, avoid) if tail is not None else 0),
                     int(job.features is not None and not path.encode),
@@ -190,6 +204,13 @@ class Router:
                     head = _with_encoding(head, job.items, encoders if path.encode else ())
                 choices.append(_HeadChoice(path, head, tail, tails, rank))
         return choices
+
+    def _alike(self, role: Role, like: Flags) -> Sequence[Candidate]:
+        """Those that are live, of these flags where they matter."""
+        live = self._table.live(role)
+        if like is None:
+            return live
+        return [one for one in live if self._table.instance(one.id).answer_flags == like]
 
     def _roles(self, job: Job) -> frozenset[Role]:
         """Those of live instances. E counts as live while one is wanted: the encode step itself copes with none

@@ -1,4 +1,4 @@
-"""Watches attempts that wait for their first byte: cancels those of which an instance has stopped to report.
+"""Watches attempts that another one could follow: cancels those of which an instance has stopped to report.
 
 A stage that hangs keeps its connections open, so nothing else ends such a wait before its deadline. One look a second
 over all of them, since an instance falls silent without any news.
@@ -36,8 +36,8 @@ class StallWatchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, cancel_scope: CancelScope[StageError], sink: ClientSink, calls: Sequence[StageCall]) -> None:
-        """An attempt makes these calls, until `unwatch`: cancel it before its first byte with the error about a
-        silent one."""
+        """An attempt makes these calls, until `unwatch`: cancel it, while another one could follow, with the error
+        about a silent one. Once the last of these calls is answered, nothing hangs on the others."""
         self._watched[cancel_scope] = (sink, calls)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._check)
@@ -55,7 +55,7 @@ class StallWatchdog:
             self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._check)
 
     def _judge(self, cancel_scope: CancelScope[StageError], calls: Sequence[StageCall]) -> None:
-        for call in calls:
+        for call in calls[-1:] if calls[-1].judged else calls:
             silent_s = 0.0 if call.ended else self._table.silence_s(*call.incarnation_id)
             if silent_s > self._silence_s:
                 call.failed()

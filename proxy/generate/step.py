@@ -1,4 +1,5 @@
-"""The prefill and decode step: attempts until one succeeds, repeated before the first byte, never after.
+"""The prefill and decode step: attempts until one succeeds, repeated before the first byte. After it one follows only
+where it can go on after what the client has.
 
 Owns when to try again, where, and how the media is delivered then (`proxy/generate/delivery.py` says what there is to
 choose from). One attempt is `proxy/generate/attempt.py`'s business.
@@ -10,6 +11,7 @@ import asyncio
 import logging
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 from msgspec import Struct, structs
@@ -31,8 +33,10 @@ from proxy.generate.delivery import (
     first_delivery,
     goes_as_metadata,
 )
-from proxy.generate.first_token import alike
-from proxy.generate.router import Route, Router
+from proxy.generate.given import Given, GivenRoom
+from proxy.generate.migration import MigrationPace, Way, way_on, why_not
+from proxy.generate.relay import Client
+from proxy.generate.router import Flags, Route, Router
 from proxy.metrics import Metrics
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.table import InstanceTable
@@ -40,6 +44,7 @@ from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_sink import ClientSink
 from proxy.stages.job import Job
 from proxy.stages.retry_budget import RetryBudget
+from proxy.stages.sse import DONE_EVENT
 
 logger = logging.getLogger(__name__)
 BACKOFF_S = 0.2
@@ -47,16 +52,28 @@ REPROBE_S = 1.0
 
 
 class _Progress(Struct):
-    """Where a request stands between two attempts. `encoding`: under way; an attempt goes ahead of it."""
+    """Where a request stands between two attempts. `given`: what its client has of a stream. `encoding`: under way; an
+    attempt goes ahead of it."""
 
     job: Job
     delivery: Delivery
+    given: Given
+    prompt_tokens: float
     encoding: Encoding | None = None
     avoid: set[IncarnationId] = set()
     failures: int = 0
     probing_until: float | None = None
     encoded_again: bool = False
     doubted: bool = False  # an attempt failed with nobody saying that a feature was missing
+
+    @property
+    def like(self) -> Flags:
+        """Flags of those who can decode it."""
+        return self.given.flags if self.given.begun else None
+
+    def went_well(self) -> None:
+        """Its last attempt gave the client something: what failed before counts no more."""
+        self.failures, self.probing_until, self.doubted = 0, None, False
 
 
 class GenerateStep:
@@ -83,6 +100,8 @@ class GenerateStep:
         self._metrics = metrics
         self._trace = trace
         self._budget = budget
+        self._given_room = GivenRoom(settings.migration)
+        self._pace = MigrationPace(settings.migration)
 
     async def run(self, job: Job, sink: ClientSink, encoding: Encoding | None = None) -> None:
         """Attempt until one succeeds, the client has its first byte, or the retries are used up.
@@ -96,7 +115,18 @@ class GenerateStep:
             encoding: of the job's items, where it has begun. The first attempt goes ahead of its end if that is of use
                 (`proxy/encode/encoding.py`); what comes of that attempt, the next one follows the end.
         """
-        progress = _Progress(job, first_delivery(job, self._settings), encoding)
+        given = Given(self._given_room, why_not=why_not(job.request))
+        sink.goes_on = lambda: given.goes_on
+        progress = _Progress(job, first_delivery(job, self._settings), given, job.tokens, encoding)
+        try:
+            await self._run(progress, sink)
+        finally:
+            if given.lost_at is not None:
+                self._metrics.migrations.labels(self._way(progress).value, "failed").inc()
+            given.close()
+
+    async def _run(self, progress: _Progress, sink: ClientSink) -> None:
+        job, given, encoding = progress.job, progress.given, progress.encoding
         if encoding is not None and not await self._goes_ahead(progress, encoding):
             await self._encoded(progress)
         begun = time.monotonic()
@@ -107,20 +137,17 @@ class GenerateStep:
         while True:
             job.trial.check()
             suspected, since = job.trial.suspected, time.monotonic()
-            async with job.trial.turn(job.passed.give_back):
-                if suspected:
+            turn = nullcontext() if given.begun else job.trial.turn(job.passed.give_back)
+            async with turn:
+                if suspected and not given.begun:
                     job.record.took("on_trial", since)
                 job.trial.check()  # other copies may have been on trial meanwhile
                 await job.passed.to_stages()  # to wait, to encode after all, or again, is to give the place back
-                route = await self._router.route(progress.job, avoid=progress.avoid)
+                route = await self._router.route(progress.job, avoid=progress.avoid, like=progress.like)
                 # An instance that encodes for itself takes the media, and nothing but the media.
                 delivery = progress.delivery if route.path.encode else Delivery.PIXELS
-                if sink.shown is not None and not alike(route):
-                    route.release()
-                    stage = route.decode.instance.id
-                    raise failure or StageError("nobody can go on after the first token", stage=stage)
                 failure = None
-                began = time.monotonic()
+                before, began = given.answers, time.monotonic()
                 sent_at = asyncio.get_running_loop().time()
                 try:
                     if self._may_run(progress, route) and await self._answered(progress, delivery, route, sink):
@@ -128,13 +155,21 @@ class GenerateStep:
                 except (StageError, StageRefusal) as error:
                     stage = error.stage if isinstance(error, StageError) else route.decode.instance.id
                     job.record.failed("failed", error, stage, s=time.monotonic() - began, delivery=delivery.value)
+                    if sink.committed and given.begun:
+                        given.fold()
                     if not sink.repeatable:
+                        self._note_cut(progress, error)
                         raise
                     failure = error
-                    self._note_death(job, failure, route, sent_at)
+                    if given.answers == before:  # else it has answered, and is no suspect
+                        self._note_death(job, failure, route, sent_at)
                 finally:
                     route.release()
             went_ahead = progress.encoding is not None
+            if failure is not None and given.answers != before:
+                if await self._moves(progress, failure, route, sink):
+                    return
+                continue
             if failure is None or went_ahead:
                 await self._encoded(progress)
             if failure is None:
@@ -145,9 +180,50 @@ class GenerateStep:
             ):
                 continue
             pause_s = self._retry_pause_s(progress, failure, route)
-            if not self._router.has_alternative(progress.job, avoid=progress.avoid):
+            if not self._router.has_alternative(progress.job, avoid=progress.avoid, like=progress.like):
                 # The same instance again: after the launcher's word about it, or a little later.
                 await self._table.changed(pause_s * random.uniform(0.5, 1.0))
+
+    async def _moves(
+        self, progress: _Progress, failure: StageError | StageRefusal, route: Route, sink: ClientSink
+    ) -> bool:
+        """Prepare another attempt to go on with a stream whose stage is gone. True: there is nothing left to be said,
+        and the client has its end. Raises `failure` where the stream has moved as often as it may."""
+        given, job = progress.given, progress.job
+        if not isinstance(failure, StageError) or not failure.retryable:
+            raise failure
+        given.lost_at = given.last_at
+        progress.went_well()
+        progress.avoid.add(_incarnation_of(failure, route))
+        if given.migrations >= self._settings.migration.per_request:
+            job.record.note("stays", reason=f"it has moved {given.migrations} times")
+            raise failure
+        given.migrations += 1
+        way = self._way(progress)
+        if way is Way.NONE:
+            self._metrics.migrated(way.value, time.monotonic() - given.last_at)
+            given.lost_at = None
+            job.record.went_on("", way=way.value, tokens=len(given.tokens), gap_s=0.0)
+            await Client(sink, given).finish(DONE_EVENT)
+            return True
+        if way is Way.FAST:
+            progress.job = structs.replace(progress.job, tokens=progress.prompt_tokens + len(given.tokens))
+        if progress.encoding is not None:
+            await self._encoded(progress)
+        logger.warning(
+            "request %s: %s; another one goes on after %d tokens", job.id, failure.message, len(given.tokens)
+        )
+        await self._pace.turn()
+        return False
+
+    def _way(self, progress: _Progress) -> Way:
+        return way_on(progress.job.request, progress.given, self._settings.go_on)
+
+    def _note_cut(self, progress: _Progress, error: EpdError) -> None:
+        """A stream ends with its stage."""
+        if progress.job.request.stream and isinstance(error, StageError) and progress.given.why_not:
+            self._metrics.migrations.labels(Way.NONE.value, "failed").inc()
+            progress.job.record.note("stays", reason=progress.given.why_not)
 
     async def _goes_ahead(self, progress: _Progress, encoding: Encoding) -> bool:
         """Whether to call P and D now, while encoders work: waits until the metadata of all items is known, or the
@@ -189,12 +265,12 @@ class GenerateStep:
     async def _answered(self, progress: _Progress, delivery: Delivery, route: Route, sink: ClientSink) -> bool:
         """Run an attempt. False: it went ahead, and had to be cut."""
         if progress.encoding is None:
-            await self._run_attempt(progress.job, delivery, route, sink)
+            await self._run_attempt(progress.job, delivery, route, sink, progress.given)
             return True
         outcome = "failed"
         try:
             with CancelScope[str]() as scope, progress.encoding.attempted(lambda: _cut(scope, sink)):
-                await self._run_attempt(progress.job, delivery, route, sink, progress.encoding)
+                await self._run_attempt(progress.job, delivery, route, sink, progress.given, progress.encoding)
                 outcome = "answered"
                 return True
             outcome = "cut"
@@ -204,7 +280,13 @@ class GenerateStep:
             progress.job.record.note("went_ahead", outcome=outcome)
 
     async def _run_attempt(
-        self, job: Job, delivery: Delivery, route: Route, sink: ClientSink, encoding: Encoding | None = None
+        self,
+        job: Job,
+        delivery: Delivery,
+        route: Route,
+        sink: ClientSink,
+        given: Given,
+        encoding: Encoding | None = None,
     ) -> None:
         """`encoding`: under way. Where its tower shares cores with others, D prepares the request when it is through
         with the first item: P needs D no sooner, and the tower needs the cores."""
@@ -214,7 +296,7 @@ class GenerateStep:
         base = delivered(job, delivery, self._settings) if route.path.encode else job.base
         waits = encoding is not None and self._settings.overlap == "auto" and self._tower_shares_cores()
         before_decode = encoding.first_stored if waits and encoding is not None else None
-        await self._attempt.run(job, base, route, sink, before_decode)
+        await self._attempt.run(job, base, route, sink, given, before_decode)
 
     def _note_death(self, job: Job, failure: EpdError, route: Route, sent_at: float) -> None:
         """Where the failure was the end of an instance, hold it against the request."""
@@ -239,7 +321,7 @@ class GenerateStep:
             progress.failures += 1
             give_up, pause_s = progress.failures > self._settings.retries, BACKOFF_S * progress.failures
             if isinstance(failure, StageTimeout) and not self._router.has_alternative(
-                progress.job, avoid=progress.avoid
+                progress.job, avoid=progress.avoid, like=progress.like
             ):
                 give_up = True
             if not give_up and not self._budget.withdraw(time.monotonic()):

@@ -81,7 +81,8 @@ class Record(Struct):
         status: of HTTP, 0 where none was sent. code, param, message: of the error, if it ended in one.
         finish: the model's reason. Token counts are None where no stage has said them.
         events_sent: of a stream. first_byte_s: of a stream, since the arrival.
-        retried: something of it was done again. events, choices: in order; lost: how many found no place.
+        retried: something of it was done again. migrations: how often its stream went on at another instance.
+        events, choices: in order; lost: how many found no place.
         trace: where it belongs in a distributed trace, where such are made.
     """
 
@@ -117,6 +118,7 @@ class Record(Struct):
     events: list[Event] = []
     choices: list[Choice] = []
     retried: bool = False
+    migrations: int = 0
     lost: int = 0
     trace: TraceContext | None = None
 
@@ -183,6 +185,11 @@ class Record(Struct):
         self.attempts += 1
         self.path, self.prefill, self.decode = path, prefill or "", decode
         self.note("dispatched", path=path, prefill=self.prefill, decode=decode)
+
+    def went_on(self, stage: str, *, way: str, tokens: int, gap_s: float) -> None:
+        """The client's stream goes on, from this instance, `gap_s` after its last event and so many tokens."""
+        self.migrations += 1
+        self.again("went_on", stage=stage, way=way, tokens=tokens, gap_s=gap_s)
 
     def first_byte(self, stage: str) -> None:
         """The client's first token has come, from this instance."""

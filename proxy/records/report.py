@@ -24,6 +24,7 @@ def summary(record: Record) -> dict[str, Any]:
         "code": record.code,
         "attempts": record.attempts,
         "retried": record.retried,
+        "migrations": record.migrations,
         "first_byte_s": _rounded(record.first_byte_s),
         "total_s": _rounded(record.total_s),
     }

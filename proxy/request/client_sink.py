@@ -1,7 +1,7 @@
 """The client's side of one exchange: writes an ASGI response and knows whether it has begun.
 
-The commit point is the first byte of whoever answers: before it a failed attempt may be repeated, after it never. A
-first token that was shown ahead of the answer (`shown`) is not that: an attempt may follow that goes on after it.
+The commit point is the first byte of whoever answers: before it a failed attempt may be repeated, after it never. What
+may follow then is an attempt that goes on after what the client has, where `goes_on` says that one can.
 """
 
 from __future__ import annotations
@@ -9,24 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from msgspec import Struct
 from starlette.types import Send
 
 from proxy import strict_json
 
 EVENT_END = b"\n\n"
-
-
-class ShownToken(Struct, frozen=True):
-    """What a client has of an answer whose first token it was shown.
-
-    Attributes:
-        token: its id.
-        text: of it, never empty.
-    """
-
-    token: int
-    text: str
 
 
 class ClientSink:
@@ -37,13 +24,13 @@ class ClientSink:
 
     Attributes:
         committed: the response has begun: its status has been sent.
-        shown: the first token, where the client has that and nothing else.
+        goes_on: whether an attempt could go on after what was sent.
         bytes_sent: of the body. events_sent: of a stream.
     """
 
     __slots__ = (
         "_before", "_headers", "_last", "_late_headers", "_send", "bytes_sent", "committed", "events_sent", "finished",
-        "shown", "status",
+        "goes_on", "status",
     )  # fmt: skip
 
     def __init__(
@@ -54,7 +41,7 @@ class ClientSink:
         self._late_headers = late_headers
         self.committed = False
         self.finished = False
-        self.shown: ShownToken | None = None
+        self.goes_on: Callable[[], bool] = bool
         self.status = 0
         self.bytes_sent = self.events_sent = 0
         self._before = self._last = b""
@@ -67,15 +54,15 @@ class ClientSink:
     @property
     def repeatable(self) -> bool:
         """Whether another attempt may still be made."""
-        return not self.committed or (self.shown is not None and not self.finished)
+        return not self.committed or (not self.finished and self.goes_on())
 
     async def start_stream(self) -> None:
         await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
 
     async def write(self, data: bytes) -> None:
         assert self.committed and not self.finished, "write outside of a started response"
-        self._count(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._count(data)  # where it is cut off meanwhile, nothing was sent
 
     async def finish(self, data: bytes = b"") -> None:
         """End the response, with the last of it."""
@@ -105,8 +92,7 @@ class ClientSink:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         assert not self.committed, "a second response to one request"
-        self.committed = True
-        self.status = status
         every = {**self._headers, **self._late_headers(), **headers}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in every.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        self.committed, self.status = True, status

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from epd_serve.instances import Instance
-from epd_serve.wire import ENCODE_AGAIN_XARG, FIRST_TOKEN
+from epd_serve.wire import ENCODE_AGAIN_XARG, FIRST_TOKEN, GOES_ON_AFTER, REPLAY
 from proxy.fields.parts import MediaRef, placeholder_part, rewritten_part
 from proxy.fields.response_parts import as_chat_part, placeholder_response_part, rewritten_response_part
 from proxy.media.loader import LoadedItem
@@ -94,12 +94,44 @@ def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem], again: Col
     return with_xargs(body, **{ENCODE_AGAIN_XARG: ",".join(sorted(again))}) if again else body
 
 
+class After(NamedTuple):
+    """What an answer goes on after: ids of its tokens so far. `replay`: they are sampled again, where it is decoded."""
+
+    tokens: Sequence[int]
+    replay: bool
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """For who decodes, in `kv_transfer_params`."""
+        return {GOES_ON_AFTER: list(self.tokens), **({REPLAY: True} if self.replay else {})}
+
+
+def with_ids(base: Mapping[str, Any]) -> dict[str, Any]:
+    """`base`, answered with ids of the tokens."""
+    return {**base, "return_token_ids": True}
+
+
+def fused_body(base: Mapping[str, Any], after: After) -> dict[str, Any]:
+    """The client's request for who prefills and decodes, to go on with its answer."""
+    return {**base, "kv_transfer_params": after.params}
+
+
 def prefill_body(
-    base: Mapping[str, Any], transfer_id: str, prefill: Instance, endpoint: Endpoint = Endpoint.CHAT
+    base: Mapping[str, Any],
+    transfer_id: str,
+    prefill: Instance,
+    endpoint: Endpoint = Endpoint.CHAT,
+    after: After | None = None,
 ) -> dict[str, Any]:
-    """The same prompt, one token, no frills. `n` and prompt lists stay: transfers are keyed (id, child)."""
+    """The same prompt, one token, no frills. `n` and prompt lists stay: transfers are keyed (id, child).
+
+    Args:
+        after: tokens of the answer that D is to go on after; part of the prompt but for a replay.
+    """
     body = {name: value for name, value in base.items() if name not in NOT_FOR_PREFILL}
     params = {"transfer_id": transfer_id, "incarnation": prefill.incarnation}
+    if after is not None and not after.replay:
+        params |= after.params
     limit = "max_output_tokens" if endpoint is Endpoint.RESPONSES else "max_tokens"
     return {**body, "stream": False, limit: 1, "kv_transfer_params": params}
 
@@ -115,15 +147,20 @@ def first_token_body(base: Mapping[str, Any], transfer_id: str, prefill: Instanc
 
 
 def decode_body(
-    base: Mapping[str, Any], transfer_id: str, prefill: Instance, first_token: int | bool = False
+    base: Mapping[str, Any],
+    transfer_id: str,
+    prefill: Instance,
+    *,
+    first_token: bool = False,
+    after: After | None = None,
 ) -> dict[str, Any]:
     """The client's request, and where its KV comes from.
 
     Args:
-        first_token: the one that it has to go on after, or True for that which P will say.
+        first_token: it goes on after the one that P will say. after: it goes on after these.
     """
     peer = {"instance": prefill.id, "incarnation": prefill.incarnation, "endpoint": prefill.kv_endpoint}
-    goes_on = {} if first_token is False else {FIRST_TOKEN: first_token}
+    goes_on: dict[str, Any] = {FIRST_TOKEN: True} if first_token else after.params if after is not None else {}
     return {**base, "kv_transfer_params": {"transfer_id": transfer_id, "peer": peer, **goes_on}}
 
 

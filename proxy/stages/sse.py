@@ -19,6 +19,9 @@ BLANK_LINE = b"\n\n"
 DONE_EVENT = DONE + BLANK_LINE
 NAMED = b"event: "
 ERROR_MARK = b'{"error"'
+ABORT_MARK = b'"finish_reason":"abort"'
+"""Of an answer that its engine gave up, as when it is ended: no end that a model has come to."""
+ABORTED = b'{"error": {"message": "the answer was aborted", "code": 500}}'
 
 
 class WholeEvents:
@@ -49,7 +52,7 @@ def split(events: bytes) -> list[bytes]:
 def is_plain(events: bytes) -> bool:
     """Whether no event among these can be an error, judged without cutting them: the mark of one cannot stand inside a
     JSON string, where its quotes would be escaped. Named events are not plain: a name may be that of the end."""
-    return ERROR_MARK not in events and not events.startswith(NAMED)
+    return ERROR_MARK not in events and ABORT_MARK not in events and not events.startswith(NAMED)
 
 
 def is_last(events: bytes) -> bool:
@@ -85,6 +88,8 @@ def is_opening(event: bytes) -> bool:
 
 def error_payload(event: bytes) -> bytes | None:
     """The JSON of an error event, or None for any other event."""
+    if ABORT_MARK in event:
+        return ABORTED
     if event.startswith(RESPONSE_ERROR):
         event = event.removeprefix(RESPONSE_ERROR)
     elif not event.startswith(ERROR_PREFIXES):

@@ -138,21 +138,42 @@ def test_a_killed_stage_is_restarted_and_requests_go_on(launch: Serving, solo_an
     assert ask(launch, body) == solo_answer(body)
 
 
+def _loses_its_stage(launch: Serving, body: Body) -> list[str]:
+    """The lines of a stream whose D is killed after its third event."""
+    lines: list[str] = []
+    url = launch.url + "/v1/chat/completions"
+    with launch.client.stream("POST", url, json=body) as response, contextlib.suppress(httpx.RemoteProtocolError):
+        assert response.status_code == 200
+        for line in filter(None, response.iter_lines()):
+            lines.append(line)
+            if len(lines) == 3:
+                os.kill(launch.api_server_pid("D0"), signal.SIGKILL)
+    return lines
+
+
+@epd
+@pytest.mark.promise("goes-on")
+def test_a_stream_that_loses_its_stage_halfway_goes_on(launch: Serving) -> None:
+    body = {**LONG_ANSWER, "max_tokens": 300, "seed": 7}  # by replay: exactly what it would have been
+    undisturbed = launch.post("/v1/chat/completions", {**body, "stream": False}).json()
+    body = {**body, "stream_options": {"include_usage": True}}
+    *lines, migrations, done = _loses_its_stage(launch, body)
+    assert (migrations, done) == (": x-epd-migrations: 1", "data: [DONE]")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    assert (
+        "".join(choice["delta"].get("content") or "" for choice in choices)
+        == (undisturbed["choices"][0]["message"]["content"])
+    )
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+    assert events[-1]["usage"]["completion_tokens"] == undisturbed["usage"]["completion_tokens"]
+    assert len({event["id"] for event in events}) == len({event["created"] for event in events}) == 1
+
+
 @epd
 @pytest.mark.promise("no-silent-cut")
-def test_an_answer_that_loses_its_stage_halfway_ends_with_an_error_and_without_done(launch: Serving) -> None:
-    events: list[str] = []
-    url = launch.url + "/v1/chat/completions"
-    with (
-        launch.client.stream("POST", url, json=LONG_ANSWER) as response,
-        contextlib.suppress(httpx.RemoteProtocolError),
-    ):
-        assert response.status_code == 200
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                events.append(line.removeprefix("data: "))
-                if len(events) == 3:
-                    os.kill(launch.api_server_pid("D0"), signal.SIGKILL)
+def test_a_stream_that_cannot_go_on_ends_with_an_error_and_without_done(launch: Serving) -> None:
+    events = [line.removeprefix("data: ") for line in _loses_its_stage(launch, {**LONG_ANSWER, "n": 2})]
     assert "[DONE]" not in events
     error = json.loads(events[-1])["error"]
     assert error["type"] and error["message"]

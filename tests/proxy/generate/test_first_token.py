@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,128 +19,31 @@ from epd_serve.roles import Role
 from epd_serve.wire import KV_NOT_SENT, TOKEN_SENT
 from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.errors import KvNotDelivered
-from proxy.generate.first_token import Continuation, FirstEvent, alike, is_one_token, may_be_shown
+from proxy.generate.continuation import Continuation
+from proxy.generate.first_token import FirstEvent, alike, is_one_token, may_be_shown
 from proxy.generate.relay import relay, show
 from proxy.generate.router import Route
 from proxy.registry.instance_state import Work
 from proxy.registry.table import InstanceTable
-from proxy.request.client_sink import ClientSink, ShownToken
 from proxy.request.parse import Endpoint, ParsedRequest, parse
 from proxy.routing.paths import Path
-from proxy.stages.sse import WholeEvents, split
+from proxy.stages.sse import split
 from tests.proxy.fakes import DONE, MODEL, opening, text_body
+from tests.proxy.generate.streams import Form, Reader, Tokens, answers, forms, given_of, meaning, numbers, reads
 
 SETTINGS = ProxySettings((MODEL,), ModelIdentity(MODEL))
-Tokens = Sequence[tuple[int, str]]
-
-
-class Client:
-    """What a client was sent."""
-
-    def __init__(self) -> None:
-        self.got = b""
-        self.sink = ClientSink(self._send, {})
-
-    async def _send(self, message: MutableMapping[str, Any]) -> None:
-        await asyncio.sleep(0)  # others may run meanwhile
-        self.got += message.get("body", b"")
-
-
-class Form:
-    """Events as vLLM 0.32 writes them, of a chat or a completion, with what a client may ask for."""
-
-    def __init__(self, *, chat: bool, logprobs: bool = False, ids: bool = False, usage: bool = False) -> None:
-        self.chat, self.logprobs, self.ids, self.usage = chat, logprobs, ids, usage
-
-    def event(self, tokens: Tokens, finish: str | None = None, stop: str | int | None = None, **more: Any) -> bytes:
-        text = "".join(said for _, said in tokens)
-        choice: dict[str, Any] = {"index": 0}
-        choice |= {"delta": {"content": text}} if self.chat else {"text": text}
-        choice["logprobs"] = self._logprobs(tokens) if self.logprobs else None
-        choice["finish_reason"] = finish
-        if finish or not self.chat:
-            choice["stop_reason"] = stop
-        choice["token_ids"] = [token for token, _ in tokens] if self.ids else None
-        return self.written(choices=[choice], **more)
-
-    def written(self, **fields: Any) -> bytes:
-        return b"data: " + json.dumps({"id": "x", "created": 1, **fields}, separators=(",", ":")).encode() + b"\n\n"
-
-    def stream(self, tokens: Tokens, cuts: Sequence[int] = (), finish: str = "stop") -> bytes:
-        """Of a stage that answers with all of these: an event per token, those in `cuts` together with the next."""
-        events, gathered = opening(0) if self.chat else b"", []
-        for number, token in enumerate(tokens):
-            gathered.append(token)
-            last = number == len(tokens) - 1
-            if last or number not in cuts:
-                events += self.event(gathered, finish if last else None)
-                gathered = []
-        if self.usage:
-            events += self.written(choices=[], usage={"completion_tokens": len(tokens)})
-        return events + DONE
-
-    def first(self, tokens: Tokens, said: str) -> bytes:
-        """Of P, which ends at its first token."""
-        events = opening(0) if self.chat else b""
-        events += self.event(tokens[:1], "length", said, system_fingerprint="vllm")
-        if self.usage:
-            events += self.written(choices=[], usage={"completion_tokens": 1})
-        return events + DONE
-
-    def _logprobs(self, tokens: Tokens) -> dict[str, Any]:
-        if self.chat:
-            return {"content": [{"token": said, "logprob": -token / 8} for token, said in tokens]}
-        return {
-            "tokens": [said for _, said in tokens],
-            "token_logprobs": [-token / 8 for token, _ in tokens],
-            "top_logprobs": [{said: -token / 8} for token, said in tokens],
-            "text_offset": [token for token, _ in tokens],
-        }
-
-
-def meaning(stream: bytes) -> dict[str, Any]:
-    """All that a client can gather from a stream, but for where it was cut into events."""
-    text, ids, logprobs, ends, usage = "", [], [], [], []
-    events = split(stream)
-    assert events[-1] == DONE and DONE not in events[:-1]
-    assert sum(event == opening(0) for event in events) <= 1
-    for event in events[:-1]:
-        answer = json.loads(event.removeprefix(b"data: "))
-        usage += [answer["usage"]] if "usage" in answer else []
-        for choice in answer["choices"]:
-            text += choice.get("delta", choice).get("content" if "delta" in choice else "text") or ""
-            ids += choice.get("token_ids") or []
-            said = choice.get("logprobs") or {}
-            logprobs += said.get("content") or list(zip(*said.values(), strict=True))
-            ends += [(choice["finish_reason"], choice["stop_reason"])] if choice["finish_reason"] else []
-    return {"text": text, "ids": ids, "logprobs": logprobs, "ends": ends, "usage": usage}
-
-
-async def reads(stream: bytes, cuts: Sequence[int]) -> AsyncIterator[bytes]:
-    """The stream as the network cuts it, as whole events."""
-    whole, ends = WholeEvents(), sorted({min(cut, len(stream)) for cut in cuts} | {len(stream)})
-    for begin, end in zip((0, *ends), ends, strict=False):
-        await asyncio.sleep(0)
-        if events := whole.feed(stream[begin:end]):
-            yield events
 
 
 async def merged(form: Form, tokens: Tokens, merges: Sequence[int], cuts: Sequence[int], *, d_first: bool) -> bytes:
-    client, lock = Client(), asyncio.Lock()
+    client, lock = Reader(asks=form.ids), asyncio.Lock()
     p = show(
-        reads(form.first(tokens, f"{TOKEN_SENT}{tokens[0][0]}"), ()), client.sink, {}, stage="P0", opening=lock,
+        reads(form.first(tokens, f"{TOKEN_SENT}{tokens[0][0]}"), ()), client.client, {}, stage="P0", opening=lock,
         on_first=lambda: None, on_whole=lambda: None,
     )  # fmt: skip
-    d = relay(reads(form.stream(tokens, merges), cuts), client.sink, stage="D0", opening=lock)
+    d = relay(reads(form.stream(tokens, merges), cuts), client.client, stage="D0", opening=lock)
     await asyncio.gather(*((d, p) if d_first else (p, d)))
     assert client.sink.finished and not client.sink.repeatable
     return client.got
-
-
-texts = st.text("ab é😀<\n", max_size=3)
-answers = st.lists(st.tuples(st.integers(1, 99), texts), min_size=1, max_size=6)
-forms = st.builds(Form, chat=st.booleans(), logprobs=st.booleans(), ids=st.booleans(), usage=st.booleans())
-numbers = st.lists(st.integers(0, 6), max_size=6)
 
 
 @given(forms, answers, numbers, st.lists(st.integers(0, 2000), max_size=8), st.booleans())
@@ -163,7 +66,7 @@ def test_text_that_decode_holds_back_for_a_stop_string_is_cut_where_it_comes(
         late.append((token, shown[sum(len(text) for _, text in late) : upto]))
     if not tokens[0][1]:
         return
-    cut = Continuation(ShownToken(tokens[0][0], tokens[0][1]), stage="D0").rest(form.stream(late, merges))
+    cut = Continuation(given_of(form.event(tokens[:1])), stage="D0").rest(form.stream(late, merges))
     found = meaning(cut)
     assert tokens[0][1] + found["text"] == said
     assert [tokens[0][0], *found["ids"]] == [token for token, _ in tokens]
@@ -172,8 +75,7 @@ def test_text_that_decode_holds_back_for_a_stop_string_is_cut_where_it_comes(
 def test_what_is_shown_looks_like_any_event_before_the_last() -> None:
     form = Form(chat=True, logprobs=True, ids=True)
     first = FirstEvent(split(form.first([(7, "Hi")], TOKEN_SENT + "7"))[1], {}, stage="P0")
-    assert first.shown == ShownToken(7, "Hi") and not first.whole
-    assert first.public == form.event([(7, "Hi")])
+    assert not first.whole and first.public == form.event([(7, "Hi")])
 
 
 @pytest.mark.parametrize(
@@ -188,22 +90,22 @@ def test_what_is_shown_looks_like_any_event_before_the_last() -> None:
 )
 def test_what_may_not_be_said_after_all_is_not_shown(text: str, stop: Any, shown: bool) -> None:
     event = Form(chat=False).event([(7, text)], "length", TOKEN_SENT + "7")
-    assert (FirstEvent(event, {"stop": stop}, stage="P0").shown is not None) is shown
+    assert bool(FirstEvent(event, {"stop": stop}, stage="P0").public) is shown
     if text:
         body = {"stop": stop, "include_stop_str_in_output": True}
-        assert FirstEvent(event, body, stage="P0").shown is not None
+        assert FirstEvent(event, body, stage="P0").public
 
 
 def test_what_a_parser_has_found_waits_for_decode() -> None:
     for delta in ({"reasoning": "Hm"}, {"content": "a", "tool_calls": [{"index": 0}]}):
         choice = {"index": 0, "delta": delta, "finish_reason": "length", "stop_reason": TOKEN_SENT + "7"}
         event = Form(chat=True).written(choices=[choice])
-        assert FirstEvent(event, {}, stage="P0").shown is None
+        assert FirstEvent(event, {}, stage="P0").public == b""
 
 
 def test_an_end_that_says_nothing_of_a_transfer_is_not_shown() -> None:
-    assert FirstEvent(Form(chat=True).event([(7, "a")], "length"), {}, stage="P0").shown is None
-    assert FirstEvent(Form(chat=True).event([(7, "a")], "abort"), {}, stage="P0").shown is None
+    assert FirstEvent(Form(chat=True).event([(7, "a")], "length"), {}, stage="P0").public == b""
+    assert FirstEvent(Form(chat=True).event([(7, "a")], "abort"), {}, stage="P0").public == b""
 
 
 def test_prefill_that_could_not_send_its_kv_fails_the_attempt() -> None:
@@ -215,17 +117,19 @@ def test_prefill_that_could_not_send_its_kv_fails_the_attempt() -> None:
 
 @pytest.mark.parametrize("rest", [[(7, "Ho")], [(7, "H")]])
 def test_decode_that_says_something_else_is_an_error(rest: Tokens) -> None:
-    with pytest.raises(StageError, match="another first token"):
-        Continuation(ShownToken(7, "Hi"), stage="D0").rest(Form(chat=True).stream(rest))
+    with pytest.raises(StageError, match="another answer"):
+        Continuation(given_of(Form(chat=True, ids=True).event([(7, "Hi")])), stage="D0").rest(
+            Form(chat=True).stream(rest)
+        )
 
 
 async def test_an_answer_that_ends_with_its_first_token_is_all_prefills() -> None:
-    form, client, left = Form(chat=True, usage=True), Client(), []
+    form, client, left = Form(chat=True, usage=True), Reader(), []
     stream = (
         opening(0) + form.event([(2, "")], "stop") + form.written(choices=[], usage={"completion_tokens": 1}) + DONE
     )
     await show(
-        reads(stream, range(0, 600, 7)), client.sink, {}, stage="P0", opening=asyncio.Lock(),
+        reads(stream, range(0, 600, 7)), client.client, {}, stage="P0", opening=asyncio.Lock(),
         on_first=lambda: None, on_whole=lambda: left.append("D0"),
     )  # fmt: skip
     assert client.got == stream and client.sink.finished and left == ["D0"]

@@ -80,6 +80,13 @@ def said(stream: str) -> str:
     return "".join(event["choices"][0]["delta"].get("content") or "" for event in events if "choices" in event)
 
 
+def goes_on_after(call: Call) -> list[int]:
+    """What it was told that the client has, to be sampled again."""
+    params = call.body["kv_transfer_params"]
+    assert ("goes_on_after" in params) is ("replay" in params)
+    return list(params.get("goes_on_after", ()))
+
+
 def shown(c: Cluster) -> float:
     return c.metric("epd_proxy_first_tokens_total", stage="P")
 
@@ -101,6 +108,7 @@ async def test_prefill_is_asked_what_the_client_asks_up_to_one_token_and_decode_
         (to_p,), (to_d,) = (c[name].calls for name in ("P0", "D0"))
         p, d = to_p.body.pop("kv_transfer_params"), to_d.body.pop("kv_transfer_params")
         assert p["first_token"] is True and d["first_token"] is True and p["transfer_id"] == d["transfer_id"]
+        assert to_d.body.pop("return_token_ids") is True  # so that another one can go on
         assert to_p.body == {**to_d.body, "max_tokens": 1, "min_tokens": 1}
         await c.until_metric("epd_proxy_ttft_seconds_count", 1, path="P-D", modality="text")
 
@@ -167,8 +175,7 @@ async def test_decode_that_fails_after_the_token_is_followed_by_one_that_goes_on
         c["P0"].script.extend([sends(token=7), replies(200, {"kv_transfer_params": {"ok": True}})])
         assert await text_of(c) == "abc" and shown(c) == 1
         calls = [*c["D0"].calls, *c["D1"].calls]
-        params = {call.body["kv_transfer_params"]["first_token"] for call in calls}
-        assert len(calls) == 2 and params == {True, 7}
+        assert len(calls) == 2 and {tuple(goes_on_after(call)) for call in calls} == {(), (7,)}
         assert c["P0"].calls[1].body["stream"] is False
         await c.until_metric("epd_proxy_ttft_seconds_count", 1, path="P-D", modality="text")
 
@@ -180,7 +187,7 @@ async def test_prefill_that_breaks_after_its_token_is_followed_by_another() -> N
             c[name].usual = replies(200, {"kv_transfer_params": {"ok": True}})
         c["D0"].script.append(hangs)
         assert await text_of(c) == "abc"
-        assert [call.body["kv_transfer_params"]["first_token"] for call in c["D0"].calls] == [True, 7]
+        assert [goes_on_after(call) for call in c["D0"].calls] == [[], [7]]
 
 
 async def test_what_decode_has_said_itself_is_never_said_again() -> None:

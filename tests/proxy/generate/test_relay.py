@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from epd_serve.errors import StageError
+from proxy.config.limits import MigrationLimits
 from proxy.errors import StageRefusal
+from proxy.generate.given import Given, GivenRoom
+from proxy.generate.relay import Client as RelayClient
 from proxy.generate.relay import relay
 from proxy.request.client_sink import ClientSink
 from tests.proxy.fakes import DONE, chunk, opening
@@ -30,7 +33,9 @@ class Client:
         self.got += message.get("body", b"")
 
     async def relay(self, *reads: bytes) -> None:
-        await relay(_each(reads), self.sink, stage="D0", on_first=self._began)
+        await relay(
+            _each(reads), RelayClient(self.sink, Given(GivenRoom(MigrationLimits()))), stage="D0", on_first=self._began
+        )
 
     def _began(self) -> None:
         self.begun += 1
