@@ -8,6 +8,9 @@ In parts (`--only`), each under load all the time:
     flips   P and D of simulated stages that become each other without a restart
     kills   kill -9 of stages, front doors, controller and agent in random order: real stages, the next once all is
             whole; and simulated stages, two of each role, every ten seconds
+    streams kill -9 of instances that decode, in turn, under long streams: 2P-4D simulated, 400 of 100 tokens at a time,
+            through two front doors; 2P-2D real, 60 of 200 tokens, each compared with the answer at rest
+    relay   simulated stages: what it costs streams that they can go on
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 
+from bench.change import streams
 from bench.change.flips import flips
 from bench.change.kills import kills_real, kills_simulated
 from bench.change.walk import walk, wide
@@ -22,7 +26,14 @@ from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_o
 from bench.statistic import percentile
 from deploy.memory.placement_table import table
 
-STAGES = {"walk": "real", "wide": "simulated", "flips": "simulated", "kills": "simulated, then real"}
+STAGES = {
+    "walk": "real",
+    "wide": "simulated",
+    "flips": "simulated",
+    "kills": "simulated, then real",
+    "streams": "simulated, then real",
+    "relay": "simulated",
+}
 """Stages of each part."""
 
 PARTS = tuple(STAGES)
@@ -32,13 +43,16 @@ FLAGS = {
     "--per-s": flag("requests a second of simulated stages", Usually(200.0, quick=50.0), positive),
     "--flips": flag("so many", Usually(100, quick=20), whole()),
     "--kills": flag("of real stages", Usually(30, quick=3), whole()),
+    "--stream-kills": flag("of instances that decode, of each kind of stages", Usually(12, quick=3), whole()),
     "--kill-minutes": flag("of simulated stages", Usually(10.0, quick=1.0), positive),
 }
 GOALS = (
     *(Goal(f"{part}_client_errors", "==", 0, "nobody notices a change") for part in ("walk", "wide")),
     *(Goal(f"{part}_cut_streams", "==", 0, "what has begun is finished") for part in ("walk", "wide")),
     Goal("walk_wrong_answers", "==", 0, "answers as they are at rest"),
-    Goal("kills_client_errors", "==", 0, "but for connections of a killed front door and streams of a killed D"),
+    Goal("kills_client_errors", "==", 0, "but for connections of a killed front door"),
+    Goal("kills_cut_streams", "==", 0, "a stream goes on when its D is killed"),
+    Goal("relay_over_before", ">=", 0.97, "requests a second of streams that can go on, over such that cannot"),
     Goal("kills_held", "==", 0, "nothing is counted any more of what has ended"),
     Goal("flip_errors", "==", 0),
     Goal("flip_p99_s", "<=", 1.0),
@@ -56,6 +70,11 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         yield from wide(seconds, arguments.per_s)
     if "flips" in arguments.only:
         yield from flips(arguments.flips, arguments.per_s / 2)
+    if "relay" in arguments.only:
+        yield from streams.relay_costs(*((2.0, 5) if arguments.quick else (8.0, 7)))
+    if "streams" in arguments.only:
+        yield from streams.streams_simulated(arguments.stream_kills)
+        yield from streams.streams_real(arguments.stream_kills)
     if "kills" in arguments.only:
         yield from kills_simulated(60.0 * arguments.kill_minutes, arguments.per_s / 4)
         yield from kills_real(KILL_S * arguments.kills, arguments.kills)
@@ -91,12 +110,15 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         }
         if made:
             named |= {f"flip_p{p}_s": percentile([row["client_s"] for row in made], p) for p in (50, 99)}
-    killed = {part: total for part in ("kills", "kills_simulated") if (total := _total(rows, part)) is not None}
+    parts = ("kills", "kills_simulated", "streams", "streams_simulated")
+    killed = {part: total for part in parts if (total := _total(rows, part)) is not None}
     if killed:
-        named["kills_client_errors"] = sum(one["errors"] + one["cut"] + one["wrong"] for one in killed.values())
+        named["kills_client_errors"] = sum(one["errors"] + one["wrong"] for one in killed.values())
+        named["kills_cut_streams"] = sum(one["cut"] for one in killed.values())
         named["kills"] = sum("kill" in row for row in rows)
         named["kills_held"] = sum(row.get("held", 0) for row in rows)
-    return named
+        named["streams"] = sum(one["requests"] for part, one in killed.items() if part.startswith("streams"))
+    return named | streams.figures(rows)
 
 
 def tables(rows: Sequence[Row]) -> Iterable[str]:

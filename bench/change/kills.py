@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.change.deployment import Deployment, commanded
 from bench.change.loads import PROFILE, demo_flows, judged, simulated_flows
-from bench.clients.answers import CUT, ERROR_EVENT
+from bench.clients.answers import CUT
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow
@@ -37,7 +37,7 @@ class Victim:
     Attributes:
         kind: of those that are drawn from alike. name: an instance's id, `front.0`, `controller`, …
         pid: its process; with `group` that of its whole group.
-        front: connections of clients end with it. decodes: so do streams that it writes.
+        front: connections of clients end with it. decodes: streams go on at another one.
     """
 
     kind: str
@@ -155,14 +155,11 @@ def process(name: str, pid: int) -> Victim:
 
 
 def excused(record: RequestRecord, kills: Sequence[Kill]) -> bool:
-    """Whether it was on a front door that was killed, or a stream of a decode instance that was."""
+    """Whether it was on a front door that was killed."""
     if record.sent_s is None:
         return False
     for one in kills:
         ends = one.at_s <= record.ended_s <= one.at_s + GONE_S
         if one.victim.front and record.sent_s <= one.gone_s and ends and record.fault in ("broken", CUT):
-            return True
-        begun = record.first_byte_s is not None and record.first_byte_s <= one.at_s + GONE_S
-        if one.victim.decodes and begun and record.fault in (CUT, ERROR_EVENT):
             return True
     return False

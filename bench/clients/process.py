@@ -21,6 +21,7 @@ from typing import Any
 
 from bench.clients.results import LIMIT_S
 from bench.clients.sender import Bounds, Flow, Run, Sender
+from bench.clients.target import Target
 from deploy.host import event_loop
 from epd_serve.errors import StageError
 
@@ -132,7 +133,7 @@ class SenderProcess(Child):
 
     def start(
         self,
-        url: str,
+        url: Target | str,
         *flows: Flow,
         within_s: float = 0.0,
         limit_s: float = LIMIT_S,

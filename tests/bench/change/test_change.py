@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from bench.change.command import figures
 from bench.change.kills import Kill, Victim, excused
 from bench.change.loads import judged
+from bench.change.streams import gap_s, next_victim
 from bench.change.walk import WIDE, random_layout
 from bench.clients.answers import CUT, ERROR_EVENT
 from bench.clients.results import Outcome, RequestRecord
@@ -17,8 +19,7 @@ from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable
 
 FRONT = Victim("front", "front.0", 1, front=True)
-DECODES = Victim("stage", "D0", 2, group=True, decodes=True)
-NEITHER = Victim("stage", "P0", 3, group=True)
+STAGE = Victim("stage", "D0", 2, group=True, decodes=True)
 
 
 def record(outcome: Outcome = Outcome.OK, **more: Any) -> RequestRecord:
@@ -54,12 +55,11 @@ def test_a_stream_that_had_begun_is_cut_and_all_else_that_has_no_whole_answer_an
     [
         (FRONT, "broken", None, True),
         (FRONT, "status 503", None, False),
-        (DECODES, ERROR_EVENT, 1.0, True),
-        (DECODES, "status 503", None, False),
-        (NEITHER, ERROR_EVENT, 1.0, False),
+        (STAGE, ERROR_EVENT, 1.0, False),
+        (STAGE, "status 503", None, False),
     ],
 )
-def test_a_kill_excuses_connections_of_a_front_door_and_streams_of_a_decode_instance(
+def test_a_kill_excuses_connections_of_a_front_door_and_nothing_else(
     victim: Victim, fault: str, first_byte_s: float | None, may: bool
 ) -> None:
     one = record(Outcome.ERROR, fault=fault, first_byte_s=first_byte_s, sent_s=1.0)
@@ -101,4 +101,32 @@ def test_figures_of_a_walk_and_of_flips() -> None:
     assert named["walk_client_errors"] == 1 and named["walk_cut_streams"] == 2 and named["walk_wrong_answers"] == 3
     assert named["walk_longest_pause_s"] == 1.5 and named["walk_changes_failed"] == 1
     assert named["flips"] == 1 and named["flip_errors"] == 4 and named["flip_p99_s"] == 0.4
-    assert named["kills_client_errors"] == 6 and named["kills"] == 1
+    assert named["kills_client_errors"] == 4 and named["kills_cut_streams"] == 2 and named["kills"] == 1
+
+
+def stream(token_s: tuple[float, ...], decode: str) -> RequestRecord:
+    return record(token_s=token_s, instances=f"prefill=P0, decode={decode}")
+
+
+def test_a_gap_is_between_the_last_token_before_a_kill_and_the_first_after_it() -> None:
+    kills = [Kill(2.0, 2.1, STAGE)]
+    assert gap_s(stream((1.0, 2.05, 2.5, 2.6), "D0"), kills) == pytest.approx(0.45)
+    assert gap_s(stream((1.0, 2.5), "D1"), kills) is None
+    assert gap_s(stream((1.0, 1.5), "D0"), kills) is None
+    assert gap_s(stream((2.5, 2.6), "D0"), kills) is None
+
+
+def test_those_that_decode_are_killed_in_turn() -> None:
+    running = [Victim("stage", "P0", 1, group=True), *(replace(STAGE, name=name) for name in ("D1", "D0"))]
+    assert [next_victim(running, [Kill(0, 0, STAGE)] * done).name for done in range(3)] == ["D0", "D1", "D0"]
+
+
+def test_figures_of_streams_are_of_the_real_ones_and_of_rounds() -> None:
+    rows = [{"part": "streams", "gap_s": gap} for gap in (0.1, 0.2, 0.3)] + [{"part": "streams", "first_s": 0.05}]
+    rows += [
+        {"part": "relay", "kind": "stream", "to": to, "round": turn, "rps": rps}
+        for turn in range(3)
+        for to, rps in (("never", 100.0), ("auto", 98.0))
+    ]
+    found = figures([*rows, {"part": "streams_simulated", "gap_s": 9.0}])
+    assert (found["migrations"], found["migration_gap_p50_s"], found["relay_over_before"]) == (3, 0.2, 0.98)
