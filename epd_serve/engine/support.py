@@ -95,6 +95,11 @@ def _cache_dtype(config: Any) -> str:
     return "" if dtype in known else f"--kv-cache-dtype {dtype}"
 
 
+def _pruned(config: Any) -> str:
+    rate = getattr(getattr(config.model_config, "multimodal_config", None), "video_pruning_rate", None)
+    return f"--video-pruning-rate {rate}" if rate else ""
+
+
 def _full_graphs(config: Any) -> str:
     mode = getattr(config.compilation_config.cudagraph_mode, "name", "")
     return "--compilation-config cudagraph_mode FULL" if mode == "FULL" else ""
@@ -243,6 +248,18 @@ FEATURES: tuple[Feature, ...] = (
         (
             "tests/epd_serve/engine/kv/test_regions.py::"
             "test_a_block_of_the_scheduler_is_the_kernels_blocks_that_it_consists_of",
+        ),
+    ),
+    Feature(
+        "Video pruning (EVS)",
+        refusals=(
+            Refusal(
+                "--video-pruning-rate",
+                Meets.TRANSFERS,
+                _pruned,
+                "what is dropped moves the positions of all after it, which only who reads the features works out "
+                "anew: decode would go on at others",
+            ),
         ),
     ),
     Feature(

@@ -50,6 +50,7 @@ def drafting(method: str) -> Any:
     return SimpleNamespace(method=method)
 
 
+PRUNED = SimpleNamespace(video_pruning_rate=0.5)
 ASKED: list[tuple[str, dict[str, Any], str, set[str]]] = [
     ("--compilation-config", {"compilation_config__cudagraph_mode": SimpleNamespace(name="FULL")}, "FULL", SENT_KV),
     ("--speculative-config", {"speculative_config": drafting("eagle3")}, "method eagle3", KV),
@@ -59,6 +60,7 @@ ASKED: list[tuple[str, dict[str, Any], str, set[str]]] = [
     ("--calculate-kv-scales", {"cache_config__calculate_kv_scales": True}, "scales of its own", KV),
     ("--kv-cache-dtype", {"cache_config__cache_dtype": "int8_per_token_head"}, "int8_per_token_head", KV),
     ("--kv-cache-dtype", {"cache_config__cache_dtype": "nvfp4"}, "nvfp4", KV),
+    ("--video-pruning-rate", {"model_config__multimodal_config": PRUNED}, "rate 0.5", TRANSFERS),
     ("--enable-dbo", {"parallel_config__use_ubatching": True}, "once per micro-batch", KV),
     ("--pipeline-parallel-size", {"parallel_config__pipeline_parallel_size": 2}, "size 2", TRANSFERS),
     ("--data-parallel-size", {"parallel_config__data_parallel_size": 4}, "size 4", TRANSFERS),
