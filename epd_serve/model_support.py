@@ -38,11 +38,14 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 
 TESTED: dict[str, tuple[str, ...]] = {
+    "Glm4vForConditionalGeneration": ("image", "video"),
     "InternVLForConditionalGeneration": ("image", "video"),
     "LlavaOnevisionForConditionalGeneration": ("image", "video"),
     "Qwen2AudioForConditionalGeneration": ("audio",),
+    "Qwen2_5OmniForConditionalGeneration": ("image", "video", "audio"),
     "Qwen2_5_VLForConditionalGeneration": ("image", "video"),
     "Qwen3VLForConditionalGeneration": ("image", "video"),
+    "Qwen3VLMoeForConditionalGeneration": ("image", "video"),
 }
 
 # modality → packages of which vLLM needs one to decode it; without, a request is a 500

@@ -10,6 +10,7 @@ A family file holds
     placeholders  per modality, what stands for an item in the prompt; its keys are what the model understands
     tokenizer     keys of tokenizer_config.json by which a processor finds its tokens (optional)
     rename_weights  prefixes of weight names, as transformers saves them → as checkpoints have them (optional)
+    transpose_weights  ends of names whose last two dimensions checkpoints have the other way round (optional)
     files         file name → content. `id:<token>` stands for a token's id, `vocab` for the size of the vocabulary
 """
 
@@ -41,11 +42,11 @@ def read_family(name: str) -> dict[str, Any]:
     return family
 
 
-def write_family(model: Path, name: str) -> dict[str, str]:
+def write_family(model: Path, name: str) -> dict[str, Any]:
     """Write everything but the weights into `model`, which holds the tokenizer files of `blank/`.
 
     Returns:
-        How prefixes of weight names have to change, for `random_weights`.
+        How weights have to change, for `random_weights`: the entries above that end in `_weights`.
     """
     family = read_family(name)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
@@ -61,8 +62,7 @@ def write_family(model: Path, name: str) -> dict[str, str]:
         for modality, placeholder in family["placeholders"].items()
     )
     (model / "chat_template.jinja").write_text(_TEMPLATE.replace("ITEMS", items))
-    renames: dict[str, str] = family.get("rename_weights", {})
-    return renames
+    return {key: value for key, value in family.items() if key.endswith("_weights")}
 
 
 def _add_tokens(tokenizer: dict[str, Any], tokens: list[str]) -> dict[str, int]:

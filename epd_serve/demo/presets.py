@@ -174,8 +174,8 @@ def _write_configs(model: Path, preset: RandomPreset) -> None:
         (model / name).write_text(json.dumps(processor, indent=2) + "\n")
 
 
-def _draw_weights(model: Path, seed: int, renames: dict[str, str] | None = None) -> None:
-    _run("epd_serve.demo.random_weights", str(model), str(seed), json.dumps(renames or {}))
+def _draw_weights(model: Path, seed: int, changes: dict[str, Any] | None = None) -> None:
+    _run("epd_serve.demo.random_weights", str(model), str(seed), json.dumps(changes or {}))
 
 
 def _run(module: str, *arguments: str) -> None:

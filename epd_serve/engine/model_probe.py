@@ -57,6 +57,19 @@ def architectures() -> frozenset[str]:
     return frozenset(_read().registry)
 
 
+def is_hybrid(architecture: str) -> bool:
+    """Whether some of its layers keep a state instead of KV: its class, or a base of it, is vLLM's `IsHybrid`."""
+    source = _read()
+    todo = [source.registry[architecture][1]]
+    while todo:
+        name = todo.pop()
+        if name == "IsHybrid":
+            return True
+        if name in source.classes:
+            todo += [base.id for base in source.classes[name].bases if isinstance(base, ast.Name)]
+    return False
+
+
 def _refused(methods: _Methods) -> dict[str, str]:
     if not _reaches(methods, "embed_multimodal"):
         return {}
