@@ -173,7 +173,8 @@ def test_a_stream_that_loses_its_stage_halfway_goes_on(launch: Serving) -> None:
 @epd
 @pytest.mark.promise("no-silent-cut")
 def test_a_stream_that_cannot_go_on_ends_with_an_error_and_without_done(launch: Serving) -> None:
-    events = [line.removeprefix("data: ") for line in _loses_its_stage(launch, {**LONG_ANSWER, "n": 2})]
+    body = {**LONG_ANSWER, "n": 2, "temperature": 0.5}
+    events = [line.removeprefix("data: ") for line in _loses_its_stage(launch, body)]
     assert "[DONE]" not in events
     error = json.loads(events[-1])["error"]
     assert error["type"] and error["message"]
