@@ -36,6 +36,9 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("load", "bench.clients.command", "requests to any OpenAI endpoint: TTFT, TPOT, attainment, goodput"),
         Command("aisbench", "bench.aisbench.command", "AISBench loads an endpoint, judged by the terms of `load`"),
         Command("workload", "bench.workloads.command", "what the workloads consist of, and as files of other clients"),
+        Command(
+            "model-check", "bench.model_check.command", "a model through EPD-Serve against plain vLLM, in one file"
+        ),
         Command("compare", "bench.analysis.compare", "two results: the ratio of every figure, with intervals"),
     ),
     MICRO: (

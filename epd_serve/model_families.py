@@ -226,6 +226,8 @@ Made by `python -m epd_serve.model_families`. *tested*: a tiny model of the fami
 vLLM's tokens in real stages. *read*: nothing in the model file of vLLM {READ_IN} speaks against it, and no test shows
 it; what was read is below. *refused*: it is not offered, with an error that says so. –: the family has none.
 
+Who has weights settles a *read* in five minutes: `epd-bench model-check` ([Models](../guides/models.md)).
+
 | family | preset | {" | ".join(COLUMNS)} |
 |---|---|{"---|" * len(COLUMNS)}"""
 

@@ -61,11 +61,11 @@ class Target:
     def __init__(self, url: str | Sequence[str], headers: Mapping[str, str] | None = None, path: str = CHAT) -> None:
         first, *more = [url] if isinstance(url, str) else url
         self.endpoint = Endpoint.of(first)
-        self._headers = dict(headers or {})
-        for name, value in self._headers.items():
+        self.headers = dict(headers or {})
+        for name, value in self.headers.items():
             if not name.isascii() or not name or any(char in name + value for char in "\r\n\0"):
                 raise ConfigError(f"header {name!r}: no line breaks, and a name before the colon", param="--header")
-        self._head = head(self.endpoint, "POST", path, self._headers)
+        self._head = head(self.endpoint, "POST", path, self.headers)
         self.servers: Sequence[Target] = (self, *(Target(one, headers, path) for one in more))
 
     def head(self, request_id: str, size_bytes: int) -> bytes:
@@ -98,7 +98,7 @@ class Target:
                 method,
                 url,
                 json=body,
-                headers=self._headers,
+                headers=self.headers,
                 timeout=limit_s,
                 trust_env=False,
                 verify=self.endpoint.tls,

@@ -58,6 +58,7 @@ REAL: Mapping[str, str] = {
 
 TESTED_ELSEWHERE: Mapping[str, str] = {
     "aisbench": "tests/bench/aisbench: it makes an environment of 2.2 GB",
+    "model-check": "tests/bench/model_check, tests/e2e/test_model_check.py: it wants two servers",
     "proxy": "tests/bench/micro/proxy: half an hour",
     "report": "tests/bench: draws what `layouts` has measured, which ends with the same",
     "workload own": "tests/bench/workloads: wants the user's files",
