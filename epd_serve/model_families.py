@@ -184,8 +184,8 @@ FAMILIES: tuple[Family, ...] = (
         "OpenPanguVLForConditionalGeneration",
         _PICTURES,
         "The tower adds up several of its levels (`mm_unit_vision_select_layer`), so a row has the language model's "
-        "width; grids as Qwen2.5-VL. Its tower takes FlashAttention alone and raises else, so no CPU runs it; on "
-        "Ascend vllm-ascend replaces that.",
+        "width; grids as Qwen2.5-VL. Its tower raises where attention is not FlashAttention, so no CPU runs it; "
+        "how vllm-ascend gets past that was not read.",
     ),
     Family(
         "Qwen2.5-Omni",
@@ -199,7 +199,8 @@ FAMILIES: tuple[Family, ...] = (
         "Qwen3-Omni",
         "Qwen3OmniMoeForConditionalGeneration",
         (*_PICTURES, "audio"),
-        "As Qwen2.5-Omni, with the DeepStack rows of Qwen3-VL for pictures, and rows of one level for sound.",
+        "As Qwen2.5-Omni, with the DeepStack rows of Qwen3-VL for pictures, and rows of one level for sound. It "
+        "asks the tower how many levels there are, so P needs it.",
     ),
     Family("Qwen2-Audio", "Qwen2AudioForConditionalGeneration", ("audio",), "", preset="qwen2-audio-tiny"),
 )
