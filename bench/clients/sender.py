@@ -260,7 +260,9 @@ class Sender:
         leaves_s, limit_s = request.cancel_after_s, self._bounds.limit_s
         leaves = leaves_s is not None and leaves_s < limit_s
         try:
-            waiter = connection.send(server.head(name, len(request.body)), request.body, keep=self._decode)
+            waiter = connection.send(
+                server.head(name, len(request.body), request.headers), request.body, keep=self._decode
+            )
             done, _ = await asyncio.wait([waiter], timeout=leaves_s if leaves else limit_s)
             if not done:
                 connection.close()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -28,6 +29,7 @@ class Request:
         body: JSON. spec: names it in its record. stream: the body asks for a stream.
         expected_tokens: asked for with `ignore_eos`.
         cancel_after_s: the client leaves then, counted from sending; None: it stays.
+        headers: of its own, beside those of the target.
     """
 
     body: bytes | memoryview
@@ -35,14 +37,15 @@ class Request:
     stream: bool = True
     expected_tokens: int | None = None
     cancel_after_s: float | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, body: Mapping[str, Any], spec: str = "") -> Request:
+    def of(cls, body: Mapping[str, Any], spec: str = "", headers: Mapping[str, str] | None = None) -> Request:
         """The request that has `body`."""
         raw = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
         asked = body.get("max_tokens") or body.get("max_completion_tokens")
         expected = asked if body.get("ignore_eos") and isinstance(asked, int) else None
-        return cls(raw, spec, stream=bool(body.get("stream")), expected_tokens=expected)
+        return cls(raw, spec, stream=bool(body.get("stream")), expected_tokens=expected, headers=headers or {})
 
 
 def requests(bodies: Iterable[Mapping[str, Any]]) -> list[Request]:
@@ -68,8 +71,10 @@ class Target:
         self._head = head(self.endpoint, "POST", path, self.headers)
         self.servers: Sequence[Target] = (self, *(Target(one, headers, path) for one in more))
 
-    def head(self, request_id: str, size_bytes: int) -> bytes:
-        return b"%sx-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (self._head, request_id.encode(), size_bytes)
+    def head(self, request_id: str, size_bytes: int, headers: Mapping[str, str] = MappingProxyType({})) -> bytes:
+        own = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode() if headers else b""
+        name = request_id.encode()
+        return b"%sx-request-id: %s\r\n%scontent-length: %d\r\n\r\n" % (self._head, name, own, size_bytes)
 
     def served(self) -> list[tuple[str, str]]:
         """(name, where the model lies) of what it serves; "" where it does not say that. Also says whether anybody is

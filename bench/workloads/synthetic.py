@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +29,27 @@ def text_body(model: str, *, tokens: int, answer: int, stream: bool, seed: int =
     return _body(model, text, answer, stream=stream)
 
 
-def image_body(model: str, *, side: int, answer: int, stream: bool, seed: int, noise: bool = False) -> dict[str, Any]:
+def image_body(
+    model: str,
+    *,
+    side: int,
+    answer: int,
+    stream: bool,
+    seed: int,
+    noise: bool = False,
+    more: Sequence[int] = (),
+) -> dict[str, Any]:
     """An image of side x side pixels that no other seed gives: one colour, or noise, which no PNG makes smaller than 3
-    bytes a pixel; and the seed in a text chunk."""
-    chunk = PngImagePlugin.PngInfo()
-    chunk.add_text("seed", str(seed))
-    image = Image.new("L", (side, side), seed % 256)
-    if noise:
-        image = Image.frombytes("RGB", (side, side), random.Random(seed).randbytes(side * side * 3))
-    url = _data_url(image, pnginfo=chunk, compress_level=1)
-    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": url}}]
+    bytes a pixel; and the seed in a text chunk. `more`: seeds of further images."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "What is this?"}]
+    for one in (seed, *more):
+        chunk = PngImagePlugin.PngInfo()
+        chunk.add_text("seed", str(one))
+        image = Image.new("L", (side, side), one % 256)
+        if noise:
+            image = Image.frombytes("RGB", (side, side), random.Random(one).randbytes(side * side * 3))
+        url = _data_url(image, pnginfo=chunk, compress_level=1)
+        parts.append({"type": "image_url", "image_url": {"url": url}})
     return _body(model, parts, answer, stream=stream)
 
 

@@ -14,6 +14,8 @@ peers: the example proxies of vLLM and vllm-ascend, each a script that you bring
 they are) and run as it is, in a process of its own. Layout E-PD, which all three can serve without a KV connector:
 streamed text (one call to PD), and images (one call to E, one to PD), each image sent once. The examples check nothing,
 keep no table, and drop nothing from answers; ours does all that.
+
+pressure: what happens when there is more work than time (`pressure.py`); only where it is asked for.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from bench.clients.process import SenderProcess
 from bench.clients.sender import Flow
 from bench.clients.target import Request
 from bench.micro.measurement import Goal, Measurement, Row, flag
+from bench.micro.proxy import pressure
 from bench.micro.proxy.rivals import (
     bare_relay,
     closed_loop,
@@ -81,7 +84,12 @@ LOOPED = ("whole", "stream")
 LOOPS = {"rps": ".0f", "cpu_us_per_request": ".0f", "generator_us_per_request": ".0f"}
 PEER_FIELDS = {"rps": ".0f", "cpu_us_per_request": ".0f"}
 LATENCIES = {f"{what}_p{percent}_ms": ".2f" for what in ("first", "whole") for percent in (50, 99)}
-FLAGS = {"--only": flag("one of both parts (default: both, peers where a script is given)", choices=("speed", "peers"))}
+FLAGS = {
+    "--only": flag(
+        "one part (default: speed, and peers where a script is given; pressure: all of that name)",
+        choices=("speed", "peers", "pressure", *pressure.PARTS),
+    )
+}
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -90,6 +98,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     if arguments.only == "peers" and not peers:
         raise ConfigError("--only peers: bring a script, by --peer-vllm or --peer-ascend", param="--peer-vllm")
     with SenderProcess() as sender:
+        if (arguments.only or "").startswith("pressure"):
+            for name in pressure.PARTS if arguments.only == "pressure" else (arguments.only,):
+                yield from pressure.measure(sender, name, arguments.quick)
+            return
         if arguments.only != "peers":
             for part in (_throughput, _latency):
                 yield from ({**row, "part": "speed"} for row in part(sender, arguments.quick))
@@ -156,7 +168,7 @@ def _peers(sender: SenderProcess, peers: Mapping[Peer, Path], quick: bool) -> It
 def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Those of the parts that there are."""
     parts = {part: own for (part,), own in grouped(rows, "part").items()}
-    named = speed_figures(parts["speed"]) if "speed" in parts else {}
+    named = (speed_figures(parts["speed"]) if "speed" in parts else {}) | pressure.figures(parts)
     peers = parts.get("peers", [])
     known = [peer for peer in PEERS if any(row["to"] == peer.name for row in peers)]
     for peer, (kind, suffix) in itertools.product(known, (("text", ""), ("picture", "_picture"))):
@@ -188,7 +200,8 @@ def tables(rows: Sequence[Row]) -> Iterable[str]:
     speed, peers = ([row for row in rows if row["part"] == part] for part in ("speed", "peers"))
     loops, others = ([row for row in speed if (row["kind"] in LOOPED) == looped] for looped in (True, False))
     shown = ((loops, LOOPS), (others, LATENCIES), (peers, PEER_FIELDS))
-    return [medians_table(own, fields) for own, fields in shown if own]
+    pressed = pressure.tables({part: own for (part,), own in grouped(rows, "part").items()})
+    return [*(medians_table(own, fields) for own, fields in shown if own), *pressed]
 
 
 MEASUREMENT = Measurement(
@@ -208,6 +221,7 @@ MEASUREMENT = Measurement(
         Goal("added_picture_p50_ms", "<=", 3.0, "an image of 200 KB in the request"),
         Goal("rps_over_vllm_example", ">=", 1.0, "streamed text on E-PD"),
         Goal("rps_over_vllm_ascend_example", ">=", 1.0, "the same"),
+        *pressure.GOALS,
     ),
 )
 add_arguments = MEASUREMENT.add_arguments

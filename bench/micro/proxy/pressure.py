@@ -1,0 +1,212 @@
+"""What order and room in front of the stages do when there is more work than time: three loads over simulated stages.
+
+mixed: prompts of 32,000 and 500 tokens, half of all tokens each, at 0.9 of what four P compute. How much of them is
+used: tokens computed within the window over those that could have been, where one P computes a prompt in one piece
+before its first token.
+
+deadlines: requests with 1 to 16 images at 0.8, 1.0 and 1.2 of what four E encode, each with a limit for its first token
+of three times what it takes alone. The share that keep it, in the order of deadlines and in order of arrival
+(`admission.single_queue`); and how long whoever waited longest waited.
+
+tenants: one sends ten times its share of what two P compute, the other 0.8 of its own. The other's p99 over that of the
+same requests alone.
+
+Arrivals are Poisson given their number, so that every run offers the same work.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from bench.clients.process import SenderProcess
+from bench.clients.results import RequestRecord
+from bench.clients.sender import Flow, Run
+from bench.clients.target import Request
+from bench.micro.measurement import Goal, Row
+from bench.micro.rows import grouped, median, table_of
+from bench.served import Served, simulated
+from bench.statistic import percentile
+from bench.workloads.synthetic import image_body, text_body
+
+ANSWER = 4
+RATE = 10_000.0  # prompt tokens a second and P
+PREFILL = {
+    "prefill": {"setup_s": 0.0, "per_unit_s": 1 / RATE},
+    "decode_step_s": [[1, 0.002], [64, 0.004]],
+    "capacity": {"max_running": 64, "step_tokens": 2048, "kv_tokens": 262_144},
+}
+LONG, SHORT, MIXED_LOAD, PREFILLERS = 32_000, 500, 0.9, 4
+IMAGE_SIDE, IMAGE_TOKENS, IMAGE_S, MOST_IMAGES, ENCODERS = 448, 256, 0.08, 16, 4
+ENCODE = {
+    **PREFILL,
+    "encode": {"setup_s": 0.0, "per_unit_s": IMAGE_S / IMAGE_TOKENS},
+    "prefill": {"setup_s": 0.002, "per_unit_s": 0.000002},
+    "feature_bytes_per_token": 64,
+    "capacity": {"max_running": 64, "step_tokens": 8192, "kv_tokens": 262_144, "encoder_tokens": IMAGE_TOKENS},
+}
+LOADS = (0.8, 1.0, 1.2)
+SLO_FACTOR = 3.0
+ORDERS = {"fcfs": ("--proxy", "admission.single_queue=true"), "deadline": ()}
+TENANT, TENANT_TOKENS, TENANT_PREFILLERS, SHARE = "x-tenant", 1000, 2, 0.5
+QUIET_LOAD, LOUD_LOAD = 0.8 * SHARE, 10 * SHARE
+
+GOALS = (
+    Goal("prefill_utilisation_mixed", ">=", 0.85, "0.9 is offered"),
+    Goal("slo_points_over_fcfs", ">=", 20.0, "as many as are offered can be encoded"),
+    Goal("other_tenant_p99_ratio", "<=", 1.3, "one tenant at ten times its share"),
+)
+
+
+def measure(sender: SenderProcess, part: str, quick: bool) -> Iterator[Row]:
+    """Rows of `part` (`PARTS`)."""
+    yield from ({**row, "part": part} for row in PARTS[part](sender, quick))
+
+
+def dues(count: float, seconds: float, seed: str) -> list[float]:
+    """Moments of so many independent arrivals."""
+    drawn = random.Random(seed)
+    return sorted(drawn.uniform(0.0, seconds) for _ in range(round(count)))
+
+
+def _mixed(sender: SenderProcess, quick: bool) -> Iterator[Row]:
+    seconds = 45.0 if quick else 120.0
+    with simulated(f"{PREFILLERS}P-D", PREFILL) as launch:
+        flows, half = [], MIXED_LOAD * PREFILLERS * RATE * seconds / 2
+        for kind, tokens in (("long", LONG), ("short", SHORT)):
+            bodies = [text_body(launch.model, tokens=tokens, answer=ANSWER, stream=True, seed=n) for n in range(64)]
+            flows.append(Flow([*map(Request.of, bodies)], kind, dues=dues(half / tokens, seconds, kind)))
+        run = sender.run(launch.url, *flows)
+    sizes = {"long": LONG, "short": SHORT}
+    begin_s, end_s = run.begun_s + seconds / 6, run.begun_s + seconds
+    done = sum(computed_within(one, sizes[one.kind] / RATE, begin_s, end_s) for one in run.rows)
+    for kind in sizes:
+        own = [one for one in run.rows if one.kind == kind]
+        yield {
+            "kind": kind,
+            **counted(own),
+            "utilisation": round(done / (PREFILLERS * (end_s - begin_s)), 4),
+        }
+
+
+def computed_within(record: RequestRecord, service_s: float, begin_s: float, end_s: float) -> float:
+    """Seconds of its prefill that lie within the window, if that took `service_s` until its first byte."""
+    if not record.ok or record.first_byte_s is None:
+        return 0.0
+    return max(0.0, min(record.first_byte_s, end_s) - max(record.first_byte_s - service_s, begin_s))
+
+
+def _deadlines(sender: SenderProcess, quick: bool) -> Iterator[Row]:
+    seconds = 25.0 if quick else 60.0
+    for order, flags in ORDERS.items():
+        with simulated(f"{ENCODERS}E-P-D", ENCODE, flags) as launch:
+            fresh = iter(range(1_000_000))
+            alone = _alone_s(sender, launch, fresh)
+            for load in (1.0,) if quick else LOADS:
+                yield {"order": order, "load": load, **_judged(sender, launch, fresh, alone, load, seconds)}
+
+
+def _alone_s(sender: SenderProcess, launch: Served, fresh: Iterator[int]) -> dict[int, float]:
+    """Seconds until the first token of a request with so many images, on an idle deployment."""
+    found = {}
+    for count in range(1, MOST_IMAGES + 1):
+        requests = [_images(launch, count, fresh) for _ in range(2)]
+        rows = sender.run(launch.url, Flow(requests, concurrency=1, count=2), within_s=30.0).rows
+        found[count] = min(row.wait_s() for row in rows)
+    return found
+
+
+def _judged(
+    sender: SenderProcess, launch: Served, fresh: Iterator[int], alone: dict[int, float], load: float, seconds: float
+) -> Row:
+    rate_rps = load * ENCODERS / (IMAGE_S * (1 + MOST_IMAGES) / 2)
+    at = dues(rate_rps * seconds, seconds, f"deadlines {load}")
+    counts = [n % MOST_IMAGES + 1 for n in range(len(at))]
+    random.Random(f"images {load}").shuffle(counts)
+    slos = [SLO_FACTOR * alone[count] for count in counts]
+    requests = [_images(launch, count, fresh, slo_s) for count, slo_s in zip(counts, slos, strict=True)]
+    run = sender.run(launch.url, Flow(requests, "images", dues=at), limit_s=120.0)
+    kept = [one.wait_s() <= slos[one.n] for one in run.rows]
+    small = [good for good, one in zip(kept, run.rows, strict=True) if counts[one.n] <= MOST_IMAGES // 2]
+    return {
+        **counted(run.rows),
+        "attained": round(sum(kept) / len(kept), 4),
+        "attained_small": round(sum(small) / len(small), 4),
+        "longest_s": round(max(one.wait_s() for one in run.rows if one.ok), 2),
+    }
+
+
+def _images(launch: Served, count: int, fresh: Iterator[int], slo_s: float | None = None) -> Request:
+    seeds = [next(fresh) for _ in range(count)]
+    body = image_body(launch.model, side=IMAGE_SIDE, answer=ANSWER, stream=True, seed=seeds[0], more=seeds[1:])
+    return Request.of(body, headers={"x-epd-slo-ttft-ms": f"{slo_s * 1e3:.0f}"} if slo_s is not None else {})
+
+
+def _tenants(sender: SenderProcess, quick: bool) -> Iterator[Row]:
+    seconds, rounds = (20.0, 1) if quick else (60.0, 3)
+    capacity_rps = TENANT_PREFILLERS * RATE / TENANT_TOKENS
+    with simulated(f"{TENANT_PREFILLERS}P-D", PREFILL, ("--tenant-header", TENANT)) as launch:
+
+        def flow(tenant: str, load: float, turn: int) -> Flow:
+            bodies = [
+                text_body(launch.model, tokens=TENANT_TOKENS, answer=ANSWER, stream=True, seed=n) for n in range(64)
+            ]
+            requests = [Request.of(body, headers={TENANT: tenant}) for body in bodies]
+            return Flow(requests, tenant, dues=dues(load * capacity_rps * seconds, seconds, f"{tenant} {turn}"))
+
+        for turn in range(rounds):
+            quiet = flow("quiet", QUIET_LOAD, turn)
+            runs: dict[str, Run] = {"alone": sender.run(launch.url, quiet)}
+            runs["beside"] = sender.run(launch.url, quiet, flow("loud", LOUD_LOAD, turn))
+            for when, run in runs.items():
+                for tenant in ("quiet", "loud") if when == "beside" else ("quiet",):
+                    own = [one for one in run.rows if one.kind == tenant]
+                    yield {"tenant": tenant, "when": when, "round": turn, **counted(own)}
+
+
+PARTS = {"pressure-mixed": _mixed, "pressure-deadlines": _deadlines, "pressure-tenants": _tenants}
+
+
+def counted(records: Sequence[RequestRecord]) -> Row:
+    """How many, how many without a whole answer, and waits for the first byte; a failure counts as the longest."""
+    waits = [one.wait_s() for one in records]
+    percents = {f"first_p{percent}_ms": round(percentile(waits, percent) * 1e3, 1) for percent in (50, 90, 99)}
+    return {"requests": len(records), "bad": sum(not one.ok for one in records), **percents}
+
+
+def figures(parts: dict[str, list[Row]]) -> dict[str, float]:
+    """Of those parts that were measured."""
+    named: dict[str, float] = {}
+    if mixed := parts.get("pressure-mixed"):
+        named["prefill_utilisation_mixed"] = mixed[0]["utilisation"]
+    if judged := parts.get("pressure-deadlines"):
+        by = grouped(judged, "order", "load")
+        for order, load in by:
+            named[f"slo_attained_{order}_{load:g}"] = by[order, load][0]["attained"]
+        named["slo_points_over_fcfs"] = round(
+            100 * (named["slo_attained_deadline_1"] - named["slo_attained_fcfs_1"]), 2
+        )
+    if tenants := parts.get("pressure-tenants"):
+        by = grouped(tenants, "tenant", "when")
+        alone, beside = (median(by["quiet", when], "first_p99_ms") for when in ("alone", "beside"))
+        named["other_tenant_p99_ratio"] = round(beside / alone, 3)
+    return named
+
+
+def tables(parts: dict[str, list[Row]]) -> list[str]:
+    """A table per part."""
+    waits = {f"p{percent} ms": f"{{first_p{percent}_ms:.0f}}" for percent in (50, 90, 99)}
+    counts = {"sent": "{requests}", "bad": "{bad}", **waits}
+    own = {
+        "pressure-mixed": {"prompts": "{kind}", **counts, "utilisation": "{utilisation:.3f}"},
+        "pressure-deadlines": {
+            "order": "{order}",
+            "load": "{load:g}",
+            **counts,
+            "attained": "{attained:.3f}",
+            "up to 8 images": "{attained_small:.3f}",
+            "longest s": "{longest_s:.1f}",
+        },
+        "pressure-tenants": {"tenant": "{tenant}", "when": "{when}", "round": "{round}", **counts},
+    }
+    return [table_of(parts[part], columns) for part, columns in own.items() if part in parts]

@@ -1,0 +1,49 @@
+"""What the figures under pressure are made of."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.clients.results import Outcome, RequestRecord
+from bench.micro.proxy.pressure import computed_within, counted, dues, figures, tables
+
+
+def record(first_byte_s: float | None, outcome: Outcome = Outcome.OK) -> RequestRecord:
+    return RequestRecord("", 0, "", "", 0.0, 0.0, 20.0, outcome, first_byte_s=first_byte_s)
+
+
+def test_every_run_offers_as_many_requests_at_other_moments() -> None:
+    one, other = dues(10.4, 5.0, "a"), dues(10.4, 5.0, "b")
+    assert len(one) == len(other) == 10 and one != other and one == dues(10.4, 5.0, "a")
+    assert one == sorted(one) and one[0] >= 0 and one[-1] <= 5.0
+
+
+@pytest.mark.parametrize(("first_byte_s", "within_s"), [(5.0, 2.0), (10.5, 1.5), (1.5, 0.5), (0.9, 0.0), (13.0, 0.0)])
+def test_of_a_prompt_counts_what_was_computed_within_the_window(first_byte_s: float, within_s: float) -> None:
+    assert computed_within(record(first_byte_s), 2.0, 1.0, 10.0) == within_s
+
+
+def test_a_prompt_without_an_answer_was_not_computed() -> None:
+    assert computed_within(record(5.0, Outcome.ERROR), 2.0, 1.0, 10.0) == 0.0
+    assert counted([record(5.0), record(None, Outcome.ERROR)])["bad"] == 1
+
+
+def test_figures_compare_orders_at_what_can_be_encoded_and_a_tenant_with_itself_alone() -> None:
+    waits = {"requests": 1, "bad": 0, "first_p50_ms": 1.0, "first_p90_ms": 1.0}
+    judged = [
+        {"order": order, "load": load, "attained": share, "attained_small": 0.0, "longest_s": 1.0, **waits}
+        for order, load, share in (("fcfs", 1.0, 0.25), ("deadline", 1.0, 0.5), ("fcfs", 1.2, 0.0))
+    ]
+    tenants = [
+        {"tenant": "quiet", "when": when, "round": 0, **waits, "first_p99_ms": p99}
+        for when, p99 in (("alone", 100.0), ("beside", 120.0))
+    ]
+    parts = {
+        "pressure-mixed": [{"kind": "long", "utilisation": 0.8, **waits, "first_p99_ms": 1.0}],
+        "pressure-deadlines": [{**row, "first_p99_ms": 1.0} for row in judged],
+        "pressure-tenants": tenants,
+    }
+    found = figures(parts)
+    assert found["slo_points_over_fcfs"] == 25.0 and found["slo_attained_fcfs_1.2"] == 0.0
+    assert (found["prefill_utilisation_mixed"], found["other_tenant_p99_ratio"]) == (0.8, 1.2)
+    assert len(tables(parts)) == 3 and not figures({})
