@@ -24,6 +24,7 @@ from deploy.cli.command import parser as serve_parser
 from deploy.control.metrics import ControlMetrics
 from deploy.control.progress import Change, Changes, State
 from deploy.control.reconciler import Reconciler
+from deploy.front.key_watch import KeyMetrics
 from deploy.options.config import DeployConfig
 from deploy.options.proxy_overrides import OWN_FLAGS, setting_keys
 from proxy.background import Background
@@ -231,7 +232,10 @@ def metrics() -> str:
         (
             "The controller",
             "Counted in its present life. Not of `epd-serve proxy`; on several hosts at the admin listener only.",
-            _families(ControlMetrics(_idle_reconciler()).collect()),
+            [
+                *_families(ControlMetrics(_idle_reconciler()).collect()),
+                *_own(vars(KeyMetrics(CollectorRegistry())).values()),
+            ],
         ),
     ]
     sections = []

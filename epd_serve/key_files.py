@@ -1,4 +1,5 @@
-"""Keys in files that are not everybody's: a deployment's, the admin listener's and those of clients.
+"""Keys in files that are not everybody's: a deployment's and the admin listener's. Leaves those of clients to
+`proxy/config/keys.py`.
 
 Whoever has the key of a deployment on several machines is a member. Members derive from it what they show each other:
 a bearer token for the stages' HTTP servers, and the key pair of their ZMQ sockets (`epd_serve.sockets`). None of these
@@ -10,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 
 from epd_serve.errors import ConfigError
@@ -34,7 +34,7 @@ def read_key(path: str, flag: str) -> str:
     Raises:
         ConfigError: unreadable, open to everybody, or too short to be a secret.
     """
-    key = _read(path, flag).strip()
+    key = read_secret(path, flag).strip()
     if len(key) < SHORTEST or not _is_word(key):
         raise ConfigError(
             f"{_named(flag)} {path} needs one word of at least {SHORTEST} characters; {_make(path)}", param=flag
@@ -42,32 +42,15 @@ def read_key(path: str, flag: str) -> str:
     return key
 
 
-def client_keys(given: Sequence[str], path: str) -> tuple[str, ...]:
-    """The bearer tokens that clients may come with: those given in words, then those of `--api-key-file`, one a line.
-
-    Args:
-        path: of that file; "" for none.
-
-    Raises:
-        ConfigError: the file is unreadable, open to everybody, or has no key or a line that is none.
-    """
-    if not path:
-        return tuple(given)
-    flag = "--api-key-file"
-    keys = [line.strip() for line in _read(path, flag).splitlines() if line.strip()]
-    if not keys or not all(map(_is_word, keys)):
-        raise ConfigError(f"{_named(flag)} {path}: one key a line, without blanks; {_make(path)}", param=flag)
-    return (*given, *keys)
-
-
-def _read(path: str, flag: str) -> str:
+def read_secret(path: str, flag: str, *, fix: str = "") -> str:
+    """The text of a file that a flag names. Raises ConfigError: unreadable, with how to mend it, or open to others."""
     file = Path(path)
     try:
         mode = file.stat().st_mode
         text = file.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not plain text"
-        raise ConfigError(f"{_named(flag)} {path}: {reason}; {_make(path)}", param=flag) from error
+        raise ConfigError(f"{_named(flag)} {path}: {reason}; {fix or _make(path)}", param=flag) from error
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         how = "readable" if mode & stat.S_IROTH else "writable"
         raise ConfigError(f"{_named(flag)} {path} is {how} by everybody: chmod 600 it", param=flag)

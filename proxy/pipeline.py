@@ -52,7 +52,7 @@ from proxy.stages.cost import prompt_tokens
 from proxy.stages.job import Job
 from proxy.stages.retry_budget import RetryBudget
 from proxy.stages.suspects import Suspects, Trial
-from proxy.tenants.auth import DEFAULT_TENANT
+from proxy.tenants.auth import DEFAULT_TENANT, Caller, Callers
 from proxy.tenants.fair_share import FairShare
 from proxy.tenants.key_limits import KeyGate
 from proxy.tenants.memory_budget import MemoryBudget, MemoryReservation
@@ -79,8 +79,9 @@ class Pipeline:
         self.metrics = Metrics()
         self.background = background or Background()
         self.metrics.registry.register(self.background.registry)
-        self.key_gate = KeyGate(settings.key_limits)
-        apart = settings.tells_accounts_apart
+        self.callers = Callers(settings)
+        self.key_gate = KeyGate()
+        apart = settings.tells_tenants_apart
         self.memory = MemoryBudget(settings.memory.process_bytes, apart=apart)
         self.arriving = FairShare(max(1, settings.max_in_flight // 2), apart=apart)
         register_stage_metrics(self.metrics.registry, table)
@@ -169,23 +170,23 @@ class Pipeline:
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
 
-    def admitted(self, account: str) -> AbstractContextManager[None]:
+    def admitted(self, caller: Caller) -> AbstractContextManager[None]:
         """Hold one request, an exchange that `drain` counts, from before its body is read.
 
         Raises:
-            OverloadedError: as many are held as may. KeyLimitError, on entering: as many of `account`.
+            OverloadedError: as many are held as may. KeyLimitError, on entering: as many of its account.
         """
         limit = self.settings.max_in_flight
         if self.drain.running > limit:
             raise OverloadedError(f"{limit} requests are in progress, which is the limit; try again later")
-        return self.key_gate.admitted(account)
+        return self.key_gate.admitted(caller.account, caller.limits)
 
     async def run(
         self,
         record: Record,
         endpoint: Endpoint,
         raw: bytearray,
-        tenant: str,
+        caller: Caller,
         held: MemoryReservation,
         sink: ClientSink,
         *,
@@ -205,20 +206,20 @@ class Pipeline:
             for name in request.dropped:
                 self.metrics.fields_dropped.labels(endpoint.value, name).inc()
             if not endpoint.generates:  # takes no place with the stages, so it waits for none
-                items = await self._load(record, request, tenant, held)
+                items = await self._load(record, request, caller.tenant, held)
                 return await self._tokenize.run(record.id, request, items, sink)
             self._router.check_servable(fused_for=request.needs_fused)
             trial.check()
             gate = self.gate.admitted(
                 kind_of(request),
-                priority=priority_of(request, self.settings.key_limits),
+                priority=priority_of(request, caller.limits),
                 sequences=sequences_of(request, self.settings.max_sequences),
                 until=until,
                 record=record,
             )
             with gate as passed:
                 self._budget.deposit()
-                job = await self._job(record, request, tenant, held, passed, trial)
+                job = await self._job(record, request, caller.tenant, held, passed, trial)
                 del request  # and with it the media as the client wrote them
                 await self._run(job, sink)
         except RecursionError:  # what can just be decoded may be too deep to be measured, or written again

@@ -12,12 +12,13 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from deploy.agent.health import health_status
 from deploy.alone.stages import GivenStages, given_stages
 from deploy.front.doors import FrontDoors
+from deploy.front.key_watch import KeyMetrics, KeyWatch, api_keys_of, of_this_machine, read_key_text
 from deploy.front.shared import Shared
 from deploy.host import event_loop
 from deploy.host.ending import Ending
@@ -29,7 +30,7 @@ from deploy.launch.admin import LOOPBACK, Admin, admin_page, open_admin, serve_a
 from deploy.options.config import check_admin_port, check_drain, check_workers
 from deploy.options.proxy_overrides import apply_overrides, proxy_overrides
 from epd_serve.instances import Instance
-from epd_serve.key_files import client_keys, read_key
+from epd_serve.key_files import read_key
 
 HEALTH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
@@ -50,7 +51,6 @@ def run_proxy(
     stage: Sequence[str] = (),
     served_model_name: str = "",
     stage_key_file: str = "",
-    api_keys: Sequence[str] = (),
     api_key_file: str = "",
     workers: int = 1,
     admin_port: int = 0,
@@ -74,11 +74,12 @@ def run_proxy(
     check_drain(drain_s)
     check_workers(workers)
     check_admin_port(admin_port, port)
+    key_text = read_key_text(api_key_file) if api_key_file else ""
     given = given_stages(stages, stage, served_model_name)
     settings = ProxySettings(
         served_models=(given.model,),
         identity=ModelIdentity(given.model, given.revision, given.dtype),
-        api_keys=client_keys(api_keys, api_key_file),
+        api_keys=api_keys_of(key_text, api_key_file) if api_key_file else None,
         stage_key=read_key(stage_key_file, "--stage-key-file") if stage_key_file else "",
         key_file=stage_key_file,
         observed=not admin_port,
@@ -100,17 +101,30 @@ def run_proxy(
         )
         ending.serves(doors)
         _say(f"proxy on http://{host}:{port} in front of {len(given.instances)} stages")
-        event_loop.run(_serve(given, doors, admin, port, ending))
+        event_loop.run(_serve(given, doors, admin, port, ending, _Keys(api_key_file, key_text)))
     return 0
 
 
-async def _serve(given: GivenStages, doors: FrontDoors, admin: Admin | None, port: int, ending: Ending) -> None:
+class _Keys(NamedTuple):
+    """Of clients. `path`: of their file, or "". `text`: what it said at first."""
+
+    path: str
+    text: str
+
+
+async def _serve(
+    given: GivenStages, doors: FrontDoors, admin: Admin | None, port: int, ending: Ending, keys: _Keys
+) -> None:
     """Until it is time to end. Raises EpdError when a front door does not start."""
     ending.listen()
     doors.publish((), ())  # who is there is told to the table
     for one in given.instances:
         doors.table.apply(one, up=False)
         doors.background.start(f"health of {one.id}", partial(_watch, one, doors.table))
+    if keys.path:
+        read, metrics = of_this_machine(keys.path), KeyMetrics(doors.registry)
+        watch = KeyWatch(keys.path, keys.text, read, lambda now, _: doors.go_by(now), _say, metrics)
+        doors.background.start("API keys", watch.run)
     tasks = [asyncio.create_task(ending.wait()), asyncio.create_task(doors.serve())]
     if admin is not None:
         tasks.append(asyncio.create_task(_answer(doors, admin, port)))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.cli.change import add_change
 from deploy.cli.end import add_logs_and_down
+from deploy.cli.key import add_key
 from deploy.cli.parts import add_proxy, add_stage
 from deploy.cli.standard_output import until_the_reader_leaves
 from deploy.cli.top import add_top
@@ -79,6 +80,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         "store": _add_store(commands),
         "doctor": _add_doctor(commands),
         "demo-model": _add_demo_model(commands),
+        "key": add_key(commands),
         **add_change(commands),
         **add_logs_and_down(commands),
         **add_why(commands),

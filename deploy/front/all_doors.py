@@ -31,6 +31,7 @@ from epd_serve.instances import IncarnationId
 from epd_serve.key_files import read_key, stage_key
 from epd_serve.roles import Role
 from proxy.background import Background
+from proxy.config.keys import ApiKeys
 from proxy.config.settings import ProxySettings
 from proxy.page.observed import Status
 from proxy.records.records import Question, RecordsAnswer, merged
@@ -110,6 +111,7 @@ class AllDoors:
         self._paused_until = 0.0
         self._asked = Asked.SERVE
         self._settings = b""
+        self._api_keys: ApiKeys | None = None
         self._past: list[Family] = []
         self._parting: set[asyncio.Task[None]] = set()
 
@@ -158,6 +160,11 @@ class AllDoors:
             self._instances, self._wanted = now
             self._told.publish(*now)
             self._changed()
+
+    def go_by(self, keys: ApiKeys) -> None:
+        """From now on these are the clients' keys."""
+        self._api_keys = keys
+        self._changed()
 
     def drain(self, id: str) -> None:
         self._told.drain(id)
@@ -310,7 +317,7 @@ class AllDoors:
         if self._instances is None:
             return None
         leaving = tuple(sorted(self._told.leaving))
-        return State(self._instances, self._wanted, leaving, self.paused_s, self._asked, self._settings)
+        return State(self._instances, self._wanted, leaving, self.paused_s, self._asked, self._settings, self._api_keys)
 
     def _changed(self) -> None:
         for front in self.fronts.values():

@@ -28,6 +28,7 @@ from epd_serve.trace import clock_id
 from proxy.registry.warm_links import GRACE_S
 
 if TYPE_CHECKING:
+    from proxy.config.keys import ApiKeys
     from proxy.config.settings import ProxySettings
     from proxy.page.observed import Status
     from proxy.records.records import Question, RecordsAnswer
@@ -75,6 +76,7 @@ class FrontDoors:
         from proxy.workers.wire import Setup
 
         self._settings = settings
+        self._api_keys = settings.api_keys
         self._shared = shared
         self._keeper = keeper
         self._counters = counters = shared.counters()
@@ -108,7 +110,13 @@ class FrontDoors:
             environment[LAUNCH_ENV] = self._launch_id
         scrape = StageScrape(self.table, self.registry, self._settings.bearer_of_stages())
         hub = self._hub = WorkerHub(
-            self.table, self._shared.feed, self.background, Observed(self), self._settings.key_file, scrape.text
+            self.table,
+            self._shared.feed,
+            self.background,
+            Observed(self),
+            self._settings.key_file,
+            scrape.text,
+            self._api_keys,
         )
         house = House(self._keeper, hub, self._shared, self._counters, environment, self._setup.grace_s)
         lives = self._lives = FrontLives(house, self._setup, say=self._say)
@@ -137,6 +145,12 @@ class FrontDoors:
     def publish(self, instances: Iterable[Observed], wanted: Iterable[Role]) -> None:
         """Everything that there is, and the roles that there are to be."""
         self._told.publish(instances, wanted)
+
+    def go_by(self, keys: ApiKeys) -> None:
+        """From now on these are the clients' keys."""
+        self._api_keys = keys
+        if self._hub is not None:
+            self._hub.go_by(keys)
 
     def drain(self, id: str) -> None:
         """Give an instance nothing new, until it is taken back or gone; what it has goes on."""

@@ -11,6 +11,7 @@ from deploy.runtime.protocol import Observed
 from deploy.runtime.stream import EveryAnswer, EveryCall, Request
 from epd_serve.phases.stamps import Stamp
 from epd_serve.roles import Role
+from proxy.config.keys import ApiKeys
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.ledger import Tally, Work
 from proxy.workers.shared_counters import Asked
@@ -31,6 +32,7 @@ class State(msgspec.Struct, tag=True, frozen=True):
         paused_s: for how long new requests wait, counted from when this arrives; 0: they do not.
         asked: what all front doors are to do.
         settings: `ProxySettings` of front doors that start from now on, packed; empty: those they began with.
+        api_keys: those of clients from now on; None: those of the settings.
     """
 
     instances: tuple[Observed, ...]
@@ -39,6 +41,7 @@ class State(msgspec.Struct, tag=True, frozen=True):
     paused_s: float = 0.0
     asked: Asked = Asked.SERVE
     settings: bytes = b""
+    api_keys: ApiKeys | None = None
 
 
 class Watch(msgspec.Struct, tag=True, frozen=True):

@@ -196,6 +196,8 @@ class _FrontPart:
     async def _take_in(self, state: State) -> None:
         """All of it but the settings at once, so that front doors are told of it as one."""
         doors, before = self._doors, self._doors.leaving
+        if state.api_keys is not None:  # first of all: once front doors know of instances, they serve
+            doors.go_by(state.api_keys)
         doors.publish(state.instances, state.wanted)
         for id in before - set(state.leaving):
             doors.take_back(id)

@@ -23,7 +23,7 @@ from deploy.host.listeners import exposure_warnings
 from deploy.host.rundir import RunDir
 from deploy.keeper.interface import Keeper
 from deploy.launch.admin import Admin, admin_page, serve_admin
-from deploy.launch.life import GRACE_S, Deployment, Host, Life, front_options
+from deploy.launch.life import GRACE_S, Deployment, Host, Life, front_options, noted_keys
 from deploy.launch.ready_message import ready_message
 from deploy.launch.screen import Screen
 from deploy.memory.table import show_memory
@@ -73,6 +73,7 @@ class _LocalLife(Life):
             setup.patience,
             arena=run.arena,
             observed=setup.admin is None,
+            api_keys=noted_keys(notes, setup.blueprint.config.api_key_file),
         )
         doors = FrontDoors(
             deployment.settings(front_options(notes)),

@@ -21,6 +21,7 @@ from deploy.agent.pool_master import mooncake_command
 from deploy.agent.process import run_agent
 from deploy.agent.setup import AgentSetup
 from deploy.agent.waits import Patience
+from deploy.control.notes import FileNotes
 from deploy.front.shared import Shared
 from deploy.host.environment import is_terminal
 from deploy.host.ports import BACKLOG, listen, private_socket
@@ -32,6 +33,7 @@ from deploy.keeper.keeper import keep
 from deploy.keeper.part import Part
 from deploy.launch.admin import open_admin
 from deploy.launch.controller import ControlSetup, run_controller
+from deploy.launch.life import API_KEYS, checked_keys
 from deploy.launch.screen import Screen
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
@@ -69,6 +71,7 @@ class Launch:
         """
         config = self.blueprint.config
         build_proxy_settings(self.blueprint)  # what is wrong with `--proxy` is said before anything starts
+        keys = checked_keys(config.api_key_file)
         root = Path(config.run_root) if config.run_root else None
         started = time.monotonic()
         with contextlib.ExitStack() as stack:
@@ -79,6 +82,7 @@ class Launch:
                 screen.line(f"cleaned up after launch {launch_id}, which was killed")
             run = RunDir.create(root)
             stack.callback(run.remove)
+            FileNotes(run.path).write(API_KEYS, keys.encode())
             feed, commands, asked = (
                 stack.enter_context(private_socket(path))
                 for path in (run.feed, run.socket(ADMIN_SOCKET), run.socket(AGENT_SOCKET))

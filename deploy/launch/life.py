@@ -29,6 +29,7 @@ from deploy.control.journal import Journal
 from deploy.control.metrics import ControlMetrics
 from deploy.control.notes import Notes
 from deploy.control.reconciler import Reconciler
+from deploy.front.key_watch import KeyMetrics, KeyWatch, Read, api_keys_of, of_this_machine, read_key_text
 from deploy.front.traced import NodeTrace
 from deploy.host.ending import Draining, Ending
 from deploy.host.event_loop import together
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
     from prometheus_client import CollectorRegistry
 
+    from proxy.config.keys import ApiKeys
     from proxy.config.settings import ProxySettings
     from proxy.page.observed import Status
     from proxy.records.records import Question, RecordsAnswer
@@ -54,8 +56,9 @@ GRACE_S = 2.0
 CLOSE_S, PARTS_S = 12.0, 1.0
 """How long front doors may take to end, and then the runtime to end the stages; and to say what runs."""
 
-READY, OPTIONS = "ready", "front-options.json"
-"""Notes that say that the deployment has been ready, and what front doors go by beside its `--proxy`."""
+READY, OPTIONS, API_KEYS = "ready", "front-options.json", "api-keys.json"
+"""Notes that say that the deployment has been ready, what front doors go by beside its `--proxy`, and the text of the
+clients' keys that they go by, empty where nobody needs one; written before the first life."""
 
 KILLED = 130
 """The exit code after a second Ctrl-C."""
@@ -107,6 +110,9 @@ class Fronts(Doors, Draining, Protocol):
     async def configure(self, settings: ProxySettings) -> None:
         """Of those that start from now on."""
 
+    def go_by(self, keys: ApiKeys) -> None:
+        """From now on these are the clients' keys."""
+
 
 class Process(Protocol):
     """The process that a controller is: what it hears, and what it says of itself."""
@@ -129,6 +135,7 @@ class Deployment:
         id: of the launch. arena: where the features of a host's stages lie, or come to lie; None where none is shared
             with its front doors.
         observed: front doors answer `/metrics` and `/instances`, too.
+        api_keys: those of clients, as the life before this one knew them.
     """
 
     id: str
@@ -136,18 +143,32 @@ class Deployment:
     patience: Patience
     arena: Path | None = None
     observed: bool = True
+    api_keys: ApiKeys | None = None
 
     def settings(self, options: Sequence[str] = ()) -> ProxySettings:
         """Of its front doors, with these `--proxy` options beside its own. Raises ConfigError."""
         config = self.blueprint.config
         config = replace(config, proxy=(*config.proxy, *options))
-        settings = build_proxy_settings(replace(self.blueprint, config=config), self.arena)
+        settings = build_proxy_settings(replace(self.blueprint, config=config), self.arena, self.api_keys)
         return replace(settings, observed=self.observed)
 
 
 def front_options(notes: Notes) -> tuple[str, ...]:
     """What front doors go by beside the `--proxy` of the launch."""
     return msgspec.json.decode(notes.read(OPTIONS) or b"[]", type=tuple[str, ...])
+
+
+def checked_keys(path: str) -> str:
+    """The text of the clients' keys, for the note; "" where there is no file. Raises ConfigError."""
+    text = read_key_text(path) if path else ""
+    if path:
+        api_keys_of(text, path)
+    return text
+
+
+def noted_keys(notes: Notes, path: str) -> ApiKeys | None:
+    """The clients' keys by which front doors go."""
+    return api_keys_of((notes.read(API_KEYS) or b"").decode(), path) if path else None
 
 
 class Life(ABC):
@@ -196,6 +217,10 @@ class Life(ABC):
     async def parts(self) -> Mapping[str, PartJson]:
         """The processes that are no stages, by name."""
 
+    def key_file(self, path: str) -> Read:
+        """What reads the file of the clients' keys."""
+        return of_this_machine(path)
+
     async def run(self) -> int:
         """Until the deployment is over. Returns its exit code, which the process has been told, too."""
         heeding = asyncio.create_task(self.ending.heed(self.process.signals()))
@@ -241,7 +266,23 @@ class Life(ABC):
             controller.keep_places(),
             self._answer(controller),
             self._say_ready(reconciler),
+            self._watch_keys(),
         )
+
+    async def _watch_keys(self) -> None:
+        """Have front doors go by the clients' keys as their file has them."""
+        path = self.blueprint.config.api_key_file
+        if not path:
+            return
+        text = (self.notes.read(API_KEYS) or b"").decode()
+
+        def tell(keys: ApiKeys, text: str) -> None:
+            self.notes.write(API_KEYS, text.encode())
+            self.doors.go_by(keys)
+
+        self.doors.go_by(api_keys_of(text, path))
+        metrics = KeyMetrics(self.doors.registry)
+        await KeyWatch(path, text, self.key_file(path), tell, self.screen.line, metrics).run()
 
     async def _reconciler(self) -> Reconciler:
         """After a life before this one: with what it wanted, beside what runs."""

@@ -96,8 +96,7 @@ def curl(blueprint: Blueprint, endpoint: str) -> str:
             "temperature": 0,
         }
     )
-    wants_key = blueprint.config.api_keys or blueprint.config.api_key_file
-    key = ' -H "Authorization: Bearer $EPD_API_KEY"' if wants_key else ""
+    key = ' -H "Authorization: Bearer $EPD_API_KEY"' if blueprint.config.api_key_file else ""
     return f"curl -s {endpoint}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {_quoted(body)}"
 
 

@@ -93,8 +93,9 @@ class DeployConfig:
     proxy: tuple[str, ...] = _option(
         (), "a proxy setting, as KEY=VALUE, for example media.max_bytes=1000000; repeatable", many=True
     )
-    api_keys: tuple[str, ...] = _option((), "accept only this bearer token; repeatable", many=True, flag="--api-key")
-    api_key_file: str = _option("", "file with such tokens, one a line, where no list of processes shows them")
+    api_key_file: str = _option(
+        "", "clients need a key of this file (epd-serve key), which is read again whenever it changes"
+    )
     media_root: str = _option("", "directory that file:// images may be read from (default: none)")
     allow_private_media: bool = _option(False, "let image URLs reach private and loopback addresses")
     arena_mib: int = _option(256, "shared memory for features (MM Store tier 1)")

@@ -18,18 +18,27 @@ from deploy.options.stage_args import flag_of
 from deploy.plan.identity import model_identity
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea, ImageTokens, image_tokens
-from epd_serve.key_files import client_keys
 from epd_serve.model_facts import modalities
 from epd_serve.model_support import left_out, undecodable
 from epd_serve.stage_flags import read_stage_flags
 
 if TYPE_CHECKING:
     from deploy.plan.blueprint import Blueprint
+    from proxy.config.keys import ApiKeys
     from proxy.config.settings import ProxySettings
 
 
-def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> ProxySettings:
-    """The settings of the proxy in front of a deployment; `arena` is where that of its stages is, or comes to be."""
+def build_proxy_settings(
+    blueprint: Blueprint, arena: Path | None = None, api_keys: ApiKeys | None = None
+) -> ProxySettings:
+    """The settings of the proxy in front of a deployment.
+
+    Args:
+        arena: where that of its stages is, or comes to be. api_keys: what was read of its file.
+
+    Raises:
+        ConfigError: what is wrong with `--proxy`.
+    """
     from proxy.config.settings import ProxySettings
 
     config, facts = blueprint.config, blueprint.facts
@@ -51,7 +60,7 @@ def build_proxy_settings(blueprint: Blueprint, arena: Path | None = None) -> Pro
     settings = ProxySettings(
         served_models=(blueprint.served_model_name,),
         identity=model_identity(blueprint),
-        api_keys=client_keys(config.api_keys, config.api_key_file),
+        api_keys=api_keys,
         tenant_header=config.tenant_header,
         shared_features=config.shared_features,
         modalities=_modalities(blueprint),

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.host.environment import is_terminal
+from deploy.launch.life import checked_keys
 from deploy.launch.ready_message import ENDS
 from deploy.launch.screen import Screen
 from deploy.options.config import DeployConfig
@@ -34,10 +36,9 @@ from deploy.ray.cluster import (
     here,
     node_name,
 )
-from deploy.ray.controller import ControllerActor
+from deploy.ray.controller import Asked, ControllerActor
 from deploy.ray.news import Event, show
 from epd_serve.errors import ConfigError, EpdError
-from epd_serve.key_files import client_keys
 
 NEWS_S = 10.0
 ENOUGH, LEFT = 3, 130
@@ -63,8 +64,10 @@ def serve_on_ray(config: DeployConfig, *, detach: bool = False) -> int:
             f"(epd-serve down --ray --name {config.name})",
             param="--name",
         )
-    own = replace(config, api_keys=client_keys(config.api_keys, config.api_key_file), api_key_file="")
-    return asyncio.run(_Attached(config.name).until_ended(begin=(own, here()), detach=detach))
+    if config.api_key_file:
+        config = replace(config, api_key_file=str(Path(config.api_key_file).resolve()))
+    begin = Asked(config, here(), checked_keys(config.api_key_file))
+    return asyncio.run(_Attached(config.name).until_ended(begin=begin, detach=detach))
 
 
 @contextlib.contextmanager
@@ -121,9 +124,7 @@ class _Attached:
         """A signal, as to the process of a launch."""
         self._actor.signal.remote(number)
 
-    async def until_ended(
-        self, *, begin: tuple[DeployConfig, str] | None = None, detach: bool = False, from_now: bool = False
-    ) -> int:
+    async def until_ended(self, *, begin: Asked | None = None, detach: bool = False, from_now: bool = False) -> int:
         """Show it until its end or, detached, until it is ready.
 
         Args:
@@ -133,7 +134,7 @@ class _Attached:
         for one in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(one, self._on_signal, one)
         if begin is not None:  # from here on signals are the deployment's
-            self._actor = _made(self._name, begin[1])
+            self._actor = _made(self._name, begin.node)
         ticking = asyncio.create_task(self._tick())
         following = asyncio.create_task(self._follow(begin, -1 if from_now else 0, detach))
         enough = asyncio.create_task(self._enough.wait())
@@ -154,9 +155,9 @@ class _Attached:
             self._enough.set()
         self.send(number)
 
-    async def _follow(self, begin: tuple[DeployConfig, str] | None, number: int, detach: bool) -> int:
+    async def _follow(self, begin: Asked | None, number: int, detach: bool) -> int:
         if begin is not None:
-            await self._begin(*begin)
+            await self._begin(begin)
         life = ""
         while True:
             try:
@@ -169,11 +170,11 @@ class _Attached:
                 if code is not None:
                     return code
 
-    async def _begin(self, config: DeployConfig, node: str) -> None:
+    async def _begin(self, asked: Asked) -> None:
         """Raises EpdError: the controller does not begin."""
         try:
             async with asyncio.timeout(ANSWER_S):
-                await self._actor.begin.remote(config, node)
+                await self._actor.begin.remote(asked)
         except (RayError, TimeoutError) as error:
             why = str(error) or f"no answer within {ANSWER_S:g} s"
             raise EpdError(f"the controller of {self._name} does not begin: {why}") from error

@@ -13,7 +13,8 @@ import os
 import pickle
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -24,9 +25,10 @@ from deploy.agent.waits import Patience
 from deploy.control.aim import Aim
 from deploy.control.controller import PartJson
 from deploy.front.all_doors import AllDoors
+from deploy.front.key_watch import Read
 from deploy.keeper.interface import Signals
 from deploy.launch.admin import admin_page, open_admin, serve_admin
-from deploy.launch.life import GRACE_S, READY, Deployment, Life
+from deploy.launch.life import API_KEYS, GRACE_S, READY, Deployment, Life, noted_keys
 from deploy.launch.ready_message import ready_message
 from deploy.memory.table import memory_table
 from deploy.options.config import DeployConfig
@@ -59,10 +61,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Asked:
-    """`node`: of whoever asked for it."""
+    """`node`: of whoever asked for it. `api_keys`: the text of the clients' keys there, or ""."""
 
     config: DeployConfig
     node: str
+    api_keys: str = field(default="", repr=False)
 
 
 class ControllerActor:
@@ -85,14 +88,14 @@ class ControllerActor:
 
     # --- what operators ask ---------------------------------------------------------------------------------------
 
-    async def begin(self, config: DeployConfig, node: str) -> None:
-        """For once, by whoever has made this actor, on this node. Not by its arguments: Ray shows those to many.
+    async def begin(self, asked: Asked) -> None:
+        """For once, by whoever has made this actor. Not by its arguments: Ray shows those to many.
 
         Args:
-            config: of the deployment. What it names of files has to be on every node.
+            asked: what its config names of files has to be on every node, but for the clients' keys.
         """
         if not self._asked.done():
-            self._asked.set_result(Asked(config, node))
+            self._asked.set_result(asked)
 
     async def version(self) -> str:
         return __version__
@@ -147,6 +150,7 @@ class ControllerActor:
                 await self._clear()  # somebody may have killed one of this name
                 async with asyncio.timeout(BEGIN_S):
                     asked = await self._asked
+                self._notes.write(API_KEYS, asked.api_keys.encode())
                 self._notes.write(ASKED, pickle.dumps(asked))
                 await self._notes.kept()
                 await self._until_over(asked)
@@ -218,7 +222,13 @@ class ControllerActor:
         leases = RayLeases(config.name, machines.kind, config.placement, notes, nodes.left_out)
         await leases.tidy()
         blueprint = await asyncio.to_thread(draw, config, machines=machines)
-        deployment = Deployment(config.name, blueprint, Patience(), observed=not config.admin_port)
+        deployment = Deployment(
+            config.name,
+            blueprint,
+            Patience(),
+            observed=not config.admin_port,
+            api_keys=noted_keys(notes, config.api_key_file),
+        )
         doors = AllDoors(say=self._news.line, key_file=_key_file(nodes.key), goes_on=notes.read(READY) is not None)
         await nodes.open(deployment, doors)
         return RayLife(self, nodes, deployment, doors, notes, self._news, Aim(blueprint, leases), self._began)
@@ -254,6 +264,10 @@ class RayLife(Life):
         memory = self.blueprint.memory
         if memory is not None and memory.shared_devices:
             self.screen.line(f"memory of the devices:\n{memory_table(memory)}")
+
+    def key_file(self, path: str) -> Read:
+        """On the node where the deployment was asked for."""
+        return partial(self.nodes.api_keys, path)
 
     async def answer(self, routes: APIRouter) -> None:
         from proxy.http.admin import create_admin

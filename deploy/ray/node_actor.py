@@ -18,6 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.control.controller import PartJson
+from deploy.front.key_watch import read_key_text
 from deploy.host.logs import read_log
 from deploy.host.ports import listen
 from deploy.host.processes import environment_of, running
@@ -105,6 +106,10 @@ class NodeActor:
         """A piece of a log from there on, and where it ends. A negative offset is one from its end."""
         run = await self._found()
         return await asyncio.to_thread(read_log, run.path / f"{name}.log", offset) if run is not None else (b"", 0)
+
+    async def api_keys(self, path: str) -> str:
+        """The text of the clients' keys. Raises ConfigError."""
+        return await asyncio.to_thread(read_key_text, path)
 
     async def parts(self) -> Mapping[str, PartJson]:
         """Processes of the deployment on this node that are no stages."""

@@ -94,6 +94,7 @@ class Nodes:
         self.key = key.decode()
         self._deployment: Deployment | None = None
         self._doors: AllDoors | None = None
+        self._key_actor: Actor | None = None
         remembered = msgspec.json.decode(notes.read(INSTANCES) or b"[]", type=tuple[Observed, ...])
         self._remembered = {one.order.spec.node for one in remembered}
         self.many = ManyNodes(say, remembered)
@@ -288,6 +289,13 @@ class Nodes:
             if not isinstance(parts, BaseException)
             for name, part in parts.items()
         }
+
+    async def api_keys(self, path: str) -> str:
+        """The text of the clients' keys, on the node of whoever began the deployment. Raises EpdError."""
+        if self._key_actor is None:  # there may be no other part of the deployment
+            self._key_actor = hire(self._config.name, self._begun_on, self._config.run_root)
+        text: str = await _asked(self._key_actor.api_keys.remote(path), ASK_S, f"node {short_node(self._begun_on)}")
+        return text
 
     async def log(self, node: str, name: str, last_bytes: int) -> str:
         """The end of a log, or "" where nobody has it."""

@@ -5,7 +5,7 @@ Each checks itself when it is made, and names the field and its bound where that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from epd_serve.errors import ConfigError
@@ -147,6 +147,14 @@ class KeyLimits:
         for name in ("requests_in_flight", "requests_per_minute"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative; 0 means no limit", param=name)
+
+    def shared_by(self, processes: int) -> KeyLimits:
+        """What each of so many may do that count for themselves. Rounded up: a limit never becomes 0."""
+        return replace(
+            self,
+            requests_in_flight=-(-self.requests_in_flight // processes),
+            requests_per_minute=-(-self.requests_per_minute // processes),
+        )
 
 
 @dataclass(frozen=True)

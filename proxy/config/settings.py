@@ -13,6 +13,7 @@ from pathlib import Path
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea, ImageTokens
 from epd_serve.key_files import read_key, stage_key
+from proxy.config.keys import ApiKeys
 from proxy.config.limits import (
     AdmissionLimits,
     BodyPace,
@@ -68,7 +69,7 @@ class ProxySettings:
         memory: what all requests may hold at once.
         max_n: answers to one prompt. max_sequences: answers that one request may ask for, over its prompts.
         max_in_flight: requests held at once; beyond it the answer is 429.
-        api_keys: accepted bearer tokens; empty means no authentication. Each is a tenant.
+        api_keys: those of clients, as they are at first; None: nobody needs one.
         tenant_header: request header whose value names the tenant, set by a gateway that is trusted to; empty to
             heed none. A request without it belongs to the default tenant.
         shared_features: all tenants share features (they can tell by the time taken that somebody else sent the same
@@ -122,7 +123,7 @@ class ProxySettings:
     max_n: int = 64
     max_sequences: int = 256
     max_in_flight: int = 2048
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_keys: ApiKeys | None = field(default=None, repr=False)
     tenant_header: str = ""
     shared_features: bool = False
     modalities: frozenset[str] | None = None
@@ -157,8 +158,6 @@ class ProxySettings:
         require_positive(self, "max_known_features", "processes")
         if self.retries < 0:
             raise ConfigError("retries must not be negative", param="retries")
-        if any(not key for key in self.api_keys):
-            raise ConfigError("an API key is empty", param="api_keys")
         if self.tenant_header and not HEADER_NAME.fullmatch(self.tenant_header):
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
         if self.otlp_traces_endpoint and not OTLP_ENDPOINT.fullmatch(self.otlp_traces_endpoint):
@@ -186,9 +185,6 @@ class ProxySettings:
 
     @property
     def tells_tenants_apart(self) -> bool:
-        return bool(self.api_keys or self.tenant_header)
-
-    @property
-    def tells_accounts_apart(self) -> bool:
-        """Whether there can be two accounts (`proxy/tenants/auth.py`): one alone has nobody to leave anything for."""
-        return len(set(self.api_keys)) > 1 if self.api_keys else bool(self.tenant_header)
+        """Whether there can be two tenants, and so two accounts (`proxy/tenants/auth.py`): one alone has nobody to
+        leave anything for. There can be another key at any time."""
+        return self.api_keys is not None or bool(self.tenant_header)

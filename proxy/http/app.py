@@ -27,7 +27,6 @@ from proxy.media.fetch import Resolver, resolve
 from proxy.pipeline import Pipeline
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint
-from proxy.tenants.auth import tenant_of
 
 logger = logging.getLogger(__name__)
 
@@ -120,22 +119,22 @@ def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        tenant_of(request.headers, settings)
+        pipeline.callers.tenant_of(request.headers)
         return JSONResponse(status.models(settings))
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        tenant_of(request.headers, settings)
+        pipeline.callers.tenant_of(request.headers)
         return JSONResponse(status.model(settings, name))
 
     @app.get("/openapi.json")
     async def openapi(request: Request) -> Response:
-        tenant_of(request.headers, settings)
+        pipeline.callers.tenant_of(request.headers)
         return JSONResponse(document)
 
     @app.get("/version")
     async def version(request: Request) -> Response:
-        tenant_of(request.headers, settings)
+        pipeline.callers.tenant_of(request.headers)
         return JSONResponse(status.own_version())
 
 
@@ -143,16 +142,15 @@ def _add_observing_routes(
     app: FastAPI, pipeline: Pipeline, metrics_text: Callable[[Pipeline], Awaitable[bytes]] | None
 ) -> None:
     """What is on the admin listener where there is one. With API keys it wants one of them."""
-    settings = pipeline.settings
 
     @app.get("/instances")
     async def instances(request: Request) -> Response:
-        tenant_of(request.headers, settings)
+        pipeline.callers.tenant_of(request.headers)
         return JSONResponse(status.instances(pipeline.table, pipeline.circuits))
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        tenant_of(request.headers, settings)
+        pipeline.callers.tenant_of(request.headers)
         text = pipeline.metrics.text() if metrics_text is None else await metrics_text(pipeline)
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 

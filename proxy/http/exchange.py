@@ -41,7 +41,6 @@ from proxy.request.client_sink import ClientSink
 from proxy.request.parse import Endpoint
 from proxy.server.client_disconnect import DisconnectWatch
 from proxy.server.http_protocol import BODY_IS_HERE
-from proxy.tenants.auth import caller_of
 
 logger = logging.getLogger(__name__)
 LAST_WORD_S = 1.0
@@ -136,11 +135,11 @@ class Exchange:
         """Read the body and work, until the client leaves or there is no more time. Returns how it ended, for the
         metrics. Raises EpdError: what to answer instead."""
         begun = time.monotonic()  # the event loop's clock, too
-        caller = caller_of(headers, self._settings)
+        caller = self._pipeline.callers.caller_of(headers)
         record.tenant = caller.tenant
         limit = _limit(headers, self._settings)
         cancel_scope: CancelScope[_Why] = CancelScope()
-        admitted, memory = self._pipeline.admitted(caller.account), self._pipeline.memory.request(caller.account)
+        admitted, memory = self._pipeline.admitted(caller), self._pipeline.memory.request(caller.account)
         with admitted, memory as held, cancel_scope:
             what = "the request body"
             cancel_scope.cancel_at(begun + limit.s, _Why.LATE)
@@ -164,7 +163,7 @@ class Exchange:
             until = begun + limit.s if limit.clients else None
             with DisconnectWatch(scope, receive, left):
                 try:
-                    await self._pipeline.run(record, self._endpoint, raw, caller.tenant, held, sink, until=until)
+                    await self._pipeline.run(record, self._endpoint, raw, caller, held, sink, until=until)
                 except EpdError as error:
                     return await self._answer_error(error, sink, record)
             return str(sink.status)

@@ -59,7 +59,7 @@ EXPLAIN: Json = {
 
 def document(settings: ProxySettings, version: str) -> Json:
     """The document for a proxy with these settings."""
-    secured = bool(settings.api_keys)
+    secured = settings.api_keys is not None
     paths: Json = {endpoint.value: {"post": _exchange(endpoint, secured)} for endpoint in Endpoint}
     paths["/v1/models"] = {"get": _get("listModels", "Models of this server.", "Models", secured=secured)}
     paths["/v1/models/{model}"] = {"get": _model(secured)}

@@ -47,7 +47,7 @@ class Readiness:
     ) -> None:
         self._drain = drain
         self._paused = bool(table.pause.left_s)
-        self._open = settings.observed and not settings.api_keys
+        self._open = settings.observed and settings.api_keys is None
         self._down = dict(down or {})
         self._missing = [role.value for role in table.missing()]
         self._waiting = [view.instance.id for view in table.snapshot() if not (view.up or view.draining)]

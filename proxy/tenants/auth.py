@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from starlette.datastructures import Headers
 
 from epd_serve.errors import RequestError
+from proxy.config.keys import ApiKey, ApiKeys, digest, tenant_digest
+from proxy.config.limits import KeyLimits
 from proxy.config.settings import ProxySettings
 
 DEFAULT_TENANT = "default"
@@ -32,39 +34,70 @@ class Caller(NamedTuple):
     Attributes:
         tenant: whose features and prefixes are shared with it; `default` where nothing tells tenants apart.
         account: whom its requests count against: the key, or the tenant where there are no keys.
+        limits: of the account, for this process.
     """
 
     tenant: str
     account: str
+    limits: KeyLimits
 
 
-ANYBODY = Caller(DEFAULT_TENANT, DEFAULT_TENANT)
+class Callers:
+    """Who sent a request, by the keys as they are now. One per process.
 
-
-def tenant_of(headers: Headers, settings: ProxySettings) -> str:
-    """The tenant of a request. Raises as `caller_of`."""
-    return caller_of(headers, settings).tenant
-
-
-def caller_of(headers: Headers, settings: ProxySettings) -> Caller:
-    """Who sent a request with these headers.
-
-    With keys and a tenant header both, a tenant is a pair of the two: no client can name itself into another key's,
-    and all tenants that it names count against its key.
-
-    Raises:
-        AuthenticationError: keys are configured and this is none of them.
-        RequestError: the tenant header is there more than once.
+    Args:
+        settings: with the keys as they are at first.
     """
-    if not (settings.api_keys or settings.tenant_header):
-        return ANYBODY
-    key = _key_of(headers.get("authorization"), settings.api_keys)
-    name = _named(headers, settings.tenant_header)
-    account = _digest(key) if key else DEFAULT_TENANT
-    tenant = account
-    if name:
-        tenant = _digest(b"named/" + key + b"\0" + name.encode("utf-8", "surrogateescape"))
-    return Caller(tenant, account if key else tenant)
+
+    def __init__(self, settings: ProxySettings) -> None:
+        self._settings = settings
+        self._header = settings.tenant_header
+        self._salt = b""
+        self._by_digest: dict[bytes, _Known] | None = None
+        if settings.api_keys is not None:
+            self.go_by(settings.api_keys)
+
+    def go_by(self, keys: ApiKeys) -> None:
+        """From now on these are the keys. Requests under way go on."""
+        self._salt = bytes.fromhex(keys.salt)
+        self._by_digest = {bytes.fromhex(key.hash): self._known(key) for key in keys.keys}
+
+    def tenant_of(self, headers: Headers) -> str:
+        """The tenant of a request. Raises as `caller_of`."""
+        return self.caller_of(headers).tenant
+
+    def caller_of(self, headers: Headers) -> Caller:
+        """Who sent a request with these headers.
+
+        With keys and a tenant header both, a tenant is a pair of the two: no client can name itself into another
+        key's, and all tenants that it names count against its key.
+
+        Raises:
+            AuthenticationError: keys are wanted and this is none of them.
+            RequestError: the tenant header is there more than once.
+        """
+        name = _named(headers, self._header)
+        if self._by_digest is None:
+            tenant = _digest(b"named/\0" + _bytes(name)) if name else DEFAULT_TENANT
+            return Caller(tenant, tenant, self._settings.key_limits)
+        known = self._by_digest.get(digest(self._salt, _token(headers)))
+        if known is None:
+            raise AuthenticationError("Missing or invalid API key: send it as `Authorization: Bearer <key>`.")
+        if name:
+            tenant = _digest(b"named/" + _bytes(known.key.tenant or known.key.name) + b"\0" + _bytes(name))
+            return known.caller._replace(tenant=tenant)
+        return known.caller
+
+    def _known(self, key: ApiKey) -> _Known:
+        own = KeyLimits(**key.limits).shared_by(self._settings.processes)
+        limits = replace(self._settings.key_limits, **{name: getattr(own, name) for name in key.limits})
+        account = _digest(b"key/" + _bytes(key.name))
+        return _Known(key, Caller(tenant_digest(key.tenant or key.name), account, limits))
+
+
+class _Known(NamedTuple):
+    key: ApiKey
+    caller: Caller
 
 
 def bears(headers: Headers, key: str) -> bool:
@@ -74,16 +107,11 @@ def bears(headers: Headers, key: str) -> bool:
     return right and scheme.lower() == "bearer"
 
 
-def _key_of(authorization: str | None, api_keys: Sequence[str]) -> bytes:
-    if not api_keys:
-        return b""
-    scheme, _, token = (authorization or "").partition(" ")
-    token_bytes = token.strip().encode("utf-8", "replace")
-    # Every key is compared, so that the time taken tells nothing about which one was close.
-    matches = [hmac.compare_digest(token_bytes, key.encode()) for key in api_keys]
-    if scheme.lower() != "bearer" or not any(matches):
-        raise AuthenticationError("Missing or invalid API key: send it as `Authorization: Bearer <key>`.")
-    return token_bytes
+def _token(headers: Headers) -> bytes:
+    """What it says that it bears, b"" where it says nothing of the kind. Looking up what an unknown key hashes to tells
+    nothing, in however long it takes, about one that is known."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return _bytes(token.strip()) if scheme.lower() == "bearer" else b""
 
 
 def _named(headers: Headers, tenant_header: str) -> str:
@@ -91,6 +119,10 @@ def _named(headers: Headers, tenant_header: str) -> str:
     if len(values) > 1:  # the gateway's and the client's: which one is whose cannot be told
         raise RequestError(f"The header {tenant_header} must be sent once.", param=tenant_header)
     return values[0].strip() if values else ""
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
 
 
 def _digest(name: bytes) -> str:

@@ -23,31 +23,30 @@ class KeyLimitError(OverloadedError):
 
 
 class KeyGate:
-    """Counts requests per account (`proxy.tenants.auth.Caller`). In one event loop; holds accounts only while they
-    matter.
+    """Counts requests per account (`proxy.tenants.auth.Caller`), whose limits may change. In one event loop; holds
+    accounts only while they matter.
 
     Requests per minute are a bucket of that many, refilled evenly: short bursts pass, the average is bounded.
     """
 
-    def __init__(self, limits: KeyLimits, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits = limits
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._in_flight: dict[str, int] = {}
-        self._limited = bool(limits.requests_in_flight or limits.requests_per_minute)
         self._full_at: dict[str, float] = {}  # when the account's bucket will be full again
         self._prune_at = PRUNE_FROM
 
-    def admitted(self, account: str) -> AbstractContextManager[None]:
+    def admitted(self, account: str, limits: KeyLimits) -> AbstractContextManager[None]:
         """Count one request of `account` while it lasts. Entering raises KeyLimitError (429) with the time to wait."""
-        return self._counted(account) if self._limited else UNLIMITED
+        limited = limits.requests_in_flight or limits.requests_per_minute
+        return self._counted(account, limits) if limited else UNLIMITED
 
     @contextmanager
-    def _counted(self, account: str) -> Iterator[None]:
-        most = self._limits.requests_in_flight
+    def _counted(self, account: str, limits: KeyLimits) -> Iterator[None]:
+        most = limits.requests_in_flight
         running = self._in_flight.get(account, 0)
         if most and running >= most:
             raise KeyLimitError(f"this key has {running} requests in progress, its limit is {most}; try again later")
-        self._take(account)
+        self._take(account, limits.requests_per_minute)
         if not most:
             yield
             return
@@ -61,8 +60,7 @@ class KeyGate:
             else:
                 del self._in_flight[account]
 
-    def _take(self, account: str) -> None:
-        per_minute = self._limits.requests_per_minute
+    def _take(self, account: str, per_minute: int) -> None:
         if not per_minute:
             return
         now = self._clock()

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from epd_serve.errors import EpdError
 from epd_serve.wire import Announcement
 from proxy.background import Background
+from proxy.config.keys import ApiKeys
 from proxy.errors import most_telling
 from proxy.page.observed import Observe
 from proxy.records.records import Question, RecordsAnswer, merged
@@ -33,6 +34,7 @@ from proxy.workers.wire import (
     FeedError,
     FromParent,
     Hello,
+    Keys,
     RecordsQuery,
     RecordsReply,
     SeenQuery,
@@ -125,6 +127,7 @@ class WorkerHub:
         feed: bound to the path that workers connect to; closed at the end.
         background: of this process; what is down in it the workers are told.
         key_file: of the deployment's key, where instances announce over TCP.
+        api_keys: those of clients; None: nobody needs one.
         observe: answers what the pages of the workers show.
         more_metrics: Prometheus text of what is counted elsewhere; goes with every scrape.
     """
@@ -137,12 +140,14 @@ class WorkerHub:
         observe: Observe,
         key_file: str = "",
         more_metrics: Callable[[], Awaitable[bytes]] = _no_more,
+        api_keys: ApiKeys | None = None,
     ) -> None:
         self._table = table
         self._feed = feed
         self._background = background
         self._observe = observe
         self._more_metrics = more_metrics
+        self._api_keys = api_keys
         self._workers: dict[int, Worker] = {}
         self._attending: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -165,6 +170,12 @@ class WorkerHub:
         if self._attending:
             await asyncio.wait(self._attending)
         await self._announcements.stop()
+
+    def go_by(self, keys: ApiKeys) -> None:
+        """From now on these are the clients' keys, for all workers that there are, and that come."""
+        self._api_keys = keys
+        for worker in self._workers.values():
+            worker.send(Keys(keys))
 
     def expect(self, row: int, setup: Setup) -> Worker:
         """A worker is about to start, which counts in this row and is to be told `setup`."""
@@ -218,6 +229,8 @@ class WorkerHub:
     async def _talk(self, worker: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Raises FeedError: it says what no worker says. EpdError: it says nothing any more."""
         worker.send(worker.setup)
+        if self._api_keys is not None:  # who comes again has the setup that it had, and may have missed this
+            worker.send(Keys(self._api_keys))
         worker.roster_is_old.set()
         try:
             async with asyncio.TaskGroup() as group:

@@ -17,11 +17,7 @@ def share_of(settings: ProxySettings, processes: int) -> ProxySettings:
     return replace(
         settings,
         max_in_flight=part(settings.max_in_flight, processes),
-        key_limits=replace(
-            settings.key_limits,
-            requests_in_flight=part(settings.key_limits.requests_in_flight, processes),
-            requests_per_minute=part(settings.key_limits.requests_per_minute, processes),
-        ),
+        key_limits=settings.key_limits.shared_by(processes),
         admission=replace(
             settings.admission,
             text_queue=part(settings.admission.text_queue, processes),

@@ -16,6 +16,7 @@ import msgspec
 from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
+from proxy.config.keys import ApiKeys
 from proxy.config.settings import ProxySettings
 from proxy.page.observed import Seen
 from proxy.records.records import Question, RecordsAnswer
@@ -87,6 +88,12 @@ class Roster(msgspec.Struct, tag=True, frozen=True):
     wanted: frozenset[Role] = frozenset()
     paused_s: float = 0.0
     down: dict[str, str] = {}
+
+
+class Keys(msgspec.Struct, tag=True, frozen=True):
+    """Those of clients from now on. Told before the first roster, too."""
+
+    keys: ApiKeys
 
 
 class CountsQuery(msgspec.Struct, tag=True, frozen=True):
@@ -164,7 +171,7 @@ class SeenQuery(msgspec.Struct, tag=True, frozen=True):
 
 
 Message = TypeVar("Message")
-FromParent = Setup | Roster | CountsQuery | RecordsQuery | TotalReply | SeenReply
+FromParent = Setup | Roster | Keys | CountsQuery | RecordsQuery | TotalReply | SeenReply
 FromWorker = Hello | Serving | CountsReply | RecordsReply | TotalQuery | SeenQuery
 
 

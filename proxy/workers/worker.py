@@ -23,7 +23,6 @@ from fastapi import Request
 
 from epd_serve.errors import DeadlineError, OverloadedError
 from proxy.background import Background
-from proxy.config.settings import ProxySettings
 from proxy.errors import most_telling
 from proxy.http.app import create_app
 from proxy.page.observed import Seen
@@ -33,7 +32,6 @@ from proxy.records.records import Question
 from proxy.registry.table import InstanceTable
 from proxy.server.shared_listener import SharedListener
 from proxy.server.uvicorn_server import serve
-from proxy.tenants.auth import tenant_of
 from proxy.workers.metrics_aggregation import exposition, own_counts
 from proxy.workers.roster import WorkerRoster
 from proxy.workers.shared_counters import Asked, SharedCounters
@@ -45,6 +43,7 @@ from proxy.workers.wire import (
     FromParent,
     FromWorker,
     Hello,
+    Keys,
     RecordsQuery,
     RecordsReply,
     Roster,
@@ -146,6 +145,8 @@ class Feed:
                 pipeline.background.elsewhere = message.down
                 roster(message)
                 self.informed.set()
+            case Keys(keys):
+                pipeline.callers.go_by(keys)
             case CountsQuery():
                 self.say(CountsReply(message.number, own_counts(pipeline.metrics.registry)))
             case RecordsQuery():
@@ -277,9 +278,9 @@ async def _serve(
     table = InstanceTable(ledger=ledger, link_grace_s=setup.link_grace_s)
     background = Background()
     app = create_app(setup.settings, table, metrics_text=feed.metrics, background=background)
-    page = _page(feed, setup.settings)
-    app.include_router(page.router)
     pipeline: Pipeline = app.state.pipeline
+    page = _page(feed, pipeline)
+    app.include_router(page.router)
     shared = SharedListener(listening, lambda: counters.least_connections(row))
     own_row = OwnRow(counters, row, ledger, shared, pipeline)
     worker_roster = WorkerRoster(table)
@@ -315,12 +316,13 @@ async def _serve(
         await background.stop()
 
 
-def _page(feed: Feed, settings: ProxySettings) -> Page:
+def _page(feed: Feed, pipeline: Pipeline) -> Page:
     """Where there is an admin listener, that one shows the deployment. With API keys each sees its own requests."""
+    settings = pipeline.settings
 
     def tenant(request: Request) -> str:
-        own = tenant_of(request.headers, settings)
+        own = pipeline.callers.tenant_of(request.headers)
         return own if settings.tells_tenants_apart else ""
 
-    about = About(key="api" if settings.api_keys else "", observes=settings.observed)
+    about = About(key="api" if settings.api_keys is not None else "", observes=settings.observed)
     return Page(about, feed.observe, tenant)

@@ -21,6 +21,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.host.ports import free_ports
+from tests.deploy.client_keys import client_keys
 from tests.deploy.launch.test_sim_launch import launched
 from tests.deploy.sim_load import CHAT, TEXT, load, more, picture
 from tests.docs.documents import ROOT
@@ -168,7 +169,8 @@ def traffic(client: httpx.Client) -> None:
 
 @pytest.mark.slow
 def test_a_running_deployment_says_everything_that_is_asked_for(folder: Path) -> None:
-    with launched(folder, "2E-P-D", "--workers", "2") as (client, _):
+    keys = client_keys(folder / "keys", "one")
+    with launched(folder, "2E-P-D", "--workers", "2", "--api-key-file", keys, key="one") as (client, _):
         traffic(client)
         text = client.get("/metrics").text
     known = families(text)

@@ -1,4 +1,4 @@
-"""Files with keys: one word, or a line for each client."""
+"""Files with a key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from epd_serve.errors import ConfigError
-from epd_serve.key_files import client_keys, read_key, stage_key
+from epd_serve.key_files import read_key, stage_key
 
 
 def key_file(folder: Path, content: bytes, mode: int = 0o600) -> str:
@@ -46,19 +46,6 @@ def test_what_stages_are_shown_tells_no_key_and_is_the_same_on_every_machine() -
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="openssl rand"):
         read_key(str(tmp_path / "none"), "--key-file")
-
-
-def test_clients_keys_are_lines_of_a_file_after_those_given_in_words(tmp_path: Path) -> None:
-    path = key_file(tmp_path, b"first\n\n second \n")
-    assert client_keys(["word"], path) == ("word", "first", "second")
-    assert client_keys(["word"], "") == ("word",)
-
-
-@pytest.mark.parametrize(("content", "mode"), [(b"", 0o600), (b"one\ntwo words\n", 0o600), (b"one\n", 0o644)])
-def test_a_file_without_clients_keys_is_refused(tmp_path: Path, content: bytes, mode: int) -> None:
-    with pytest.raises(ConfigError) as refused:
-        client_keys((), key_file(tmp_path, content, mode))
-    assert refused.value.param == "--api-key-file"
 
 
 def test_what_stages_are_shown_is_the_same_everywhere_and_does_not_tell_the_key() -> None:

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
+from proxy.config.keys import ApiKey, ApiKeys, digest
 from proxy.config.limits import MediaLimits, Timeouts
 from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.http.app import create_app
@@ -277,6 +278,13 @@ class Cluster:
 def in_flight(table: InstanceTable) -> int:
     """Leases that are not released yet, on instances that are there."""
     return sum(sum(view.in_flight.values()) for view in table.snapshot())
+
+
+def api_keys(*words: str, **limits: int) -> ApiKeys:
+    """A file with these keys, each named as it is, with these limits."""
+    salt = "5a" * 16
+    hashes = {word: digest(bytes.fromhex(salt), word.encode()).hex() for word in words}
+    return ApiKeys(salt, tuple(ApiKey(word, hash, limits=limits) for word, hash in hashes.items()))
 
 
 def settings(**changes: Any) -> ProxySettings:

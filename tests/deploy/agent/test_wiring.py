@@ -28,6 +28,7 @@ from epd_serve.layout_parser import parse
 from epd_serve.peers import Peers, peer_of, write_peers
 from epd_serve.placement import lower
 from epd_serve.roles import Role
+from proxy.config.keys import ApiKeys
 from tests.deploy.wired import RUN, Wired, wired
 
 
@@ -115,9 +116,6 @@ def test_every_life_of_a_stage_becomes_a_command() -> None:
 
 
 def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("from-file\n")
-    keys.chmod(0o600)
     plan = wired(
         "(E-P)-D",
         media_root=str(tmp_path),
@@ -127,10 +125,9 @@ def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) ->
             "media.allowed_domains=a.org, *.b.org",
             "key_limits.requests_per_minute=60",
         ),
-        api_keys=("k",),
-        api_key_file=str(keys),
     )
-    settings = build_proxy_settings(plan.blueprint)
+    keys = ApiKeys("5a" * 16)
+    settings = build_proxy_settings(plan.blueprint, api_keys=keys)
     assert settings.served_models == ("epd-demo",)
     assert (settings.media.max_bytes, settings.timeouts.encode_s) == (5, 2.0)
     assert settings.media.allowed_domains == ("a.org", "*.b.org") and settings.key_limits.requests_per_minute == 60
@@ -138,7 +135,7 @@ def test_the_settings_of_the_proxy_follow_from_the_deployment(tmp_path: Path) ->
     assert settings.max_model_len == 8192
     assert settings.identity.dtype == "bfloat16"
     assert settings.identity.revision
-    assert settings.api_keys == ("k", "from-file")
+    assert settings.api_keys is keys
     assert settings.modalities == {"image"}
     assert isinstance(settings.image_tokens, Resized) and settings.image_tokens.tokens(6 * 32, 6 * 32) == 36
     fewer = wired("(E-P)-D", stage_args=("E:--mm-processor-kwargs '{\"max_pixels\": 24576}'",))
@@ -303,9 +300,8 @@ def test_the_ready_message_shows_endpoint_placement_and_a_command() -> None:
     assert "P0        P       0    E0" in message
 
 
-@pytest.mark.parametrize("keys", [{"api_keys": ("secret",)}, {"api_key_file": "secret"}], ids=str)
-def test_the_command_to_try_names_a_reachable_address_and_the_key(keys: dict[str, Any]) -> None:
-    blueprint = wired("TP1", host="0.0.0.0", **keys).blueprint
+def test_the_command_to_try_names_a_reachable_address_and_the_key() -> None:
+    blueprint = wired("TP1", host="0.0.0.0", api_key_file="secret").blueprint
     assert endpoint_url(blueprint) == "http://127.0.0.1:8000"
     shown = curl(blueprint, endpoint_url(blueprint))
     assert "$EPD_API_KEY" in shown

@@ -24,6 +24,7 @@ from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from tests.deploy.alone.test_stages import stages_file
+from tests.deploy.client_keys import client_keys
 from tests.waiting import PATIENCE_S, wait_for
 
 REPOSITORY = Path(__file__).parents[3]
@@ -57,10 +58,10 @@ def wait_health(port: int, expected: int) -> None:
     wait_for(lambda: status(port) == expected, f"/health to be {expected}")
 
 
-def key_file(folder: Path, name: str, *keys: str) -> str:
+def key_file(folder: Path, name: str, key: str) -> str:
     path = folder / name
     path.touch(mode=0o600)
-    path.write_text("\n".join(keys))
+    path.write_text(key)
     return str(path)
 
 
@@ -88,7 +89,7 @@ def test_what_ends_the_front_door_is_one_named_error_and_leaves_nothing(
 
 def test_the_proxy_alone_follows_its_stages_asks_for_keys_and_ends_on_sigterm(tmp_path: Path) -> None:
     port, stage_port, admin_port = free_ports(3)
-    keys, run = key_file(tmp_path, "keys", "one", "two"), tmp_path / "run"
+    keys, run = client_keys(tmp_path / "keys", "one", "two"), tmp_path / "run"
     text = f"model: m\nstages: [{{id: EPD0, role: EPD, url: 'http://127.0.0.1:{stage_port}'}}]\n"
     argv = ["-m", "deploy.cli", "proxy", "--stages", stages_file(tmp_path, text), "--port", str(port)]
     argv += ["--api-key-file", keys, "--lame-duck-s", "0", "--run-root", str(run), "--admin-port", str(admin_port)]
@@ -98,6 +99,9 @@ def test_the_proxy_alone_follows_its_stages_asks_for_keys_and_ends_on_sigterm(tm
             wait_health(port, 200)
             assert [status(port, "/v1/models", key) for key in ("one", "two", "three")] == [200, 200, 401]
             assert [status(port, path, "one") for path in ("/metrics", "/instances")] == [404, 404]
+            client_keys(tmp_path / "keys", "three")
+            wait_for(lambda: status(port, "/v1/models", "three") == 200, "the new key")
+            assert status(port, "/v1/models", "one") == 401
             assert [status(admin_port, path) for path in ("/metrics", "/instances")] == [200, 200]
         wait_health(port, 503)
         alone.send_signal(signal.SIGTERM)

@@ -11,18 +11,20 @@ from pathlib import Path
 import pytest
 
 from proxy.request.parse import Endpoint
+from tests.deploy.client_keys import client_keys
 from tests.deploy.launch.test_sim_launch import launched
 from tests.deploy.sim_load import in_flight
 from tests.proxy.fuzzing import GOOD, KEY, OPERATIONS, fuzz_by_damage, fuzz_by_document
 from tests.waiting import wait_for
 
-FLAGS = ("--workers", "2", "--api-key", "fuzz-key", "--served-model-name", "demo", "--proxy", "media.max_items=4")
+FLAGS = ("--workers", "2", "--served-model-name", "demo", "--proxy", "media.max_items=4")
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="epd-", dir="/tmp"))
-    with launched(folder, "E-P-D-PD", *FLAGS, key="fuzz-key") as (client, _):
+    keys = client_keys(folder / "keys", "fuzz-key")
+    with launched(folder, "E-P-D-PD", *FLAGS, "--api-key-file", keys, key="fuzz-key") as (client, _):
         yield str(client.base_url).rstrip("/")
     shutil.rmtree(folder, ignore_errors=True)
 

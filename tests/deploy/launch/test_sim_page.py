@@ -12,6 +12,7 @@ import pytest
 from deploy.host.ports import free_ports
 from proxy.page.files import SAMPLES
 from tests.browser import DROP, chromium, needs_chromium, opened
+from tests.deploy.client_keys import client_keys
 from tests.deploy.launch.test_sim_launch import launched
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def test_it_shows_instances_and_rates_and_answers_about_a_picture(
 
 
 def test_with_keys_it_shows_nothing_before_it_has_one(browser: Browser, tmp_path: Path) -> None:
-    with launched(tmp_path, "PD", "--api-key", "secret", key="secret") as (client, _):
+    keys = client_keys(tmp_path / "keys", "secret")
+    with launched(tmp_path, "PD", "--api-key-file", keys, key="secret") as (client, _):
         with opened(browser, f"{client.base_url}/", refused=1) as page:
             page.wait_for_selector("#key input", state="visible")
             assert page.is_hidden("#deployment") and page.is_hidden("#playground")

@@ -26,11 +26,11 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
 
 
 def test_stage_args_and_proxy_may_be_lists_or_mappings(tmp_path: Path) -> None:
-    text = "stage_args: {P: --max-num-seqs 8}\nproxy: [media.max_bytes=5]\napi_keys: secret\n"
+    text = "stage_args: {P: --max-num-seqs 8}\nproxy: [media.max_bytes=5]\napi_key_file: clients.json\n"
     config = build_config({}, yaml_file(tmp_path, text))
     assert config.stage_args == ("P:--max-num-seqs 8",)
     assert config.proxy == ("media.max_bytes=5",)
-    assert config.api_keys == ("secret",)
+    assert config.api_key_file == "clients.json"
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:

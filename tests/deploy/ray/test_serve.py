@@ -18,6 +18,7 @@ import pytest
 from bench.ray.nodes import RayNodes
 from deploy.host.ports import free_ports
 from deploy.ray.cluster import deployments
+from tests.deploy.client_keys import client_keys
 from tests.deploy.launch.test_sim_launch import profile_file
 from tests.waiting import wait_for
 
@@ -44,6 +45,10 @@ class Served:
     def answers(self) -> bool:
         answer = httpx.post(f"http://127.0.0.1:{self.port}/v1/chat/completions", json=ASKED, timeout=60)
         return answer.status_code == 200 and bool(answer.json()["choices"][0]["message"]["content"])
+
+    def says_to(self, key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.get(f"http://127.0.0.1:{self.port}/v1/models", headers=headers, timeout=60).status_code
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Another command about it."""
@@ -133,6 +138,24 @@ def test_a_layout_is_served_by_three_nodes_changed_and_ended_without_a_trace(
         assert again.returncode == 2 and "--name" in again.stderr
     assert one.process.returncode == 0
     assert_nothing_is_left(connected, tmp_path, "three")
+
+
+@pytest.mark.slow
+def test_front_doors_of_a_cluster_go_by_the_keys_as_their_file_has_them_now(
+    connected: RayNodes, tmp_path: Path
+) -> None:
+    keys = client_keys(tmp_path / "keys", "one")
+    with served(connected, tmp_path, "keyed", "PD", "--detach", "--api-key-file", keys) as one:
+        assert (one.says_to("one"), one.says_to("two")) == (200, 401)
+        client_keys(tmp_path / "keys", "two")
+        wait_for(lambda: one.says_to("two") == 200, "the new key")
+        assert one.says_to("one") == 401
+        (tmp_path / "keys").write_text("broken")
+        os.kill(one.status()["parts"]["controller"]["pid"], signal.SIGKILL)
+        wait_for(lambda: one.status()["state"] == "steady", "the next controller")
+        client_keys(tmp_path / "keys", "three")
+        wait_for(lambda: one.says_to("three") == 200, "the next key")
+        assert one.says_to("two") == 401
 
 
 @pytest.mark.slow

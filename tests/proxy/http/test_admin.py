@@ -9,10 +9,11 @@ import jsonschema
 import pytest
 
 from epd_serve.roles import Role
+from proxy.config.keys import ApiKeys
 from proxy.http.admin import create_admin
 from proxy.http.openapi import document
 from proxy.registry.table import InstanceTable
-from tests.proxy.fakes import cluster, settings
+from tests.proxy.fakes import api_keys, cluster, settings
 from tests.proxy.http.test_openapi import schema_of
 
 TELLING = ("/instances", "/metrics", "/openapi.json", "/version")
@@ -26,7 +27,7 @@ async def test_without_keys_and_without_an_admin_listener_all_is_open() -> None:
 
 
 async def test_with_keys_nothing_is_told_to_those_who_have_none_but_health() -> None:
-    async with cluster("PD0", config=settings(api_keys=("key",))) as c:
+    async with cluster("PD0", config=settings(api_keys=api_keys("key"))) as c:
         for path in TELLING:
             assert (await c.client.get(path)).status_code == 401, path
             assert (await c.client.get(path, headers=KEY)).status_code == 200, path
@@ -34,7 +35,7 @@ async def test_with_keys_nothing_is_told_to_those_who_have_none_but_health() -> 
         c.table.mark_down("PD0", "secret reason")
 
 
-@pytest.mark.parametrize("more", [{"api_keys": ("key",)}, {"observed": False}])
+@pytest.mark.parametrize("more", [{"api_keys": api_keys("key")}, {"observed": False}])
 async def test_where_the_table_is_closed_the_probes_tell_what_is_served_and_not_by_whom(more: dict[str, Any]) -> None:
     config = settings(modalities=frozenset({"image"}), **more)
     async with cluster("E0", "P0", "D0", wanted=(Role.E, Role.P, Role.D), config=config) as c:
@@ -51,8 +52,8 @@ async def test_where_the_table_is_closed_the_probes_tell_what_is_served_and_not_
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("keys", [(), ("key",)])
-async def test_what_an_admin_listener_has_is_not_on_the_clients_port(keys: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("keys", [None, api_keys("key")])
+async def test_what_an_admin_listener_has_is_not_on_the_clients_port(keys: ApiKeys | None) -> None:
     async with cluster("PD0", config=settings(api_keys=keys, observed=False)) as c:
         for path in ("/instances", "/metrics"):
             assert (await c.client.get(path, headers=KEY)).status_code == 404, path

@@ -12,11 +12,11 @@ import pytest
 
 from proxy.config.limits import MediaLimits
 from proxy.request.parse import Endpoint
-from tests.proxy.fakes import cluster, encodes, settings
+from tests.proxy.fakes import api_keys, cluster, encodes, settings
 from tests.proxy.fuzzing import GOOD, OPERATIONS, TIMEOUT_S, fuzz_by_damage, fuzz_by_document
 
 CONFIG = settings(
-    api_keys=("fuzz-key",), media=MediaLimits(max_items=4, schemes=("data", "file")), max_body_bytes=1_000_000
+    api_keys=api_keys("fuzz-key"), media=MediaLimits(max_items=4, schemes=("data", "file")), max_body_bytes=1_000_000
 )
 
 

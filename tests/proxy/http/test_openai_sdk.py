@@ -13,14 +13,13 @@ import openai
 import pytest
 from starlette.types import Receive, Send
 
-from proxy.config.limits import KeyLimits
-from proxy.tenants.key_limits import KeyGate
 from tests.proxy.fakes import (
     DONE,
     MODEL,
     Call,
     Cluster,
     FakeStage,
+    api_keys,
     cluster,
     data_url,
     encodes,
@@ -118,7 +117,7 @@ async def _resolve(host: str, port: int) -> Sequence[str]:
 @asynccontextmanager
 async def sdk() -> AsyncIterator[tuple[openai.AsyncOpenAI, Cluster]]:
     media = httpx.MockTransport(lambda _: httpx.Response(200, stream=httpx.ByteStream(PNG)))
-    config = settings(api_keys=(KEY,))
+    config = settings(api_keys=api_keys(KEY))
     async with cluster("E0", "P0", "D0", config=config, media_transport=media, resolver=_resolve) as c:
         c["E0"].usual = encodes()
         c["P0"].usual = c["D0"].usual = vllm
@@ -241,7 +240,7 @@ async def test_errors_are_the_sdk_s_own() -> None:
 
 async def test_a_key_over_its_limit_is_told_how_long_to_wait() -> None:
     async with sdk() as (client, c):
-        c.pipeline.key_gate = KeyGate(KeyLimits(requests_per_minute=1))
+        c.pipeline.callers.go_by(api_keys(KEY, requests_per_minute=1))
         await client.chat.completions.create(model=MODEL, messages=ASK)
         with pytest.raises(openai.RateLimitError) as refused:
             await client.chat.completions.create(model=MODEL, messages=ASK)

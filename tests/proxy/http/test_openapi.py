@@ -11,9 +11,9 @@ from starlette.routing import Route
 
 from proxy.http.openapi import document
 from proxy.request.parse import Endpoint
-from tests.proxy.fakes import cluster, data_url, encodes, image_body, image_file, settings, text_body
+from tests.proxy.fakes import api_keys, cluster, data_url, encodes, image_body, image_file, settings, text_body
 
-SECURED = settings(api_keys=("k",), served_models=("demo", "org/other"))
+SECURED = settings(api_keys=api_keys("k"), served_models=("demo", "org/other"))
 
 
 def references(node: Any) -> set[str]:

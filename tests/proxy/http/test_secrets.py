@@ -15,7 +15,18 @@ import pytest
 from proxy.records.records import Question
 from proxy.redact import RedactingFilter, redact_logs, redacted
 from tests.otlp import Collector, collector
-from tests.proxy.fakes import cluster, data_url, encodes, image_body, image_file, refuses, replies, settings, streams
+from tests.proxy.fakes import (
+    api_keys,
+    cluster,
+    data_url,
+    encodes,
+    image_body,
+    image_file,
+    refuses,
+    replies,
+    settings,
+    streams,
+)
 
 CHAT = "/v1/chat/completions"
 KEY, STAGE_KEY = "sk-client-5ecret", "stage-5ecret"
@@ -67,7 +78,7 @@ async def test_no_secret_leaves_by_any_way(logged: io.StringIO, got: Collector, 
         return httpx.Response(200, stream=httpx.ByteStream(png))
 
     trace, log = tmp_path / "proxy.jsonl", tmp_path / "access.jsonl"
-    config = settings(api_keys=(KEY,), stage_key=STAGE_KEY, trace_path=trace, access_log=str(log), retries=0)
+    config = settings(api_keys=api_keys(KEY), stage_key=STAGE_KEY, trace_path=trace, access_log=str(log), retries=0)
     config = replace(config, send_pixels="always", otlp_traces_endpoint=got.url)
     assert not found_in(repr(config))
     transport = httpx.MockTransport(media)

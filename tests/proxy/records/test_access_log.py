@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from epd_serve.errors import ConfigError
-from proxy.config.limits import KeyLimits
 from proxy.records import access_log
 from proxy.records.access_log import AccessLog
 from proxy.records.record import Record
 from tests.proxy.fakes import (
     DONE,
+    api_keys,
     chunk,
     cluster,
     encodes,
@@ -100,7 +100,7 @@ async def test_refusals_retries_and_cut_answers_have_their_codes(tmp_path: Path)
 
 async def test_a_key_is_never_written_but_whose_request_it_was(tmp_path: Path) -> None:
     path = tmp_path / "access.jsonl"
-    config = settings(access_log=str(path), api_keys=("key-a", "key-b"), key_limits=KeyLimits(requests_per_minute=1))
+    config = settings(access_log=str(path), api_keys=api_keys("key-a", "key-b", requests_per_minute=1))
     async with cluster("PD0", config=config) as c:
         for key in ("key-a", "key-a", "key-b", "wrong"):
             await c.client.post(CHAT, json=text_body(), headers={"authorization": f"Bearer {key}"})

@@ -6,13 +6,15 @@ import asyncio
 import json
 
 import pytest
+from msgspec import structs
 
 from epd_serve.errors import ConfigError
 from proxy.admission.demand import priority_of
+from proxy.config.keys import ApiKeys
 from proxy.config.limits import KeyLimits
 from proxy.request.parse import Endpoint, parse
 from proxy.tenants.key_limits import PRUNE_FROM, KeyGate, KeyLimitError
-from tests.proxy.fakes import cluster, hangs, settings, text_body
+from tests.proxy.fakes import api_keys, cluster, hangs, settings, text_body
 
 CHAT = "/v1/chat/completions"
 ANNE, BERT = {"authorization": "Bearer anne-key"}, {"authorization": "Bearer bert-key"}
@@ -27,9 +29,9 @@ class Clock:
         return self.now
 
 
-def ask(gate: KeyGate, account: str) -> bool:
+def ask(gate: KeyGate, account: str, **limits: int) -> bool:
     try:
-        with gate.admitted(account):
+        with gate.admitted(account, KeyLimits(**limits)):
             return True
     except KeyLimitError:
         return False
@@ -37,49 +39,50 @@ def ask(gate: KeyGate, account: str) -> bool:
 
 def test_a_minute_s_requests_may_come_at_once_and_then_one_by_one() -> None:
     clock = Clock()
-    gate = KeyGate(KeyLimits(requests_per_minute=6), clock=clock)
-    assert [ask(gate, "a") for _ in range(8)] == [True] * 6 + [False] * 2
+    gate = KeyGate(clock=clock)
+    assert [ask(gate, "a", requests_per_minute=6) for _ in range(8)] == [True] * 6 + [False] * 2
     clock.now += 10.0
-    assert [ask(gate, "a") for _ in range(2)] == [True, False]
+    assert [ask(gate, "a", requests_per_minute=6) for _ in range(2)] == [True, False]
 
 
 def test_the_time_to_wait_is_the_time_after_which_it_works() -> None:
-    clock = Clock()
-    gate = KeyGate(KeyLimits(requests_per_minute=2), clock=clock)
-    assert ask(gate, "a") and ask(gate, "a")
+    clock, limits = Clock(), KeyLimits(requests_per_minute=2)
+    gate = KeyGate(clock=clock)
+    assert ask(gate, "a", requests_per_minute=2) and ask(gate, "a", requests_per_minute=2)
     clock.now += 7.0
-    with pytest.raises(KeyLimitError) as refused, gate.admitted("a"):
+    with pytest.raises(KeyLimitError) as refused, gate.admitted("a", limits):
         pass
     assert refused.value.retry_after_s == pytest.approx(23.0)
     clock.now += refused.value.retry_after_s
-    assert ask(gate, "a")
+    assert ask(gate, "a", requests_per_minute=2)
 
 
 def test_a_refused_request_costs_nothing() -> None:
     clock = Clock()
-    gate = KeyGate(KeyLimits(requests_per_minute=1), clock=clock)
-    assert ask(gate, "a")
-    assert not any(ask(gate, "a") for _ in range(100))
+    gate = KeyGate(clock=clock)
+    assert ask(gate, "a", requests_per_minute=1)
+    assert not any(ask(gate, "a", requests_per_minute=1) for _ in range(100))
     clock.now += 60.0
-    assert ask(gate, "a")
+    assert ask(gate, "a", requests_per_minute=1)
 
 
 def test_requests_in_flight_are_counted_per_account_and_given_back() -> None:
-    gate = KeyGate(KeyLimits(requests_in_flight=1))
-    with gate.admitted("a"):
-        assert not ask(gate, "a") and ask(gate, "b")
-    assert ask(gate, "a")
-    with pytest.raises(RuntimeError), gate.admitted("a"):
+    gate, one = KeyGate(), KeyLimits(requests_in_flight=1)
+    with gate.admitted("a", one):
+        assert not ask(gate, "a", requests_in_flight=1) and ask(gate, "b", requests_in_flight=1)
+        assert ask(gate, "a", requests_in_flight=2), "its limit has been raised meanwhile"
+    assert ask(gate, "a", requests_in_flight=1)
+    with pytest.raises(RuntimeError), gate.admitted("a", one):
         raise RuntimeError
-    assert ask(gate, "a")
+    assert ask(gate, "a", requests_in_flight=1)
 
 
 def test_accounts_that_matter_no_more_are_forgotten() -> None:
     clock = Clock()
-    gate = KeyGate(KeyLimits(requests_in_flight=1, requests_per_minute=1), clock=clock)
+    gate = KeyGate(clock=clock)
     for index in range(20 * PRUNE_FROM):
         clock.now += 1.0
-        assert ask(gate, f"tenant {index}")
+        assert ask(gate, f"tenant {index}", requests_in_flight=1, requests_per_minute=1)
     assert len(gate._full_at) <= PRUNE_FROM + 1 and not gate._in_flight
 
 
@@ -110,7 +113,7 @@ async def test_who_may_not_push_ahead_does_not() -> None:
 
 
 async def test_a_key_over_its_limit_gets_429_and_another_key_is_served() -> None:
-    config = settings(api_keys=KEYS, key_limits=KeyLimits(requests_in_flight=1))
+    config = settings(api_keys=api_keys(*KEYS), key_limits=KeyLimits(requests_in_flight=1))
     async with cluster("PD0", config=config) as c:
         c["PD0"].script.append(hangs)
         first = asyncio.create_task(c.client.post(CHAT, json=text_body(), headers=ANNE))
@@ -124,8 +127,18 @@ async def test_a_key_over_its_limit_gets_429_and_another_key_is_served() -> None
         assert (await c.client.post(CHAT, json=text_body(), headers=ANNE)).status_code == 200
 
 
+async def test_a_key_of_its_own_limit_goes_by_it() -> None:
+    anne, bert = api_keys(*KEYS).keys
+    keys = ApiKeys(api_keys().salt, (structs.replace(anne, limits={"requests_per_minute": 2}), bert))
+    async with cluster("PD0", config=settings(api_keys=keys, key_limits=KeyLimits(requests_per_minute=1))) as c:
+        codes = [
+            (await c.client.post(CHAT, json=text_body(), headers=who)).status_code for who in [*[ANNE] * 3, BERT, BERT]
+        ]
+    assert codes == [200, 200, 429, 200, 429]
+
+
 async def test_tenants_named_under_one_key_count_against_that_key() -> None:
-    config = settings(api_keys=KEYS, tenant_header="x-tenant", key_limits=KeyLimits(requests_per_minute=2))
+    config = settings(api_keys=api_keys(*KEYS), tenant_header="x-tenant", key_limits=KeyLimits(requests_per_minute=2))
     async with cluster("PD0", config=config) as c:
         codes = [
             (await c.client.post(CHAT, json=text_body(), headers={**ANNE, "x-tenant": name})).status_code

@@ -31,7 +31,7 @@ from proxy.workers.shared_counters import Asked, SharedCounters, shared_memory
 from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
 from proxy.workers.wire import FeedError, Hello, Roster, Serving, Setup, frame, from_parent
 from proxy.workers.worker import WorkerSignals, run_worker
-from tests.proxy.fakes import FakeStage, answer, bound, in_flight, once, served, settings, text_body
+from tests.proxy.fakes import FakeStage, answer, api_keys, bound, in_flight, once, served, settings, text_body
 from tests.waiting import until
 
 DEADLINE_S = 60.0
@@ -435,5 +435,5 @@ async def test_who_is_not_expected_is_not_talked_with() -> None:
 
 
 def test_settings_travel_whole() -> None:
-    setup = Setup(settings(arena=Path("/a"), modalities=frozenset({"image"}), api_keys=("k",)), 2, 3.0, 4.0, 5.0)
+    setup = Setup(settings(arena=Path("/a"), modalities=frozenset({"image"}), api_keys=api_keys("k")), 2, 3.0, 4.0, 5.0)
     assert from_parent.decode(frame(setup)[4:]) == setup
