@@ -29,6 +29,7 @@ from deploy.keeper.in_process import InProcess
 from deploy.launch.admin import LOOPBACK, Admin, admin_page, open_admin, serve_admin
 from deploy.options.config import check_admin_port, check_drain, check_workers
 from deploy.options.proxy_overrides import apply_overrides, proxy_overrides
+from deploy.plan.proxy_settings import check_certificate, tls_settings
 from epd_serve.instances import Instance
 from epd_serve.key_files import read_key
 
@@ -52,6 +53,8 @@ def run_proxy(
     served_model_name: str = "",
     stage_key_file: str = "",
     api_key_file: str = "",
+    tls_cert_file: str = "",
+    tls_key_file: str = "",
     workers: int = 1,
     admin_port: int = 0,
     admin_host: str = LOOPBACK,
@@ -80,11 +83,13 @@ def run_proxy(
         served_models=(given.model,),
         identity=ModelIdentity(given.model, given.revision, given.dtype),
         api_keys=api_keys_of(key_text, api_key_file) if api_key_file else None,
+        **tls_settings(tls_cert_file, tls_key_file),
         stage_key=read_key(stage_key_file, "--stage-key-file") if stage_key_file else "",
         key_file=stage_key_file,
         observed=not admin_port,
     )
     settings = apply_overrides(settings, proxy_overrides(proxy))
+    check_certificate(settings)
     ending = Ending(lame_duck_s, drain_s, _say)
     root = Path(run_root) if run_root else None
     with contextlib.ExitStack() as stack:
@@ -100,8 +105,9 @@ def run_proxy(
             settings, shared, InProcess(), grace_s=GRACE_S, drain_s=drain_s, say=_say, launch_id=run.launch_id
         )
         ending.serves(doors)
-        _say(f"proxy on http://{host}:{port} in front of {len(given.instances)} stages")
-        event_loop.run(_serve(given, doors, admin, port, ending, _Keys(api_key_file, key_text)))
+        tls, keys = bool(tls_cert_file), _Keys(api_key_file, key_text)
+        _say(f"proxy on {'https' if tls else 'http'}://{host}:{port} in front of {len(given.instances)} stages")
+        event_loop.run(_serve(given, doors, admin, port, ending, keys, tls=tls))
     return 0
 
 
@@ -113,7 +119,14 @@ class _Keys(NamedTuple):
 
 
 async def _serve(
-    given: GivenStages, doors: FrontDoors, admin: Admin | None, port: int, ending: Ending, keys: _Keys
+    given: GivenStages,
+    doors: FrontDoors,
+    admin: Admin | None,
+    port: int,
+    ending: Ending,
+    keys: _Keys,
+    *,
+    tls: bool,
 ) -> None:
     """Until it is time to end. Raises EpdError when a front door does not start."""
     ending.listen()
@@ -127,7 +140,7 @@ async def _serve(
         doors.background.start("API keys", watch.run)
     tasks = [asyncio.create_task(ending.wait()), asyncio.create_task(doors.serve())]
     if admin is not None:
-        tasks.append(asyncio.create_task(_answer(doors, admin, port)))
+        tasks.append(asyncio.create_task(_answer(doors, admin, port, tls=tls)))
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
@@ -139,11 +152,11 @@ async def _serve(
         await asyncio.wait(tasks)
 
 
-async def _answer(doors: FrontDoors, admin: Admin, port: int) -> None:
+async def _answer(doors: FrontDoors, admin: Admin, port: int, *, tls: bool) -> None:
     requests = await asyncio.to_thread(importlib.import_module, "proxy.http.requests")  # the web framework, too
     traces = await asyncio.to_thread(importlib.import_module, "deploy.front.trace_routes")
     more = [requests.request_routes(doors.look), traces.trace_routes(doors.traced)]
-    page = admin_page(admin, doors, port)
+    page = admin_page(admin, doors, port, tls=tls)
     await serve_admin(admin, doors.table, doors.metrics, grace_s=GRACE_S, page=page, more=more)
 
 

@@ -10,7 +10,7 @@ from deploy.options.engines import ENGINES
 from deploy.options.flags import Parser, add_option, port, subparser
 from epd_serve.roles import Role
 
-_LISTENERS = ("api_key_file", "admin_port", "admin_host", "admin_key_file", "run_root")
+_LISTENERS = ("api_key_file", "tls_cert_file", "tls_key_file", "admin_port", "admin_host", "admin_key_file", "run_root")
 
 
 def add_stage(commands: Any) -> Parser:

@@ -74,9 +74,9 @@ async def serve_admin(
     await serve(app, sockets=[admin.listening], grace_s=grace_s, ends=page.end)
 
 
-def admin_page(admin: Admin, doors: Doors, clients_port: int) -> Page:
-    """The page there: all but the playground, which is where models are asked. Whoever changes the deployment by it
-    has to have a key."""
+def admin_page(admin: Admin, doors: Doors, clients_port: int, *, tls: bool) -> Page:
+    """The page there: all but the playground, which is where models are asked, by HTTPS with `tls`. Whoever changes the
+    deployment by it has to have a key."""
     from proxy.http.admin import check_key
     from proxy.page.observed import Observed
     from proxy.page.routes import About, Page
@@ -87,7 +87,7 @@ def admin_page(admin: Admin, doors: Doors, clients_port: int) -> Page:
 
     key = "admin" if admin.key else ""
     changes = bool(key) and doors.deployment is not None
-    about = About(key=key, changes=changes, asks=False, clients_port=clients_port)
+    about = About(key=key, changes=changes, asks=False, clients_port=clients_port, clients_tls=tls)
     return Page(about, Observed(doors), everything)
 
 

@@ -95,7 +95,8 @@ class _LocalLife(Life):
         table, metrics = self.doors.table, self.doors.metrics
         listeners = [serve_admin(Admin(self.setup.commands, ""), table, metrics, grace_s=GRACE_S, more=[routes])]
         if (admin := self.setup.admin) is not None:
-            page = admin_page(admin, self.doors, self.blueprint.config.port)
+            config = self.blueprint.config
+            page = admin_page(admin, self.doors, config.port, tls=bool(config.tls_cert_file))
             listeners.append(serve_admin(admin, table, metrics, grace_s=GRACE_S, page=page, more=[routes]))
         await together(*listeners)
 

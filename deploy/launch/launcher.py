@@ -37,7 +37,7 @@ from deploy.launch.life import API_KEYS, checked_keys
 from deploy.launch.screen import Screen
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
-from deploy.plan.proxy_settings import build_proxy_settings
+from deploy.plan.proxy_settings import build_proxy_settings, check_certificate
 from deploy.runtime.client import AgentClient
 from deploy.runtime.messages import AGENT_SOCKET
 from deploy.runtime.stream import unix_socket
@@ -70,7 +70,7 @@ class Launch:
             EpdError: port in use, no shared memory; everything is cleaned up by then.
         """
         config = self.blueprint.config
-        build_proxy_settings(self.blueprint)  # what is wrong with `--proxy` is said before anything starts
+        check_certificate(build_proxy_settings(self.blueprint))  # what is wrong is said before anything starts
         keys = checked_keys(config.api_key_file)
         root = Path(config.run_root) if config.run_root else None
         started = time.monotonic()

@@ -79,7 +79,8 @@ def endpoint_url(blueprint: Blueprint) -> str:
     host = blueprint.config.host
     if host in ("0.0.0.0", "::", ""):
         host = "127.0.0.1"
-    return f"http://{f'[{host}]' if ':' in host else host}:{blueprint.config.port}"
+    scheme = "https" if blueprint.config.tls_cert_file else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{blueprint.config.port}"
 
 
 def curl(blueprint: Blueprint, endpoint: str) -> str:

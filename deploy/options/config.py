@@ -96,6 +96,10 @@ class DeployConfig:
     api_key_file: str = _option(
         "", "clients need a key of this file (epd-serve key), which is read again whenever it changes"
     )
+    tls_cert_file: str = _option(
+        "", "the front doors talk HTTPS with this certificate and its chain (PEM), read again when it changes"
+    )
+    tls_key_file: str = _option("", "the key of that certificate (PEM, without a passphrase)")
     media_root: str = _option("", "directory that file:// images may be read from (default: none)")
     allow_private_media: bool = _option(False, "let image URLs reach private and loopback addresses")
     arena_mib: int = _option(256, "shared memory for features (MM Store tier 1)")

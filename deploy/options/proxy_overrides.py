@@ -24,6 +24,8 @@ _DECIDED = (
     "identity",
     "roles",
     "api_keys",
+    "tls_cert_file",
+    "tls_key_file",
     "stage_key",
     "key_file",
     "modalities",

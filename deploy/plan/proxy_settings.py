@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploy.memory.sizing import processor_configs
 from deploy.options.proxy_overrides import apply_overrides, proxy_overrides
@@ -61,6 +61,7 @@ def build_proxy_settings(
         served_models=(blueprint.served_model_name,),
         identity=model_identity(blueprint),
         api_keys=api_keys,
+        **tls_settings(config.tls_cert_file, config.tls_key_file),
         tenant_header=config.tenant_header,
         shared_features=config.shared_features,
         modalities=_modalities(blueprint),
@@ -75,6 +76,24 @@ def build_proxy_settings(
         return apply_overrides(settings, overrides)
     except ConfigError as error:
         raise ConfigError(f"--proxy: {error}", param="--proxy") from error
+
+
+def tls_settings(cert_file: str, key_file: str) -> dict[str, Any]:
+    """Front doors may run in another folder. Raises ConfigError: one of the two is missing."""
+    if bool(cert_file) is not bool(key_file):
+        raise ConfigError("--tls-cert-file and --tls-key-file go together", param="--tls-cert-file")
+    return {
+        name: str(Path(file).resolve()) if file else ""
+        for name, file in (("tls_cert_file", cert_file), ("tls_key_file", key_file))
+    }
+
+
+def check_certificate(settings: ProxySettings) -> None:
+    """Raises ConfigError: no front door could use it on this machine."""
+    if settings.tls_cert_file:
+        from proxy.server.tls import Certificate
+
+        Certificate(settings.tls_cert_file, settings.tls_key_file)
 
 
 def _stages_heed_priorities(blueprint: Blueprint) -> bool:

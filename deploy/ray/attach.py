@@ -64,8 +64,10 @@ def serve_on_ray(config: DeployConfig, *, detach: bool = False) -> int:
             f"(epd-serve down --ray --name {config.name})",
             param="--name",
         )
-    if config.api_key_file:
-        config = replace(config, api_key_file=str(Path(config.api_key_file).resolve()))
+    files = ("api_key_file", "tls_cert_file", "tls_key_file")  # who reads them may run in another folder
+    found: dict[str, Any] = {name: getattr(config, name) for name in files}
+    found = {name: str(Path(file).resolve()) for name, file in found.items() if file}
+    config = replace(config, **found)
     begin = Asked(config, here(), checked_keys(config.api_key_file))
     return asyncio.run(_Attached(config.name).until_ended(begin=begin, detach=detach))
 

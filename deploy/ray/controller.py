@@ -276,7 +276,7 @@ class RayLife(Life):
         config = self.blueprint.config
         with open_admin(config.admin_host, config.admin_port, config.admin_key_file) as admin:
             if admin is not None:
-                page = admin_page(admin, self.doors, config.port)
+                page = admin_page(admin, self.doors, config.port, tls=bool(config.tls_cert_file))
                 await serve_admin(
                     admin, self.doors.table, self.doors.metrics, grace_s=GRACE_S, page=page, more=[routes]
                 )

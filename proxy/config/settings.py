@@ -70,6 +70,7 @@ class ProxySettings:
         max_n: answers to one prompt. max_sequences: answers that one request may ask for, over its prompts.
         max_in_flight: requests held at once; beyond it the answer is 429.
         api_keys: those of clients, as they are at first; None: nobody needs one.
+        tls_cert_file, tls_key_file: of the clients' port, PEM; "": it talks plain HTTP.
         tenant_header: request header whose value names the tenant, set by a gateway that is trusted to; empty to
             heed none. A request without it belongs to the default tenant.
         shared_features: all tenants share features (they can tell by the time taken that somebody else sent the same
@@ -124,6 +125,8 @@ class ProxySettings:
     max_sequences: int = 256
     max_in_flight: int = 2048
     api_keys: ApiKeys | None = field(default=None, repr=False)
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
     tenant_header: str = ""
     shared_features: bool = False
     modalities: frozenset[str] | None = None

@@ -37,7 +37,8 @@ class About(msgspec.Struct, frozen=True):
     Attributes:
         key: what is wanted of whoever sees the rest: `api` key, `admin` key, or nothing.
         observes: it shows the deployment here. changes: it can change it here, with the key.
-        asks: models are asked here: there is a playground. clients_port: else, where they are.
+        asks: models are asked here: there is a playground. clients_port: else, where they are, by HTTPS with
+            `clients_tls`.
         samples: pictures of the demo, below `/page/`.
     """
 
@@ -46,6 +47,7 @@ class About(msgspec.Struct, frozen=True):
     changes: bool = False
     asks: bool = True
     clients_port: int | None = None
+    clients_tls: bool = False
     samples: list[str] = msgspec.field(default_factory=samples)
 
 

@@ -16,6 +16,8 @@ import socket
 from collections.abc import Callable, Collection
 from typing import Any
 
+from proxy.server.tls import HANDSHAKE_S, Certificate
+
 logger = logging.getLogger(__name__)
 POLITE_S = 0.01
 AT_ONCE = 128
@@ -30,9 +32,13 @@ class SharedListener:
     Args:
         listening: non-blocking; closed by `stop`.
         least: connections of the process that has fewest of the others, None where there is no other.
+        certificate: of a port that talks TLS.
     """
 
-    def __init__(self, listening: socket.socket, least: Callable[[], int | None]) -> None:
+    def __init__(
+        self, listening: socket.socket, least: Callable[[], int | None], certificate: Certificate | None = None
+    ) -> None:
+        self._certificate = certificate
         self._listening = listening
         self._least = least
         self._protocol: Callable[[], asyncio.BaseProtocol] | None = None
@@ -107,7 +113,14 @@ class SharedListener:
             return False
         accepted.setblocking(False)
         assert self._protocol is not None, "started"
-        begin = asyncio.get_running_loop().connect_accepted_socket(self._protocol, accepted)
+        loop = asyncio.get_running_loop()
+        if self._certificate is None:
+            begin = loop.connect_accepted_socket(self._protocol, accepted)
+        else:
+            context = self._certificate.context
+            begin = loop.connect_accepted_socket(
+                self._protocol, accepted, ssl=context, ssl_handshake_timeout=HANDSHAKE_S
+            )
         task = asyncio.ensure_future(begin)
         self._beginning.add(task)
         task.add_done_callback(self._begun)

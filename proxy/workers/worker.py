@@ -31,6 +31,7 @@ from proxy.pipeline import Pipeline
 from proxy.records.records import Question
 from proxy.registry.table import InstanceTable
 from proxy.server.shared_listener import SharedListener
+from proxy.server.tls import Certificate
 from proxy.server.uvicorn_server import serve
 from proxy.workers.metrics_aggregation import exposition, own_counts
 from proxy.workers.roster import WorkerRoster
@@ -281,7 +282,11 @@ async def _serve(
     pipeline: Pipeline = app.state.pipeline
     page = _page(feed, pipeline)
     app.include_router(page.router)
-    shared = SharedListener(listening, lambda: counters.least_connections(row))
+    certificate = None
+    if setup.settings.tls_cert_file:
+        certificate = Certificate(setup.settings.tls_cert_file, setup.settings.tls_key_file)
+        background.start("certificate", certificate.watch)
+    shared = SharedListener(listening, lambda: counters.least_connections(row), certificate)
     own_row = OwnRow(counters, row, ledger, shared, pipeline)
     worker_roster = WorkerRoster(table)
 

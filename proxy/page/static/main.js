@@ -78,7 +78,7 @@ function elsewhere(about) {
   if (!about.observes) {
     say(note, "What the deployment does is shown on its admin listener (--admin-port), at / there.");
   } else if (!about.asks) {
-    const address = `${location.protocol}//${location.hostname}:${about.clients_port}/`;
+    const address = `${about.clients_tls ? "https:" : "http:"}//${location.hostname}:${about.clients_port}/`;
     replace(note, h("span", {}, "The playground is where models are asked: ", h("a", { href: address }, address)));
   } else {
     note.hidden = true;
