@@ -22,6 +22,9 @@ from epd_serve.key_files import derived_key, read_key
 
 Socket = zmq.Socket[bytes]
 
+SUBSCRIBES = b"\1"
+"""What begins the word of one who subscribes to an XPUB socket; the topic follows."""
+
 _TCP = "tcp://"
 
 

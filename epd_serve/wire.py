@@ -39,6 +39,12 @@ ENCODE_AGAIN_XARG = "epd_encode_again"
 """Proxy → E, in `vllm_xargs`: comma-separated keys that a consumer could not get. E must not take its own word, or the
 store's index, for it that they are there."""
 
+PROMPT_XARG = "epd_prompt"
+"""Proxy → P, PD, D, in `vllm_xargs`: the digests at which the prompt can be cut (`PromptBlocks.nodes`), base64."""
+
+WHOLE_TOPIC = b"whole:"
+"""Before the id of an instance: who subscribes to that has missed a `CacheReport` and wants to hear everything."""
+
 FIRST_TOKEN = "first_token"
 """Proxy → P, D, in `kv_transfer_params`: True where P's first token is shown to the client and D goes on after it."""
 GOES_ON_AFTER = "goes_on_after"
@@ -196,6 +202,44 @@ class StageReport(_Message, frozen=True):
     item_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     max_running: int = 0
+
+
+class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Which blocks a prompt is made of: what a stage, which has its tokens, tells the front doors, which have not.
+
+    Attributes:
+        nodes: as `PROMPT_XARG` had them: 8 bytes each, of the prompt up to that place, the whole one last.
+        blocks: hashes of its full blocks in order, packed (`epd_serve.cache_ledger.packed`).
+        grown: they are those of the prompt and its answer; `nodes` is then the last node alone.
+    """
+
+    nodes: bytes
+    blocks: bytes
+    grown: bool = False
+
+
+class CacheReport(_Message, frozen=True):
+    """What has changed in the prefix cache of one instance: at most every 50 ms, and only when something has.
+
+    A hint: a block may be gone before this is read. Hashes depend on model, media, tenant (salt) and adapter, so that
+    equal ones are equal KV.
+
+    Attributes:
+        seq: grows by one per message of this life. Who misses one asks for the whole (`WHOLE_TOPIC`).
+        block_tokens: tokens of a block.
+        stored, removed: hashes, packed; none is in both.
+        part: of an account of the whole cache: `first` (forget what was known), `more`; "" for changes.
+        prompts: that this instance has been given.
+    """
+
+    instance: str
+    incarnation: str
+    seq: int
+    block_tokens: int
+    stored: bytes = b""
+    removed: bytes = b""
+    part: str = ""
+    prompts: list[PromptBlocks] = []
 
 
 class KvLink(msgspec.Struct, frozen=True):
@@ -503,6 +547,7 @@ Announcement = (
     | StoreReport
     | KvReport
     | StageReport
+    | CacheReport
 )
 ToFeatureAgent = AgentHello | FetchInto
 ToFeatureClient = AgentReady | AgentRefused | Fetched | FetchFailed | FetchSettled

@@ -31,6 +31,11 @@ CORE_SHARE_ENV = "EPD_SERVE_CORE_SHARE"
 OTLP_PROTOCOL_ENV, SERVICE_ENV = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_SERVICE_NAME"
 """Of OpenTelemetry, read when vLLM makes its exporter, in each process of a stage."""
 
+CACHE_EVENTS = ("--kv-events-config", json.dumps({"enable_kv_cache_events": True, "publisher": "null"}))
+"""vLLM notes what enters and leaves its prefix cache, and sends it nowhere: our scheduler takes it (`cache_events`)."""
+
+BYTE_HASHES_ENV = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"  # "0": events name blocks by their whole hash
+
 STAGE_MODULE = "epd_serve.engine.stage_main"
 FORCED_TOKENS = "epd_serve.engine.forced_tokens:ForcedTokens"
 
@@ -61,6 +66,7 @@ _SITE = Path(__file__).with_name("site")
 
 OF_A_STAGE_ENV = frozenset((
     *(STAGE_ENV, WIRING_ENV, CORE_SHARE_ENV, MEMORY_NAMES_ENV, KEY_ENV, SERVICE_ENV, "VLLM_HOST_IP"),
+    BYTE_HASHES_ENV,
     *(COUNT_ENV, BIND_ENV, CPU_THREADS_ENV, mps.PERCENTAGE_ENV, *_VISIBLE_DEVICES.values()),
 ))  # fmt: skip
 """Names of the environment in which stages of one launch may differ: nothing reads them at import, or a fork makes up
@@ -93,6 +99,7 @@ def _common(plan: StagePlan) -> list[str]:
         *("--tensor-parallel-size", str(plan.tp)),
         "--disable-uvicorn-access-log",
         *(("--scheduler-cls", "epd_serve.engine.status.scheduler.ReportingScheduler") if reports else ()),
+        *(CACHE_EVENTS if reports and plan.role.has_language_model else ()),
         # Text overtakes a burst of pictures only where vLLM orders its queue by priority; all equal, it is by arrival.
         *(("--scheduling-policy", "priority") if plan.role.has_language_model else ()),
         *(TRACE_ARGS if plan.wiring.trace_path else ()),
@@ -156,6 +163,8 @@ def _environment(plan: StagePlan) -> dict[str, str]:
         env[MEMORY_NAMES_ENV] = plan.memory_names
     if plan.wiring.load_publish or plan.wiring.trace_path:
         env[WIRING_ENV] = json.dumps(plan.wiring.to_json())
+    if CACHE_EVENTS[0] not in plan.extra_args:  # an operator's own listener gets them as he expects them
+        env[BYTE_HASHES_ENV] = "0"
     if plan.wiring.otlp_traces_endpoint:
         env[OTLP_PROTOCOL_ENV] = "http/protobuf"  # as the front doors; vLLM's own choice is gRPC
         env[SERVICE_ENV] = f"epd-serve-{plan.instance}"

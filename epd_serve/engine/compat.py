@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import logging
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -271,6 +272,15 @@ def check_item_names(vllm_config: VllmConfig) -> None:
             f"found; remove {flag}",
             param=flag,
         )
+
+
+def name_blocks_alike() -> None:
+    """Have all stages name equal KV blocks equally. vLLM 0.23 draws what its block hashes begin with for each process;
+    later ones do only for hashes that are not cryptographic. In EngineCore, where its scheduler is made."""
+    from vllm.v1.core import kv_cache_utils
+
+    if not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"):
+        os.environ.setdefault("PYTHONHASHSEED", "0")  # this process has begun: only block hashes read it now
 
 
 def tells_finished_requests() -> bool:

@@ -18,6 +18,7 @@ from epd_serve.engine.compat import schedule_as_vllm_does
 from epd_serve.engine.ec.partial_prefill import with_partial_prefill
 from epd_serve.engine.go_on import going_on
 from epd_serve.engine.request_trace import SchedulerTrace
+from epd_serve.engine.status.cache_events import CacheEvents, events_of
 from epd_serve.engine.status.publisher import LoadPublisher
 from epd_serve.engine.status.watch import LoadWatch
 from epd_serve.trace import Trace
@@ -59,11 +60,17 @@ def reporting(base: Any) -> Any:
     class Reporting(base):
         _publisher: LoadPublisher
         _watch: LoadWatch
+        _tells_prompts: bool = False
         _trace: SchedulerTrace | None = None
+        _cache: CacheEvents | None = None
 
         def watch_load(self, wiring: StageWiring) -> None:
             """From now on the load is reported, and where a trace was asked for, what becomes of each request."""
-            self._publisher = LoadPublisher(wiring)
+            cache, ledger = events_of(self, wiring.instance, wiring.incarnation) or (None, None)
+            self._cache, self._tells_prompts = cache, wiring.prefills
+            self._publisher = LoadPublisher(wiring, ledger)
+            if cache is not None:
+                cache.changed = self._publisher.cache_changed
             self._watch = LoadWatch(self, wiring, self._publisher.offer)
             self._watch.changed()
             if wiring.trace_path:
@@ -72,6 +79,8 @@ def reporting(base: Any) -> Any:
         def schedule(self, *args: Any, **more: Any) -> Any:
             output = super().schedule(*args, **more)
             self._watch.scheduled(output)
+            if self._cache is not None and output.finished_req_ids:
+                self._cache.finished(output.finished_req_ids)
             if self._trace is not None:
                 self._trace.scheduled(output)
             return output
@@ -87,6 +96,8 @@ def reporting(base: Any) -> Any:
             if self._trace is not None:
                 self._trace.queued(request)
             super().add_request(request)
+            if self._cache is not None:
+                self._cache.added(request, tell=self._tells_prompts)
             self._watch.changed()
             # vLLM tells its KV connector of a new request; ours for features would first hear when it is let run.
             if admission := getattr(getattr(self, "ec_connector", None), "admission", None):

@@ -11,7 +11,7 @@ from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from epd_serve.cpu_threads import CPU_THREADS_ENV
 from epd_serve.demo.presets import builtin_model_dir
-from epd_serve.engine.argv import STAGE_ENV, WORKER_IN_ENGINE, stage_command
+from epd_serve.engine.argv import CACHE_EVENTS, STAGE_ENV, WORKER_IN_ENGINE, stage_command
 from tests.deploy.wired import Wired
 
 
@@ -31,7 +31,7 @@ def test_a_plain_server_has_the_cores_and_the_flags_of_a_monolith_of_ours():
         bound, threads = env["VLLM_CPU_OMP_THREADS_BIND"].split(","), json.loads(ours.env[CPU_THREADS_ENV])
         assert len(bound) == threads["count"] and set(map(int, bound)) <= set(threads["cores"])
         added = {"epd_serve.engine.stage_main", *words_of("--scheduler-cls", ours.argv), "--scheduling-policy"}
-        added |= {*WORKER_IN_ENGINE}
+        added |= {*WORKER_IN_ENGINE, *CACHE_EVENTS}
         left = [word for word in ours.argv if word not in added and word != "priority"]
         assert [word for word in left if word not in argv] == []
         assert STAGE_ENV not in env and not any("epd" in word for word in argv if word != str(builtin_model_dir()))

@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from epd_serve import wire
+from epd_serve.cache_ledger import CacheLedger, unpacked
 from epd_serve.engine.status.publisher import LoadPublisher
 from epd_serve.roles import Role
 from epd_serve.sockets import Socket, open_socket, readable
@@ -28,9 +29,13 @@ def wiring(tmp_path: Path) -> StageWiring:
     return StageWiring("P0", Role.P, "life", load_publish=f"ipc://{tmp_path}/P0.load")
 
 
-def heard(ear: Socket) -> StageReport:
+def announced(ear: Socket) -> wire.Announcement:
     assert readable(ear, PATIENCE_S), "no report"
-    message = wire.announcements.decode(ear.recv())
+    return wire.announcements.decode(ear.recv())
+
+
+def heard(ear: Socket) -> StageReport:
+    message = announced(ear)
     assert isinstance(message, StageReport)
     return message
 
@@ -62,3 +67,24 @@ def test_an_engine_whose_reports_nobody_could_hear_does_not_start(tmp_path: Path
     nowhere = StageWiring("P0", Role.P, "life", load_publish=f"ipc://{tmp_path}/no/such/folder")
     with pytest.raises(zmq.ZMQError):
         LoadPublisher(nowhere)
+
+
+def test_who_subscribes_is_told_all_that_is_cached_and_who_missed_something_again(tmp_path: Path, ear: Socket) -> None:
+    cache = CacheLedger("P0", "life", 16)
+    cache.is_now(7, True)
+    cache.take()
+    publisher = LoadPublisher(wiring(tmp_path), cache, change_s=0.001, idle_s=0.01)
+    ear.connect(f"ipc://{tmp_path}/P0.load")
+
+    def whole() -> list[int]:
+        while not isinstance(message := announced(ear), wire.CacheReport) or message.part != "first":
+            pass
+        return list(unpacked(message.stored))
+
+    assert whole() == [7]
+    cache.is_now(8, True)
+    ear.setsockopt(zmq.SUBSCRIBE, wire.WHOLE_TOPIC + b"P1")
+    ear.setsockopt(zmq.SUBSCRIBE, wire.WHOLE_TOPIC + b"P0")
+    ear.setsockopt(zmq.UNSUBSCRIBE, wire.WHOLE_TOPIC + b"P0")
+    assert whole() == [7, 8]
+    publisher.close()
