@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     capacity.add_argument("--block-size", dest="block_tokens", type=int)
     capacity.add_argument("--tensor-parallel-size", type=int, default=1)
     capacity.add_argument("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs")
+    capacity.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     return parser
 
 
@@ -136,7 +137,8 @@ async def _serve(
     faults = SimFaults(lambda state: setattr(engine, "slowness", state.slow))
     for text in arguments.fault:
         faults.change(fault_of(text))
-    lifecycle = RequestLifecycle(wiring, engine, faults, ranks=arguments.tensor_parallel_size)
+    ranks, caching = arguments.tensor_parallel_size, arguments.enable_prefix_caching
+    lifecycle = RequestLifecycle(wiring, engine, faults, ranks=ranks, caching=caching)
     lifecycle.start()
     model = arguments.served_model_name or arguments.model
     stage = Stage(engine, lifecycle, faults, model=model, model_path=arguments.model, key=key)

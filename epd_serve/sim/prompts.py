@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,15 +19,23 @@ RESPONSES = "/v1/responses"
 
 @dataclass(frozen=True)
 class Prompt:
-    """Text, and media items somewhere in it. `given`: tokens of an answer that are computed with it."""
+    """Text, and media items in it, each before the byte of the text that `places` says. `given`: tokens of an answer that
+    are computed with it."""
 
     text: bytes
     items: tuple[Item, ...] = ()
+    places: tuple[int, ...] = ()
     given: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
         return max(1, -(-len(self.text) // TOKEN_BYTES)) + sum(item.tokens for item in self.items) + len(self.given)
+
+    @property
+    def item_ends(self) -> tuple[int, ...]:
+        """Tokens of the prompt up to the end of each item."""
+        before = itertools.accumulate(item.tokens for item in self.items)
+        return tuple(place // TOKEN_BYTES + tokens for place, tokens in zip(self.places, before, strict=True))
 
     @property
     def ids(self) -> list[int]:
@@ -65,15 +74,13 @@ def prompts_of(path: str, body: Mapping[str, Any], item_tokens: int) -> list[Pro
 def _chat_prompt(messages: object, item_tokens: int) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages has to be a list of at least one message")
-    text: list[str] = []
-    items: list[Item] = []
+    made = _Made(item_tokens)
     for message in messages:
         if not isinstance(message, dict):
             raise ValueError("a message has to be an object")
-        text.append(f"<{message.get('role', 'user')}>")
-        _take_parts(message.get("content"), text, items, item_tokens)
-    text.append("<assistant>")
-    return Prompt("".join(text).encode(errors="replace"), tuple(items))
+        made.text(f"<{message.get('role', 'user')}>")
+        made.parts(message.get("content"))
+    return made.prompt()
 
 
 def _response_prompt(body: Mapping[str, Any], item_tokens: int) -> Prompt:
@@ -81,31 +88,49 @@ def _response_prompt(body: Mapping[str, Any], item_tokens: int) -> Prompt:
     given = body.get("input")
     if not isinstance(given, str | list) or not given:
         raise ValueError("input has to be a text or a list of at least one item")
-    text = [f"<system>{body['instructions']}"] if body.get("instructions") else []
-    items: list[Item] = []
+    made = _Made(item_tokens)
+    if body.get("instructions"):
+        made.text(f"<system>{body['instructions']}")
     for one in given if isinstance(given, list) else [{"role": "user", "content": given}]:
         if not isinstance(one, dict):
             raise ValueError("an item of input has to be an object")
-        text.append(f"<{one.get('role') or one.get('type', 'user')}>")
+        made.text(f"<{one.get('role') or one.get('type', 'user')}>")
         for name in ("content", "arguments", "output"):
-            _take_parts(one.get(name), text, items, item_tokens)
-    text.append("<assistant>")
-    return Prompt("".join(text).encode(errors="replace"), tuple(items))
+            made.parts(one.get(name))
+    return made.prompt()
 
 
-def _take_parts(content: object, text: list[str], items: list[Item], item_tokens: int) -> None:
-    """Append what a text or a list of parts says to `text`, and its media to `items`."""
-    if isinstance(content, str):
-        text.append(content)
-        return
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, str):
-            text.append(part)
-        elif isinstance(part, dict):
-            item = item_of(part, item_tokens)
-            if item is not None:
-                items.append(item)
-            text.append(str(part.get("text", "")))
+class _Made:
+    """A prompt in the making. Its template fills each text up to whole tokens, so that the beginning of a conversation
+    has the same tokens in all of its turns, answers among them."""
+
+    def __init__(self, item_tokens: int) -> None:
+        self._item_tokens = item_tokens
+        self._text = bytearray()
+        self._items: list[Item] = []
+        self._places: list[int] = []
+
+    def text(self, text: str) -> None:
+        raw = text.encode(errors="replace")
+        self._text += raw + b" " * (-len(raw) % TOKEN_BYTES)
+
+    def parts(self, content: object) -> None:
+        """A text or a list of parts."""
+        if isinstance(content, str):
+            self.text(content)
+            return
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, str):
+                self.text(part)
+            elif isinstance(part, dict):
+                if (item := item_of(part, self._item_tokens)) is not None:
+                    self._items.append(item)
+                    self._places.append(len(self._text))
+                self.text(str(part.get("text", "")))
+
+    def prompt(self) -> Prompt:
+        self.text("<assistant>")
+        return Prompt(bytes(self._text), tuple(self._items), tuple(self._places))
 
 
 def _completion_prompts(prompt: object) -> list[Prompt]:

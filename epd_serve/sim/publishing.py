@@ -12,7 +12,7 @@ from collections.abc import Callable
 import zmq
 
 from epd_serve import wire
-from epd_serve.sockets import Socket, bind, open_socket
+from epd_serve.sockets import SUBSCRIBES, Socket, bind, open_socket, readable
 from epd_serve.wiring import StageWiring
 
 logger = logging.getLogger(__name__)
@@ -28,12 +28,22 @@ class Publisher:
     def __init__(self, address: str, wiring: StageWiring) -> None:
         self._socket: Socket | None = None
         if address:
-            self._socket = open_socket(zmq.PUB, linger_s=0.2)
+            self._socket = open_socket(zmq.XPUB, linger_s=0.2)
+            self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
             bind(self._socket, address, wiring.key_file)
 
     def send(self, message: wire.Announcement) -> None:
         if self._socket is not None:
             self._socket.send(wire.encode(message))
+
+    def subscribed(self) -> set[bytes]:
+        """Topics that somebody has subscribed to since the last call; b"" is everything."""
+        topics = set()
+        while self._socket is not None and readable(self._socket):
+            word = self._socket.recv()
+            if word.startswith(SUBSCRIBES):
+                topics.add(word[len(SUBSCRIBES) :])
+        return topics
 
     def close(self) -> None:
         if self._socket is not None:

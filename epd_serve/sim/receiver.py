@@ -104,8 +104,8 @@ class Receiver:
             self._desk.queued(params.key, params.endpoint)
         return one
 
-    def reserve(self, one: Incoming) -> None:
-        """Blocks for its prompt are taken: offer them to P."""
+    def reserve(self, one: Incoming, cached_tokens: int = 0) -> None:
+        """Blocks for its prompt are taken: offer them to P, but for those of the tokens that are cached."""
         assert self._control is not None
         params, tokens = one.params, one.prompt.tokens
         one.reserved = True
@@ -114,7 +114,7 @@ class Receiver:
             incarnation=params.incarnation,
             source=f"{self._wiring.instance}:{self._wiring.incarnation}",
             blocks=list(range(-(-tokens // self._block_tokens))),
-            start_token=0,
+            start_token=cached_tokens,
             prompt_tokens=tokens,
             prompt_hash=one.prompt.digest,
             endpoints=list(self._endpoints),

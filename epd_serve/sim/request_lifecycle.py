@@ -15,6 +15,7 @@ from pathlib import Path
 from epd_serve.kv.params import receive_params
 from epd_serve.roles import Role
 from epd_serve.sim.answers import Answer
+from epd_serve.sim.cache_watch import CacheWatch
 from epd_serve.sim.consumer import Consumer, Wait
 from epd_serve.sim.encoder import Encoder
 from epd_serve.sim.engine import Engine
@@ -29,7 +30,7 @@ from epd_serve.sim.request_params import RequestParams
 from epd_serve.sim.response_answer import ResponseAnswer
 from epd_serve.sim.sender import Sender
 from epd_serve.sim.sequence import Sequence
-from epd_serve.wire import ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG
+from epd_serve.wire import ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG, WHOLE_TOPIC
 from epd_serve.wiring import StageWiring
 from store.interface import FeatureStore
 
@@ -49,12 +50,16 @@ class RequestLifecycle:
 
     Args:
         ranks: tensor-parallel size that the stage pretends to have.
+        caching: KV of earlier prompts is used again (vLLM's `--enable-prefix-caching`, its default).
     """
 
-    def __init__(self, wiring: StageWiring, engine: Engine, faults: SimFaults, *, ranks: int = 1) -> None:
+    def __init__(
+        self, wiring: StageWiring, engine: Engine, faults: SimFaults, *, ranks: int = 1, caching: bool = True
+    ) -> None:
         self._wiring, self._engine, self._faults = wiring, engine, faults
         profile, role = engine.profile, wiring.role
         self._seq = 0
+        self._cache = CacheWatch(wiring, engine.scheduler) if caching and role.has_language_model else None
         self._load_publisher = Publisher(wiring.load_publish, wiring)
         self._load = RateLimitedPublisher(self._report_load, change_s=0.05, idle_s=0.5)
         self._publisher = Publisher(wiring.publish, wiring)
@@ -140,10 +145,13 @@ class RequestLifecycle:
 
         sequence.on_token = token
         role, request = self._part(params), _child_id(params, index)
+        if self._cache is not None:
+            self._cache.follow(sequence, params, prompt, answer.choices[index], prefills=role.prefills)
         if role is Role.E:
             self._to_encode(child, params, prompt, answer)
         elif role.encodes:
             sequence.items = tuple(item.tokens for item in prompt.items)
+            sequence.item_ends = prompt.item_ends
         elif role.prefills and prompt.items and self._consumer is not None:
             self._await_features(child, params, prompt, request, fail)
         if role.sends_kv:
@@ -245,9 +253,13 @@ class RequestLifecycle:
         if params.kv is None:
             return
         if self._receiver is None:
-            nbytes = prompt.tokens * self._engine.profile.kv_bytes_per_token
-            seconds = self._engine.profile.kv.seconds(nbytes)
-            sequence.on_reserved = lambda: self._soon_after(seconds, self._engine.loaded, sequence)
+            profile = self._engine.profile
+
+            def load() -> None:
+                seconds = profile.kv.seconds((prompt.tokens - sequence.computed) * profile.kv_bytes_per_token)
+                self._soon_after(seconds, self._engine.loaded, sequence)
+
+            sequence.on_reserved = load
             return
         receiver = self._receiver
         one = receiver.take(
@@ -260,7 +272,7 @@ class RequestLifecycle:
         )
         if one is None:
             return
-        sequence.on_reserved = lambda: receiver.reserve(one)
+        sequence.on_reserved = lambda: receiver.reserve(one, sequence.computed)
 
         def end() -> None:
             if receiver.left(one):  # P may still write to its blocks
@@ -296,6 +308,10 @@ class RequestLifecycle:
     def _report_load(self) -> None:
         self._seq += 1
         self._load_publisher.send(stage_report(self._wiring, self._engine, self._seq))
+        topics = self._load_publisher.subscribed()
+        if self._cache is not None:
+            for report in self._cache.reports(asked=bool(topics & {b"", WHOLE_TOPIC + self._wiring.instance.encode()})):
+                self._load_publisher.send(report)
 
 
 def _open_store(wiring: StageWiring) -> FeatureStore | None:

@@ -13,6 +13,7 @@ import bisect
 import itertools
 from dataclasses import dataclass, field
 
+from epd_serve.sim.prefix_cache import BlockPool
 from epd_serve.sim.profile import Capacity
 from epd_serve.sim.sequence import Sequence
 
@@ -51,13 +52,18 @@ class Scheduler:
     def __init__(self, capacity: Capacity, *, priorities: bool = False) -> None:
         self.capacity = capacity
         self.blocks = capacity.kv_tokens // capacity.block_tokens
-        self.free_blocks = self.blocks
+        self.pool = BlockPool(self.blocks)
         self.preemptions = 0
+        self.asked_tokens = self.cached_tokens = 0  # of prompts that began, and what of them was there
         self._priorities = priorities
         self._numbers = itertools.count(1)
         self.waiting: list[Sequence] = []  # in order
         self.held: set[Sequence] = set()
         self.running: dict[Sequence, None] = {}  # in order of admission
+
+    @property
+    def free_blocks(self) -> int:
+        return self.pool.free
 
     # --- arrivals and ends ----------------------------------------------------------------------------------------
 
@@ -80,7 +86,7 @@ class Scheduler:
     def loaded(self, sequence: Sequence) -> None:
         """Its KV has come: only the last prompt token is left to compute."""
         if sequence in self.held:
-            sequence.computed = sequence.to_compute - 1
+            self._compute(sequence, sequence.to_compute - 1 - sequence.computed)
             sequence.on_reserved = None
             sequence.has_kv = True
             self.release(sequence)
@@ -93,8 +99,9 @@ class Scheduler:
 
     def free(self, sequence: Sequence) -> None:
         """Give its blocks back. Any number of calls."""
-        self.free_blocks += sequence.blocks
-        sequence.blocks = 0
+        self._compute(sequence, 0)
+        self.pool.release(sequence.table)
+        sequence.table, sequence.named = [], 0
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -111,7 +118,7 @@ class Scheduler:
                 room, items = self._plan_prompt(step, sequence, room, items)
         while room > 0 and self.waiting and len(self.running) < self.capacity.max_running:
             sequence = self.waiting[0]
-            if not self._reserve(sequence, sequence.to_compute):
+            if not (self._reserve(sequence, sequence.to_compute) if sequence.table else self._begin(sequence)):
                 break
             del self.waiting[0]
             if sequence.on_reserved is not None:
@@ -132,7 +139,7 @@ class Scheduler:
                 sequence.on_encoded(index)
         for sequence, tokens in step.prefills:
             if sequence in self.running:
-                sequence.computed += tokens
+                self._compute(sequence, tokens)
                 if not sequence.prompt_tokens_left and not sequence.encoding:
                     self._token(sequence)
         for sequence in step.decodes:
@@ -167,12 +174,36 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
         more = -(-tokens // self.capacity.block_tokens) - sequence.blocks
-        if more > self.free_blocks:
-            return False
         if more > 0:
-            self.free_blocks -= more
-            sequence.blocks += more
+            if (blocks := self.pool.reserve((), more)) is None:
+                return False
+            sequence.table += blocks
         return True
+
+    def _begin(self, sequence: Sequence) -> bool:
+        """Blocks for all that it has to compute, and what of it is there already. Its last token always is computed."""
+        size = self.capacity.block_tokens
+        found = self.pool.find(sequence.keys(sequence.generated), (sequence.to_compute - 1) // size)
+        blocks = self.pool.reserve(found, -(-sequence.to_compute // size) - len(found))
+        if blocks is None:
+            return False
+        sequence.table, sequence.named, sequence.computed = blocks, len(found), len(found) * size
+        self.asked_tokens += sequence.to_compute
+        self.cached_tokens += sequence.computed
+        if sequence.item_ends:
+            left = [index for index in sequence.encoding if sequence.item_ends[index] > sequence.computed]
+            sequence.encoding = left
+        return True
+
+    def _compute(self, sequence: Sequence, tokens: int) -> None:
+        """So many more of its tokens have KV: full blocks can be found from now on."""
+        sequence.computed += tokens
+        full = min(sequence.computed // self.capacity.block_tokens, sequence.blocks)
+        if full > sequence.named:
+            keys = sequence.keys(sequence.generated)
+            for at in range(sequence.named, min(full, len(keys))):
+                self.pool.name(sequence.table[at], keys[at])
+                sequence.named = at + 1
 
     def _preempt(self, step: Step, victim: Sequence) -> None:
         """All its KV is dropped, to be computed again, here."""

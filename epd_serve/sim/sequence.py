@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Keys
 from dataclasses import dataclass, field
+
+from epd_serve.sim.prefix_cache import Block
 
 
 @dataclass(eq=False)
@@ -20,8 +23,11 @@ class Sequence:
         on_reserved: set where the prompt's KV comes from elsewhere: called when blocks are reserved for it. It goes on
             with `Scheduler.loaded`.
         keeps_kv: its blocks stay taken after its end, until `Scheduler.free`.
+        keys: from tokens generated to the hashes of its full blocks (`prefix_cache`); none where nothing is cached.
+        item_ends: where in the prompt each of `items` ends; () where that is not known.
         number: of its arrival.
-        blocks: of the KV cache that it holds. computed: tokens that have KV. generated: tokens of the answer.
+        table: blocks of the KV cache that it holds. named: of how many of them the hash is known.
+        computed: tokens that have KV. generated: tokens of the answer.
         to_compute: tokens whose KV it needs before the next token; grows when it is preempted.
         has_kv: its prompt's KV has come from elsewhere and it has not run yet.
         encoding: indices of `items` that are not encoded yet.
@@ -37,12 +43,19 @@ class Sequence:
     on_reserved: Callable[[], None] | None = None
     keeps_kv: bool = False
     number: int = 0
-    blocks: int = 0
+    keys: Callable[[int], Keys[int]] = lambda generated: ()
+    item_ends: tuple[int, ...] = ()
+    table: list[Block] = field(default_factory=list)
+    named: int = 0
     computed: int = 0
     generated: int = 0
     to_compute: int = 0
     has_kv: bool = False
     encoding: list[int] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> int:
+        return len(self.table)
 
     @property
     def item_tokens_left(self) -> int:

@@ -155,6 +155,8 @@ def _metrics_text(engine: Engine, model: str, *, served: int) -> str:
     }
     counters = {
         "vllm:num_preemptions_total": scheduler.preemptions,
+        "vllm:prefix_cache_queries_total": scheduler.asked_tokens,
+        "vllm:prefix_cache_hits_total": scheduler.cached_tokens,
         "epd_sim:requests_total": served,
         "epd_sim:steps_total": engine.steps,
     }

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 TOKEN_BYTES = 4
 WORDS = (
-    " the", " stage", " sends", " what", " it", " has", " and", " then", " waits", " for", " more", " of", " the",
-    " same", " to", " come",
+    " the", " and", " for", " has", " not", " but", " all", " one", " its", " may", " can", " new", " two", " off",
+    " now", " way",
 )  # fmt: skip
-"""What answers are made of: one word is one generated token."""
+"""What answers are made of: one word is one generated token, and one of a prompt that has it."""
 
 
 def token_ids(text: str) -> list[int]:
