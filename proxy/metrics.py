@@ -47,6 +47,13 @@ class Metrics:
             "epd_proxy_memory_held_bytes", "Bodies and media of the requests held now.", registry=self.registry
         )
         self.paths = LabelledCounter("epd_proxy_paths", "Attempts per path.", ("path",), registry=self.registry)
+        self.prefix_tokens = LabelledCounter(
+            "epd_proxy_prefix_tokens",
+            "Prompt tokens of routed attempts: all, of beginnings whose blocks are known, and what prefill and decode "
+            "have cached of those, as far as is known.",
+            ("which",),
+            registry=self.registry,
+        )
         self.stage_seconds = LabelledHistogram(
             "epd_proxy_stage_seconds",
             "Time of one stage call as the proxy sees it.",

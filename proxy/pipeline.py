@@ -18,6 +18,7 @@ from msgspec import structs
 
 from epd_serve.errors import OverloadedError, RequestError
 from epd_serve.trace import PROXY, Trace
+from epd_serve.wire import PROMPT_XARG
 from proxy.admission.capacity import CapacityTracker
 from proxy.admission.demand import kind_of, priority_of, sequences_of
 from proxy.admission.drain import Drain
@@ -45,11 +46,12 @@ from proxy.registry.table import InstanceTable
 from proxy.request.body_memory import weighed
 from proxy.request.client_sink import ClientSink
 from proxy.request.parse import Endpoint, ParsedRequest, parse
-from proxy.stages.bodies import base_body
+from proxy.stages.bodies import base_body, with_xargs
 from proxy.stages.circuits import Circuits
 from proxy.stages.client import StageClient
 from proxy.stages.cost import prompt_tokens
 from proxy.stages.job import Job
+from proxy.stages.prompt_nodes import NO_NODES, prompt_nodes
 from proxy.stages.retry_budget import RetryBudget
 from proxy.stages.suspects import Suspects, Trial
 from proxy.tenants.auth import DEFAULT_TENANT, Caller, Callers
@@ -109,7 +111,7 @@ class Pipeline:
         self._stages = StageClient(timeouts, key=settings.bearer_of_stages())
         fetcher = UrlFetcher(settings.media, apart=apart, transport=media_transport, resolver=resolver)
         self._media = MediaLoader(settings, fetcher)
-        self._router = Router(table, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
+        self._router = Router(table, self.metrics, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
         self._arena = HostArena(settings.arena)
         self.directory = FeatureDirectory(settings.max_known_features, holds=self._arena.holds)
         self.dispatcher = AnnouncementDispatcher(
@@ -250,12 +252,17 @@ class Pipeline:
         salt = tenant if self.settings.tells_tenants_apart else None
         base = base_body(request, items, salt, request_id=record.id)
         self._prioritise(base, passed)
+        prompt = NO_NODES
+        if self.settings.prefix_routing:
+            prompt = prompt_nodes(base, {item.key: item.tokens for item in items})
+        if prompt.nodes:
+            base = with_xargs(base, **{PROMPT_XARG: prompt.word})
         tokens = prompt_tokens(request, items)
         passed.weighs(tokens)
         if items:
             held.give_back(source_bytes(request.media))
             request = structs.replace(request, body=base, media=tuple(item.ref for item in items))
-        return Job(record.id, request, base, items, tokens, passed, trial, record)
+        return Job(record.id, request, base, items, tokens, passed, trial, record, prompt)
 
     async def _run(self, job: Job, sink: ClientSink) -> None:
         if not self._router.encodes_apart(job):

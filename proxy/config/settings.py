@@ -94,6 +94,7 @@ class ProxySettings:
         slo: what streamed answers are to keep to, for attainment and goodput; nothing is decided by it.
         policy: how instances are chosen: `first-token`, `least-loaded`, `round-robin`, `power-of-two` or
             `cache-affine`.
+        prefix_routing: what instances have cached of a prompt counts as done when one is chosen.
         key_limits: what one API key may do at once and per minute.
         strict_fields: answer an unknown field with 400 instead of leaving it out.
         xargs: names that clients may send in `vllm_xargs`, for extensions that the operator loads into the stages.
@@ -144,6 +145,7 @@ class ProxySettings:
     records: RecordLimits = field(default_factory=RecordLimits)
     slo: Slo = field(default_factory=Slo)
     policy: str = "first-token"
+    prefix_routing: bool = True
     key_limits: KeyLimits = field(default_factory=KeyLimits)
     explain: bool = True
     strict_fields: bool = False

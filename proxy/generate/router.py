@@ -19,7 +19,9 @@ from epd_serve.errors import NoInstanceError, RequestError
 from epd_serve.instances import IncarnationId
 from epd_serve.roles import Role
 from proxy.media.loader import LoadedItem
+from proxy.metrics import Metrics
 from proxy.registry.instance_state import Lease, Work
+from proxy.registry.prefix_index import Known
 from proxy.registry.table import InstanceTable
 from proxy.routing.paths import Path, paths
 from proxy.routing.policy import (
@@ -29,6 +31,8 @@ from proxy.routing.policy import (
     burden,
     first_token,
     least_loaded,
+    left_of,
+    most_cached,
     preferred,
     with_neighbours,
 )
@@ -69,6 +73,23 @@ class _HeadChoice(Struct, frozen=True):
     rank: tuple[int, ...]
 
 
+class _Prompt(Struct, frozen=True):
+    """The prompt that is to be placed, and what is cached of it where."""
+
+    placement: Placement
+    known: Known
+
+    def seen_by(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """`candidates` with what each has cached of it."""
+        held = self.known.held
+        if not held:
+            return candidates
+        return [
+            replace(one, cached=float(tokens)) if (tokens := held.get(one.incarnation_id)) else one
+            for one in candidates
+        ]
+
+
 class Router:
     """Routes over the instances of one table.
 
@@ -76,13 +97,16 @@ class Router:
         policy: name of the one that chooses (`proxy/routing/policy.py`).
     """
 
-    def __init__(self, table: InstanceTable, *, instance_wait_s: float, policy: str = "first-token") -> None:
+    def __init__(
+        self, table: InstanceTable, metrics: Metrics, *, instance_wait_s: float, policy: str = "first-token"
+    ) -> None:
         self._table = table
+        self._metrics = metrics
         self._instance_wait_s = instance_wait_s
         self._policy_name = policy
         self._policy = POLICIES[policy]
         # A decode instance answers with what another one has prefilled: there is no first token to predict.
-        self._tail_policy = least_loaded if self._policy is first_token else self._policy
+        self._tail_policy = most_cached if self._policy is first_token else self._policy
         self._by_affinity = policy == "cache-affine"
         self._random = random.Random()
 
@@ -104,7 +128,7 @@ class Router:
         possible = live or paths(self._table.wanted, multimodal=True, fused=_fused(job))
         ways = {path.encode for path in possible}
         if len(ways) > 1:
-            choice = self._pick(job, (), self._placement(job), noted=True) if live else None
+            choice = self._pick(job, (), self._prompt(job), noted=True) if live else None
             return choice is not None and choice.path.encode
         return True in ways
 
@@ -118,9 +142,9 @@ class Router:
         """
         now = self._table.pause.now
         until = now() + self._instance_wait_s
-        placement = self._placement(job)
+        prompt = self._prompt(job)
         since, missing = time.monotonic(), ""
-        while (choice := self._pick(job, avoid, placement, like, noted=True)) is None:
+        while (choice := self._pick(job, avoid, prompt, like, noted=True)) is None:
             if (left_s := until - now()) <= 0:
                 job.record.took("waited", since, missing=missing)
                 missing = ", ".join(self._table.missing()) or "an instance"
@@ -129,43 +153,55 @@ class Router:
             await self._table.changed(left_s)
         if missing:
             job.record.took("waited", since, missing=missing)
+        left = left_of(prompt.placement.cost, choice.head)
+        self._count(prompt, choice)
         if choice.tail is None:
-            return Route(choice.path, None, self._table.acquire(choice.head.id, Work.DECODE, placement.cost))
-        prefill = self._table.acquire(choice.head.id, Work.PREFILL, placement.cost)
+            return Route(choice.path, None, self._table.acquire(choice.head.id, Work.DECODE, left))
+        prefill = self._table.acquire(choice.head.id, Work.PREFILL, left)
         return Route(choice.path, prefill, self._table.acquire(choice.tail.id, Work.DECODE))
+
+    def _count(self, prompt: _Prompt, choice: _HeadChoice) -> None:
+        tokens = {"all": prompt.placement.cost, "known": prompt.known.tokens, "prefill": choice.head.cached}
+        if choice.tail is not None:
+            tokens["decode"] = choice.tail.cached
+        for which, count in tokens.items():
+            self._metrics.prefix_tokens.labels(which).inc(count)
 
     def has_alternative(self, job: Job, *, avoid: Collection[IncarnationId], like: Flags = None) -> bool:
         """True when an attempt that touches no incarnation in `avoid` is possible right now."""
-        choice = self._pick(job, avoid, self._placement(job), like)
+        choice = self._pick(job, avoid, self._prompt(job), like)
         return choice is not None and not any(
             part is not None and part.incarnation_id in avoid for part in (choice.head, choice.tail)
         )
 
-    def _placement(self, job: Job) -> Placement:
+    def _prompt(self, job: Job) -> _Prompt:
         affinity = prompt_affinity(job.base) if self._by_affinity else ""
-        return Placement(job.tokens, affinity, self._random.getrandbits(32))
+        known = self._table.prefixes.known(job.prompt.nodes)
+        # The beginning that is known is counted, the rest estimated.
+        tokens = known.tokens + job.prompt.tokens_after[known.node] if known.tokens else job.tokens
+        return _Prompt(Placement(max(tokens, 1.0), affinity, self._random.getrandbits(32)), known)
 
     def _pick(
         self,
         job: Job,
         avoid: Collection[IncarnationId],
-        placement: Placement,
+        prompt: _Prompt,
         like: Flags = None,
         *,
         noted: bool = False,
     ) -> _HeadChoice | None:
         """`noted`: the request goes by it."""
-        choices = self._choices(job, avoid, placement, like)
+        choices = self._choices(job, avoid, prompt, like)
         if not choices:
             return None
         chosen = choices[0]
         if len(choices) > 1:
             fittest = min(choice.rank for choice in choices)
             compared = [choice for choice in choices if choice.rank == fittest]
-            head = self._policy([choice.head for choice in compared], placement)
+            head = self._policy([choice.head for choice in compared], prompt.placement)
             chosen = next(choice for choice in compared if choice.head is head)
         if noted:
-            self._note(job, choices, chosen, placement)
+            self._note(job, choices, chosen, prompt.placement)
         return chosen
 
     def _note(self, job: Job, choices: Sequence[_HeadChoice], chosen: _HeadChoice, placement: Placement) -> None:
@@ -179,22 +215,24 @@ class Router:
             ranks=[choice.rank for choice in choices],
         )
         if chosen.tail is not None:
-            policy = "least-loaded" if self._tail_policy is least_loaded else self._policy_name
+            policy = self._policy_name
+            if self._tail_policy is most_cached:
+                policy = "most-cached" if any(one.cached for one in chosen.tails) else "least-loaded"
             job.record.chose("decode", policy, 1.0, chosen.tails, [chosen.tail.id])
 
     def _choices(
-        self, job: Job, avoid: Collection[IncarnationId], placement: Placement, like: Flags
+        self, job: Job, avoid: Collection[IncarnationId], prompt: _Prompt, like: Flags
     ) -> list[_HeadChoice]:
         """Every live head that the job can go to, and of each kind with which tail."""
         undecided = bool(job.items) and job.features is None
         encoders = self._table.live(Role.E) if undecided else ()
         choices = []
         for path in paths(self._roles(job), multimodal=bool(job.items), fused=_fused(job)):
-            tails = preferred(self._alike(path.tail, like), avoid) if path.tail is not None else ()
+            tails = preferred(prompt.seen_by(self._alike(path.tail, like)), avoid) if path.tail is not None else ()
             if path.tail is not None and not tails:
                 continue
-            tail = self._tail_policy(tails, replace(placement, cost=1.0)) if tails else None
-            for head in self._alike(path.head, like if path.tail is None else None):
+            tail = self._tail_policy(tails, replace(prompt.placement, cost=1.0)) if tails else None
+            for head in prompt.seen_by(self._alike(path.head, like if path.tail is None else None)):
                 rank = (
                     burden(head, avoid) + (burden(tail, avoid) if tail is not None else 0),
                     int(job.features is not None and not path.encode),

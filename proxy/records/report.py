@@ -75,6 +75,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
                 "path": choice.paths[at] if choice.paths else "",
                 "load": round(one.load, 1),
                 "per_s": round(one.rate, 1) or None,
+                "cached_tokens": round(one.cached),
                 "neighbours_s": [_rounded(s) for s in one.neighbours_s],
                 "predicted_s": _rounded(predicted.get(one.id)) if choice.work != "decode" else None,
                 "chosen": one.id in choice.chosen,
@@ -117,6 +118,7 @@ def _why(choice: Choice, predicted: dict[str, float]) -> str:
     return {
         "round-robin": "not picked for longest",
         "power-of-two": "the less loaded of two drawn at random",
+        "most-cached": "most of the prompt cached, while its load is within the bound",
         "cache-affine": "owner of this conversation, while its load is within the bound",
     }.get(choice.policy, choice.policy)
 

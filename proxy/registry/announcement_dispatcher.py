@@ -8,6 +8,7 @@ import time
 
 from epd_serve.wire import (
     Announcement,
+    CacheReport,
     FeatureExpected,
     FeatureFailed,
     FeatureMissing,
@@ -76,6 +77,9 @@ class AnnouncementDispatcher:
                 self._table.report_kv(message)
             case StageReport():
                 self._table.report_stage(message)
+            case CacheReport():
+                if self._table.report_cache(message):
+                    self._announcements.ask_whole(message.instance)
             case FeaturePending():
                 self.directory.renewed(message.keys, time.monotonic())
             case FeaturePath():  # for encoders

@@ -51,11 +51,19 @@ class Announcements:
         self._key_file = key_file
         self._connected: set[str] = set()
         self._refused: set[str] = set()
+        self._socket: zmq.asyncio.Socket | None = None
 
     @property
     def listening(self) -> bool:
         """Whether anybody who announces something about features is heard."""
         return bool(self._connected & self._table.event_addresses())
+
+    def ask_whole(self, instance: str) -> None:
+        """Have an instance tell all that it has cached, because something that it said was not heard."""
+        if self._socket is not None:  # subscribing is all that a subscriber can say
+            topic = wire.WHOLE_TOPIC + instance.encode()
+            self._socket.setsockopt(zmq.SUBSCRIBE, topic)
+            self._socket.setsockopt(zmq.UNSUBSCRIBE, topic)
 
     def start(self) -> None:
         self._background.start(TASK, self._run)
@@ -75,11 +83,13 @@ class Announcements:
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)  # a host that vanished is connected to again
             socket.setsockopt(zmq.SUBSCRIBE, b"")
+            self._socket = socket
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._follow(socket))
                     group.create_task(self._receive(socket))
             finally:
+                self._socket = None
                 self._connected.clear()
 
     async def _follow(self, socket: zmq.asyncio.Socket) -> None:
@@ -126,5 +136,7 @@ def take_in(table: InstanceTable, message: wire.Announcement) -> None:
             table.report_kv(message)
         case wire.StageReport():
             table.report_stage(message)
+        case wire.CacheReport():
+            table.report_cache(message)
         case _:
             pass

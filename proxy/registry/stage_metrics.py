@@ -63,6 +63,15 @@ class StageMetrics(Collector):
                 in_flight.add_metric((*named, work.value), count)
         yield info
         yield in_flight
+        cached = GaugeMetricFamily(
+            "epd_stage_cached_tokens",
+            "Tokens whose KV the instance has in its prefix cache, as it says.",
+            labels=labels,
+        )
+        for named, view in views:
+            if (tokens := self._table.prefixes.held_by(view.instance.incarnation_id)) is not None:
+                cached.add_metric(named, tokens)
+        yield cached
         for name, (text, value) in STATE_GAUGES.items():
             gauge = GaugeMetricFamily(f"epd_stage_{name}", text, labels=labels)
             for named, view in views:

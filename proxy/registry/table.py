@@ -21,11 +21,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
-from epd_serve.wire import KvReport, StageReport, StoreReport
+from epd_serve.wire import CacheReport, KvReport, StageReport, StoreReport
 from proxy.registry.instance_state import InstanceState, InstanceView, Lease, Work
 from proxy.registry.ledger import Ledger, OwnLedger
 from proxy.registry.load import load, pending_s, reported_rate
 from proxy.registry.pause import Pause
+from proxy.registry.prefix_index import PrefixIndex
 from proxy.registry.silence import SILENCE_S, SilenceWatch
 from proxy.registry.warm_links import GRACE_S, why_cold
 from proxy.routing.policy import Candidate, usual_rate
@@ -43,6 +44,7 @@ class InstanceTable:
 
     Attributes:
         pause: while it lasts, new requests wait.
+        prefixes: what the instances have cached.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class InstanceTable:
         self._picks = 0
         self._wanted: frozenset[Role] = frozenset()
         self.pause = Pause()
+        self.prefixes = PrefixIndex()
         self._waiters: set[asyncio.Future[None]] = set()
 
     # What the launcher says.
@@ -158,6 +161,13 @@ class InstanceTable:
         state.stage, state.stage_reported_at = report, now
         self._end_silence(state)
         self._take_out_silent()
+
+    def report_cache(self, report: CacheReport) -> bool:
+        """Take in what an instance has cached; ignored as in `report`. Whether it is to be asked for all of it."""
+        state = self._states.get(report.instance)
+        if state is None or state.instance.incarnation != report.incarnation:
+            return False
+        return self.prefixes.report(report)
 
     def suspend(self, instance_id: str, incarnation: str, suspended: bool) -> None:
         """Have this incarnation picked only where nothing else is there, or again like any other. Past ones are
@@ -305,6 +315,7 @@ class InstanceTable:
 
     def _retire(self, state: InstanceState) -> None:
         state.up = False
+        self.prefixes.forget(state.instance.incarnation_id)
         self._by_role = None
         self._retired.append(state.instance.incarnation_id)
         for gone in [one for one in self._retired if not self._held(one)]:

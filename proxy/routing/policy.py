@@ -22,6 +22,10 @@ from proxy.routing.rendezvous import owners
 SLACK = 1.25
 """By how much the owner of a key may be above the mean load before the key goes elsewhere."""
 
+MORE = 1.5
+"""By how many requests an instance may be above that to have what it has cached used: of few requests in flight the
+loads differ by chance, and what one of them adds to a step is little beside a prompt's KV sent again."""
+
 SAME_SPEED = 1.25
 """Instances whose measured speeds differ by less than this from the usual one count as equal: measurements are noisy,
 and proxies that heard different ones must agree on owners all the same."""
@@ -45,6 +49,7 @@ class Candidate(Struct, frozen=True, array_like=True):
         suspended: its circuit is open: to be picked only where nothing else is there.
         neighbours_s: pending seconds of each other instance that computes on the same device, on CPU on the same core;
             infinite for one that decodes, since nobody knows for how long.
+        cached: tokens of this work's prompt that it has in its prefix cache (`proxy/registry/prefix_index.py`).
     """
 
     id: str
@@ -55,6 +60,7 @@ class Candidate(Struct, frozen=True, array_like=True):
     rate: float = 0.0
     suspended: bool = False
     neighbours_s: tuple[float, ...] = ()
+    cached: float = 0.0
 
     @property
     def incarnation_id(self) -> IncarnationId:
@@ -121,11 +127,31 @@ def first_token(candidates: Sequence[Candidate], placement: Placement) -> Candid
 
 
 def predictions_s(candidates: Sequence[Candidate], cost: float) -> list[float]:
-    """For each candidate when work of this cost would be done there, and by how much that delays its neighbours."""
+    """For each candidate when work of this cost would be done there, less what is done already (`left_of`), and by how
+    much that delays its neighbours. A cached prefix is worth the seconds that it takes to compute: where more than that
+    is pending, another one is chosen, and has it too from then on."""
     return [
-        (candidate.load + cost) / rate + sharing_s(candidate.load / rate, cost / rate, candidate.neighbours_s)
+        (candidate.load + left) / rate + sharing_s(candidate.load / rate, left / rate, candidate.neighbours_s)
         for candidate, rate in zip(candidates, rates(candidates, ALIKE), strict=True)
+        for left in (left_of(cost, candidate),)
     ]
+
+
+def left_of(cost: float, candidate: Candidate) -> float:
+    """What is left to compute of a prompt of so many tokens where some are cached: something always is."""
+    return max(cost - candidate.cached, min(cost, 1.0))
+
+
+def most_cached(candidates: Sequence[Candidate], placement: Placement) -> Candidate:
+    """The one that has most of the prompt cached among those whose load stays within the bound, `SLACK` times the mean
+    and `MORE` pieces of such work. Where none has any the least loaded."""
+    if not any(candidate.cached for candidate in candidates):
+        return least_loaded(candidates)
+    mean = (sum(candidate.load for candidate in candidates) + placement.cost) / len(candidates)
+    bound = SLACK * mean + MORE * placement.cost
+    within = [candidate for candidate in candidates if candidate.load + placement.cost <= bound]
+    most = max((candidate.cached for candidate in within), default=0.0)
+    return least_loaded([candidate for candidate in within if candidate.cached == most] or candidates)
 
 
 def with_neighbours(candidates: Sequence[Candidate], cost: float) -> Sequence[Candidate]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from epd_serve.instances import Instance
-from epd_serve.wire import ENCODE_AGAIN_XARG, FIRST_TOKEN, GOES_ON_AFTER, REPLAY
+from epd_serve.wire import ENCODE_AGAIN_XARG, FIRST_TOKEN, GOES_ON_AFTER, PROMPT_XARG, REPLAY
 from proxy.fields.parts import MediaRef, placeholder_part, rewritten_part
 from proxy.fields.response_parts import as_chat_part, placeholder_response_part, rewritten_response_part
 from proxy.media.loader import LoadedItem
@@ -62,7 +62,10 @@ def placeholder_body(
 
 
 def renamed_body(base: Mapping[str, Any], items: Sequence[LoadedItem]) -> dict[str, Any]:
-    """`base` with its media under names that are not those of any feature (`media_name`)."""
+    """`base` with its media under names that are not those of any feature (`media_name`). Its KV is then not that of
+    the prompt with these nodes, which the stage is not told."""
+    if PROMPT_XARG in (xargs := base.get("vllm_xargs") or {}):
+        base = {**base, "vllm_xargs": {name: word for name, word in xargs.items() if name != PROMPT_XARG}}
     return _with_parts(base, items, lambda item, part: {**part, "uuid": media_name(item.key)})
 
 

@@ -13,6 +13,7 @@ from proxy.media.loader import LoadedItem
 from proxy.records.record import Record
 from proxy.registry.feature_directory import Metadata
 from proxy.request.parse import ParsedRequest
+from proxy.stages.prompt_nodes import NO_NODES, PromptNodes
 from proxy.stages.suspects import Trial
 
 
@@ -38,6 +39,7 @@ class Job(Struct, frozen=True):
         base: the client's body with media inlined and keyed (`proxy.stages.bodies.base_body`).
         items: the media items behind it.
         tokens: of the whole prompt, estimated (`proxy/stages/cost.py`).
+        prompt: how its beginnings are recognised (`proxy.stages.prompt_nodes.py`).
         features: what the encoders have made of the items; None where no encoder was to be asked.
         passed: its place with the stages.
         trial: whether its body is suspected of killing instances.
@@ -52,6 +54,7 @@ class Job(Struct, frozen=True):
     passed: Pass
     trial: Trial
     record: Record
+    prompt: PromptNodes = NO_NODES
     features: Features | None = None
 
     def headers(self, span: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from epd_serve.wire import ALL_MISSING, ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_XARG, FeatureMissing
+from epd_serve.wire import ALL_MISSING, ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_XARG, PROMPT_XARG, FeatureMissing
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.instance_state import Work
 from proxy.request.parse import Endpoint
@@ -45,7 +45,8 @@ def kind(call: Call) -> str:
 
 
 def xargs(call: Call) -> dict[str, str]:
-    return call.body.get("vllm_xargs") or {}
+    """But for what tells one prompt from another, which all have whose media goes under its own name."""
+    return {name: word for name, word in (call.body.get("vllm_xargs") or {}).items() if name != PROMPT_XARG}
 
 
 def kinds(c: Cluster, name: str) -> list[str]:

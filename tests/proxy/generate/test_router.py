@@ -8,9 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from epd_serve.cache_ledger import packed
 from epd_serve.roles import Role
+from epd_serve.wire import PROMPT_XARG, CacheReport, PromptBlocks
 from proxy.registry.instance_state import Work
 from proxy.routing.policy import POLICIES
+from proxy.stages.prompt_nodes import prompt_nodes
 from tests.proxy.fakes import (
     Cluster,
     breaks,
@@ -204,3 +207,35 @@ async def test_an_image_is_encoded_beside_the_instance_that_has_less_to_do() -> 
                 for image in range(2):
                     body = image_body(data_url(image_file(280, 280 + 2 * number + image)))
                     assert await asked(c, body) == {encoder: 1, head: 1}
+
+
+def cached_at(c: Cluster, name: str, messages: list[dict[str, str]], blocks: int, seq: int = 1) -> None:
+    """The instance says that it has been given this prompt, and holds so many blocks of 16 tokens of it."""
+    nodes = prompt_nodes({**text_body(), "messages": messages}, {}).nodes
+    told = PromptBlocks(packed(nodes), packed(range(blocks)))
+    instance = c.instances[name]
+    c.table.report_cache(CacheReport(name, instance.incarnation, seq, 16, stored=packed(range(blocks)), prompts=[told]))
+
+
+async def test_a_later_turn_goes_where_the_earlier_ones_are_cached_until_that_is_busier_than_it_is_worth() -> None:
+    turns = [{"role": "user", "content": "talk"}]
+    later = [*turns, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}]
+    async with cluster("PD0", "PD1", "PD2") as c:
+        cached_at(c, "PD1", turns, blocks=100)
+        for _ in range(3):
+            assert await asked(c, {**text_body(), "messages": later}) == {"PD1": 1}
+        with c.table.acquire("PD1", Work.DECODE, 1000):
+            assert await asked(c, {**text_body(), "messages": later}) == {"PD1": 1}
+        with c.table.acquire("PD1", Work.DECODE, 2000):
+            assert "PD1" not in await asked(c, {**text_body(), "messages": later})
+        assert c.metric("epd_proxy_prefix_tokens_total", which="prefill") == 4 * 1600
+        c.table.remove("PD1")
+        assert "PD1" not in await asked(c, {**text_body(), "messages": later})
+
+
+async def test_its_nodes_reach_the_stages_unless_routing_by_them_is_off() -> None:
+    for on in (True, False):
+        async with cluster("P0", "D0", config=settings(prefix_routing=on)) as c:
+            await c.client.post(CHAT, json=text_body())
+            told = [call.body.get("vllm_xargs") or {} for name in ("P0", "D0") for call in c[name].calls]
+            assert len(told) == 2 and all((PROMPT_XARG in one) is on for one in told)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Send
 
+from epd_serve.wire import PROMPT_XARG
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import (
     DONE,
@@ -68,7 +69,8 @@ async def test_a_fused_decoder_gets_the_client_body_alone(layout: tuple[str, ...
     async with cluster(*layout) as c:
         response = await c.client.post(CHAT, json=text_body(prompt_logprobs=1))
         assert response.status_code == 200
-        assert c[layout[-1]].calls[0].body == text_body(prompt_logprobs=1)
+        body = c[layout[-1]].calls[0].body
+        assert set(body.pop("vllm_xargs")) == {PROMPT_XARG} and body == text_body(prompt_logprobs=1)
 
 
 async def test_completions_go_to_the_completions_endpoint() -> None:

@@ -282,3 +282,22 @@ async def test_why_a_request_failed_is_told_whether_the_word_or_the_failure_come
     for name in ("a", "b", "c"):
         missing.announced(wire.FeatureMissing(name, [], "x"))
     assert await missing.of("a", timeout_s=0) is None and await missing.of("c", timeout_s=0) is not None
+
+
+async def test_a_report_that_was_missed_is_asked_for_by_subscribing(tmp_path: Path, stage: zmq.Socket[bytes]) -> None:
+    async with cluster("P0") as c:
+        address = f"ipc://{tmp_path}/E0"
+        c.table.apply(replace(c.instances["P0"], load_news=address))
+        assert await subscription(stage) == b"\x01"
+        incarnation = c.instances["P0"].incarnation
+        stage.send(wire.encode(wire.CacheReport("P0", incarnation, 1, 16, stored=bytes(8))))
+        stage.send(wire.encode(wire.CacheReport("P0", incarnation, 3, 16)))
+        assert await subscription(stage) == b"\x01whole:P0" and await subscription(stage) == b"\x00whole:P0"
+        assert c.table.prefixes.held_by(("P0", incarnation)) == 16
+        stage.send(wire.encode(wire.CacheReport("P0", "another life", 9, 16)))
+        stage.send(wire.encode(wire.CacheReport("P0", incarnation, 4, 16, part="first")))
+        async with asyncio.timeout(PATIENCE_S):
+            while c.table.prefixes.held_by(("P0", incarnation)):
+                await asyncio.sleep(0.005)
+        c.table.remove("P0")
+        assert c.table.prefixes.held_by(("P0", incarnation)) is None

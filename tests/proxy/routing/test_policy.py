@@ -19,7 +19,10 @@ from proxy.routing.policy import (
     Candidate,
     Placement,
     burden,
+    first_token,
     least_loaded,
+    left_of,
+    most_cached,
     preferred,
     rates,
     sharing_s,
@@ -232,3 +235,23 @@ def test_stale_reports_cost_no_more_imbalance_than_what_ended_unseen(
             assert instances.picked[index] == min(instances.picked), "it looks at no load, but takes turns"
         instances.place(index, 1.0)
         instances.end(who % count, float(work))
+
+
+def test_a_cached_prefix_is_worth_the_seconds_that_it_takes_to_compute() -> None:
+    def chosen(load: float) -> str:
+        holder = Candidate("P0", "1", load, rate=1000.0, cached=900.0)
+        return first_token([holder, Candidate("P1", "1", 0.0, rate=1000.0)], Placement(1000.0)).id
+
+    assert (chosen(0.0), chosen(899.0), chosen(901.0)) == ("P0", "P0", "P1")
+    assert left_of(10.0, Candidate("P0", "1", 0.0, cached=50.0)) == 1.0, "its last token is computed always"
+
+
+def test_who_decodes_is_whoever_has_most_of_the_prompt_within_the_bound() -> None:
+    def chosen(load: float, cached: float = 500.0) -> str:
+        loads = (load, 4.0, 5.0, 4.0)
+        some = [Candidate(f"D{at}", "1", load, at, cached=cached * (at == 0)) for at, load in enumerate(loads)]
+        return most_cached(some, Placement()).id
+
+    assert chosen(4.0) == chosen(6.0) == "D0"
+    assert chosen(9.0) == "D1", "a hot spot is none the better for its cache"
+    assert chosen(5.0, cached=0.0) == "D1"
