@@ -53,8 +53,10 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("colocation", "bench.micro.colocation.command", "stages on one device against a monolith"),
         Command("interference", "bench.micro.interference.command", "how much operators of the stages slow each other"),
         Command("change", "bench.change.command", "what clients notice of changes, flips and kills"),
+        Command("conversations", "bench.conversations", "what later turns cost, by how instances are chosen"),
         Command("ray", "bench.ray.command", "what a deployment on Ray costs, and what clients notice of deaths there"),
         Command("proxy", "bench.micro.proxy.command", "what the proxy costs, over simulated stages"),
+        Command("prefixes", "bench.micro.prefixes", "what a front door's knowledge of prefix caches costs it"),
         Command("page", "bench.micro.page", "what open tabs of the page cost, over simulated stages"),
     ),
     PAPERS: (

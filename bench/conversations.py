@@ -1,0 +1,260 @@
+"""`epd-bench conversations`: what a later turn of a conversation costs, over simulated stages.
+
+Conversations of several turns about one to three images, sent whole in each turn as clients do, with time to think in
+between. Three ways to choose instances, each in a deployment of its own: by what is cached where (`prefixes`, the
+default), by load alone (`load`), and by how conversations begin (`affine`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+
+from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, several, whole
+from bench.micro.rows import grouped
+from bench.served import Served, simulated
+from bench.statistic import percentile
+from bench.workloads.synthetic import WORDS, image_body
+from deploy.memory.placement_table import table
+from epd_serve.errors import EpdError
+
+WAYS: Mapping[str, Sequence[str]] = {
+    "prefixes": (),
+    "load": ("--proxy", "prefix_routing=false"),
+    "affine": ("--proxy", "prefix_routing=false", "--proxy", "policy=cache-affine"),
+}
+LAYOUT = "2E-2P-4D"
+BLOCK_TOKENS = 32
+BYTES_PER_TOKEN = 57_344
+SIDE = 560  # 400 tokens
+QUESTION_CHARACTERS, FIRST_CHARACTERS = 120, 1200
+PROFILE: Mapping[str, Any] = {
+    "comment": "a model of 7 billion parameters on an accelerator of 2023, in round numbers",
+    "encode": {"setup_s": 0.01, "per_unit_s": 0.0001},
+    "prefill": {"setup_s": 0.01, "per_unit_s": 0.00012},
+    "kv": {"setup_s": 0.002, "per_unit_s": 1e-10},
+    "decode_step_s": [[1, 0.01], [32, 0.016]],
+    "jitter": 0.05,
+    "capacity": {"block_tokens": BLOCK_TOKENS, "kv_tokens": 120_000},
+    "kv_bytes_per_token": BYTES_PER_TOKEN,
+}
+FLAGS = {
+    "--ways": flag("how instances are chosen", tuple(WAYS), several(one_of(*WAYS))),
+    "--turns": flag("of a conversation", 8, whole(2)),
+    "--at-once": flag("conversations at once", 32, whole()),
+    "--answer": flag("tokens of an answer", 64, whole(2)),
+}
+LEAST_LOAD = 2.0
+"""Requests of a D: of fewer it is chance which has most of them."""
+
+SETTLE_S = 1.5
+"""Reports of links and loads are up to a second old."""
+
+
+@dataclass
+class _Turn:
+    """One answer. new_tokens: of the prompt that neither an earlier turn's prompt nor its answer had, by blocks;
+    oracle_tokens: of it that were in the last turn's prompt, by blocks."""
+
+    number: int
+    ttft_s: float
+    tpot_s: float
+    new_tokens: int
+    oracle_tokens: int
+
+
+@dataclass
+class _Talk:
+    """One conversation."""
+
+    seed: int
+    images: int
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """A row per turn and way, and one of what the stages have counted."""
+    for way in arguments.ways:
+        with simulated(LAYOUT, PROFILE, WAYS[way]) as launch:
+            before = _counted(launch)
+            turns, loads = asyncio.run(_talk(launch, arguments))
+            time.sleep(SETTLE_S)
+            now = _counted(launch)
+            yield from ({"way": way, **msgspec.to_builtins(turn)} for turn in turns)
+            images = sum(1 + seed % 3 for seed in range(arguments.talks))
+            yield {
+                "way": way,
+                "images": images,
+                "imbalance_p99": percentile(loads, 99) if loads else math.nan,
+                **{name: now[name] - before[name] for name in now},
+            }
+
+
+async def _talk(launch: Served, arguments: argparse.Namespace) -> tuple[list[_Turn], list[float]]:
+    """All turns of all conversations, and how unevenly D's were loaded meanwhile: the most loaded over the mean."""
+    turns: list[_Turn] = []
+    left = iter(range(arguments.talks))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=launch.url, timeout=120.0, trust_env=False, limits=limits) as http:
+
+        async def lane(number: int) -> None:
+            await asyncio.sleep(arguments.think * arguments.turns * number / arguments.at_once)
+            for seed in left:
+                await _conversation(http, launch.model, seed, arguments, turns)
+
+        loads: list[float] = []
+        watching = asyncio.create_task(_watch(http, loads))
+        async with asyncio.TaskGroup() as group:
+            for number in range(arguments.at_once):
+                group.create_task(lane(number))
+        watching.cancel()
+    return turns, loads
+
+
+async def _conversation(
+    http: httpx.AsyncClient, model: str, seed: int, arguments: argparse.Namespace, turns: list[_Turn]
+) -> None:
+    chance = random.Random(seed)
+    talk = _Talk(seed, 1 + seed % 3)
+    prompt = answer = 0
+    for number in range(1, arguments.turns + 1):
+        if number > 1:
+            await asyncio.sleep(chance.expovariate(1 / arguments.think))
+        talk.messages.append({"role": "user", "content": _question(model, talk, number)})
+        body = {"model": model, "messages": talk.messages, "max_tokens": arguments.answer, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
+        begun, usage = time.perf_counter(), dict[str, int]()
+        at: list[float] = []
+        text: list[str] = []
+        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                raise EpdError(f"turn {number}: {(await response.aread()).decode(errors='replace')[:300]}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = msgspec.json.decode(line[6:])
+                usage = event.get("usage") or usage
+                for choice in event.get("choices", ()):
+                    if piece := choice["delta"].get("content"):
+                        at.append(time.perf_counter())
+                        text.append(piece)
+        if len(text) != arguments.answer or not usage:
+            raise EpdError(f"turn {number} has {len(text)} tokens instead of {arguments.answer}")
+        talk.messages.append({"role": "assistant", "content": "".join(text)})
+        held = (prompt + answer - 1) // BLOCK_TOKENS * BLOCK_TOKENS if prompt else 0
+        oracle = prompt // BLOCK_TOKENS * BLOCK_TOKENS
+        prompt, answer = usage["prompt_tokens"], usage["completion_tokens"]
+        tpot_s = (at[-1] - at[0]) / (len(at) - 1)
+        turns.append(_Turn(number, at[0] - begun, tpot_s, prompt - held, oracle))
+
+
+def _question(model: str, talk: _Talk, number: int) -> list[dict[str, Any]]:
+    """What the user says: in the first turn with all images."""
+    length = FIRST_CHARACTERS if number == 1 else QUESTION_CHARACTERS
+    text = (f"{talk.seed}/{number}: " + WORDS * (length // len(WORDS) + 1))[:length]
+    images = []
+    if number == 1:
+        for at in range(talk.images):
+            body = image_body(model, side=SIDE, answer=1, stream=False, seed=3 * talk.seed + at)
+            images += [part for part in body["messages"][0]["content"] if part["type"] == "image_url"]
+    return [*images, {"type": "text", "text": text}]
+
+
+async def _watch(http: httpx.AsyncClient, loads: list[float]) -> None:
+    while True:
+        await asyncio.sleep(0.25)
+        text = (await http.get("/metrics")).text
+        of_d: Counter[str] = Counter()
+        for labels, value in _samples(text, "epd_stage_in_flight"):
+            if labels["role"] == "D":
+                of_d[labels["instance"]] += int(value)
+        if of_d and statistics.mean(of_d.values()) >= LEAST_LOAD:
+            loads.append(max(of_d.values()) / statistics.mean(of_d.values()))
+
+
+def _counted(launch: Served) -> dict[str, float]:
+    """What stages and front doors have counted so far."""
+    with httpx.Client(timeout=30.0, trust_env=False) as http:
+        text = http.get(f"{launch.url}/metrics").text
+        sent = sum(value for _, value in _samples(text, "epd_kv_bytes_total"))
+        encoded = sum(
+            value for labels, value in _samples(text, "epd_store_events_total") if labels["event"] == "encoded"
+        )
+        hits = 0.0
+        for stage in launch.stages:
+            if stage.role == "P":
+                told = http.get(f"http://127.0.0.1:{stage.port}/metrics").text
+                hits += sum(value for _, value in _samples(told, "vllm:prefix_cache_hits_total"))
+    hoped = {labels["which"]: value for labels, value in _samples(text, "epd_proxy_prefix_tokens_total")}
+    hints = {f"{which}_hint_tokens": hoped.get(which, 0.0) for which in ("all", "known", "prefill", "decode")}
+    return {"kv_bytes": sent, "encoded": encoded, "hit_tokens": hits, **hints}
+
+
+def _samples(text: str, name: str) -> Iterator[tuple[dict[str, str], float]]:
+    for line in re.findall(rf"^{re.escape(name)}(?:{{.*}})? \S+$", text, re.MULTILINE):
+        yield dict(re.findall(r'(\w+)="([^"]*)"', line)), float(line.rpartition(" ")[2])
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Of each way, those of `prefixes` without its name."""
+    named: dict[str, float] = {}
+    for way, own in grouped(rows, "way").items():
+        of = "" if way == ("prefixes",) else f"{way[0]}_"
+        turns, (total,) = [row for row in own if "number" in row], [row for row in own if "images" in row]
+        first = statistics.mean(row["ttft_s"] for row in turns if row["number"] == 1)
+        later = statistics.mean(row["ttft_s"] for row in turns if row["number"] > 1)
+        named |= {
+            f"{of}first_turn_ttft_s": first,
+            f"{of}later_turn_ttft_s": later,
+            f"{of}later_turn_ttft_ratio": later / first,
+            f"{of}tpot_s": statistics.mean(row["tpot_s"] for row in turns),
+            f"{of}encodes_per_image": total["encoded"] / total["images"],
+            f"{of}kv_sent_over_new": total["kv_bytes"] / BYTES_PER_TOKEN / sum(row["new_tokens"] for row in turns),
+            f"{of}hits_over_oracle": total["hit_tokens"] / sum(row["oracle_tokens"] for row in turns),
+            f"{of}imbalance_p99": total["imbalance_p99"],
+        }
+    if "load_imbalance_p99" in named and "imbalance_p99" in named:
+        named["imbalance_over_load"] = named["imbalance_p99"] / named["load_imbalance_p99"]
+    return {name: round(value, 4) for name, value in named.items()}
+
+
+def tables(rows: Sequence[Row]) -> Iterable[str]:
+    found = figures(rows)
+    names = ("first_turn_ttft_s", "later_turn_ttft_s", "later_turn_ttft_ratio", "tpot_s", "encodes_per_image",
+             "kv_sent_over_new", "hits_over_oracle", "imbalance_p99")  # fmt: skip
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    cells = [
+        (name, *(f"{found[name if way == 'prefixes' else f'{way}_{name}']:.3f}" for way in ways)) for name in names
+    ]
+    return [table([("", *ways), *cells])]
+
+
+MEASUREMENT = Measurement(
+    quick="fewer conversations, less time to think",
+    flags=FLAGS,
+    settings={"talks": Usually(160, 64), "think": Usually(2.0, 0.5)},
+    about=lambda arguments: {"kind": f"real front doors; {LAYOUT} of simulated stages"},
+    measure=measure,
+    figures=figures,
+    tables=tables,
+    goals=(
+        Goal("later_turn_ttft_ratio", "<=", 0.5, "a turn costs what is new in it"),
+        Goal("encodes_per_image", "==", 1.0, "an image is encoded once"),
+        Goal("kv_sent_over_new", "<=", 1.2, "P sends what D lacks"),
+        Goal("hits_over_oracle", ">=", 0.9, "of one cache that had everything"),
+        Goal("imbalance_over_load", "<=", 1.3, "no hot spots"),
+    ),
+)
+add_arguments = MEASUREMENT.add_arguments
