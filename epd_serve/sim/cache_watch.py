@@ -29,12 +29,13 @@ class CacheWatch:
     ) -> None:
         """Have the blocks of a new sequence found by others, and its prompt known. `prefills`: it is prefilled here."""
         salt = str(params.body.get("cache_salt") or "")
-        of_prompt = block_keys(prompt, self._block_tokens, salt=salt)
+        begun = len(prompt.given)
+        of_prompt = block_keys(prompt, self._block_tokens, salt=salt, answer=choice.text(begun))
 
         def keys(generated: int) -> Keys[int]:
             if generated < self._block_tokens and prompt.tokens % self._block_tokens + generated < self._block_tokens:
                 return of_prompt
-            return block_keys(prompt, self._block_tokens, salt=salt, answer=choice.text(generated))
+            return block_keys(prompt, self._block_tokens, salt=salt, answer=choice.text(begun + generated))
 
         sequence.keys = keys
         nodes = _nodes(params) if len(params.prompts) == 1 else b""

@@ -19,8 +19,8 @@ RESPONSES = "/v1/responses"
 
 @dataclass(frozen=True)
 class Prompt:
-    """Text, and media items in it, each before the byte of the text that `places` says. `given`: tokens of an answer that
-    are computed with it."""
+    """Text, and media items in it, each before the byte of the text that `places` says. `given`: tokens of an answer
+    that are computed with it."""
 
     text: bytes
     items: tuple[Item, ...] = ()

@@ -220,9 +220,7 @@ class Router:
                 policy = "most-cached" if any(one.cached for one in chosen.tails) else "least-loaded"
             job.record.chose("decode", policy, 1.0, chosen.tails, [chosen.tail.id])
 
-    def _choices(
-        self, job: Job, avoid: Collection[IncarnationId], prompt: _Prompt, like: Flags
-    ) -> list[_HeadChoice]:
+    def _choices(self, job: Job, avoid: Collection[IncarnationId], prompt: _Prompt, like: Flags) -> list[_HeadChoice]:
         """Every live head that the job can go to, and of each kind with which tail."""
         undecided = bool(job.items) and job.features is None
         encoders = self._table.live(Role.E) if undecided else ()
