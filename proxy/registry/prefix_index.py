@@ -225,6 +225,8 @@ class PrefixIndex:
 def _held(chain: _Chain, count: int, cached: set[int]) -> int:
     """How many of its first `count` blocks are cached, which those before the first one missing are."""
     length = len(chain.backwards)
+    if not count or chain.backwards[-1] not in cached:  # most instances have nothing of most prompts
+        return 0
     return length - bisect_left(chain.backwards, True, length - count, length, key=cached.__contains__)
 
 

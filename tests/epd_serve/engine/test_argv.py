@@ -12,6 +12,7 @@ import pytest
 
 from epd_serve.cpu_threads import CPU_THREADS_ENV
 from epd_serve.engine.argv import (
+    BYTE_HASHES_ENV,
     CORE_SHARE_ENV,
     FORCED_TOKENS,
     OTLP_PROTOCOL_ENV,
@@ -100,6 +101,17 @@ def test_every_role_reports_its_load_where_an_address_for_it_is_wired(role: Role
     assert StageWiring.from_json(json.loads(made.env[WIRING_ENV])) == wiring
     silent = command(role, "cpu")
     assert flag(silent, "--scheduler-cls") is None and WIRING_ENV not in silent.env
+
+
+@pytest.mark.parametrize("role", Role)
+def test_who_has_a_language_model_notes_what_it_caches_unless_the_operator_says_how(role: Role) -> None:
+    wiring = StageWiring(f"{role}0", role, "inc", load_publish="ipc:///run/load")
+    made = command(role, "cpu", wiring=wiring)
+    events = config(made, "--kv-events-config")
+    assert events == (None if role is Role.E else {"enable_kv_cache_events": True, "publisher": "null"})
+    assert made.env[BYTE_HASHES_ENV] == "0" and flag(command(role, "cpu"), "--kv-events-config") is None
+    theirs = command(role, "cpu", wiring=wiring, extra_args=("--kv-events-config", "{}"))
+    assert BYTE_HASHES_ENV not in theirs.env and theirs.argv[-1] == "{}"
 
 
 @pytest.mark.parametrize("trace", ["", "/traces/P0.jsonl"])

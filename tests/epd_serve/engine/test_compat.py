@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -133,3 +134,18 @@ def test_a_stage_that_ends_finishes_what_it_has_where_vllm_can_and_nobody_says_o
     arguments = SimpleNamespace(**given)
     compat.finish_requests_at_end(arguments)
     assert getattr(arguments, "shutdown_timeout", None) == found
+
+
+@pytest.mark.parametrize(("content", "seed"), [({}, "0"), ({"DEFAULT_NONE_HASH_SEED": str}, None)])
+def test_blocks_get_a_seed_where_vllm_would_draw_one(
+    content: dict[str, type], seed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(monkeypatch, "vllm.v1.core.kv_cache_utils", **content)
+    sys.modules["vllm.v1.core"].kv_cache_utils = sys.modules["vllm.v1.core.kv_cache_utils"]  # type: ignore[attr-defined]
+    monkeypatch.setenv("PYTHONHASHSEED", "")  # restored at the end, whatever is set meanwhile
+    monkeypatch.delenv("PYTHONHASHSEED")
+    compat.name_blocks_alike()
+    assert os.environ.get("PYTHONHASHSEED") == seed
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    compat.name_blocks_alike()
+    assert os.environ["PYTHONHASHSEED"] == "7", "an operator's own"
