@@ -1,8 +1,8 @@
 """`epd-bench conversations`: what a later turn of a conversation costs, over simulated stages.
 
 Conversations of several turns about one to three images, sent whole in each turn as clients do, with time to think in
-between. Three ways to choose instances, each in a deployment of its own: by what is cached where (`prefixes`, the
-default), by load alone (`load`), and by how conversations begin (`affine`).
+between. Two ways to choose instances, each in a deployment of its own: by what is cached where (`prefixes`, as usual),
+and by load alone (`load`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from epd_serve.errors import EpdError
 WAYS: Mapping[str, Sequence[str]] = {
     "prefixes": (),
     "load": ("--proxy", "prefix_routing=false"),
-    "affine": ("--proxy", "prefix_routing=false", "--proxy", "policy=cache-affine"),
 }
 LAYOUT = "2E-2P-4D"
 BLOCK_TOKENS = 32

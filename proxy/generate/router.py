@@ -36,7 +36,6 @@ from proxy.routing.policy import (
     preferred,
     with_neighbours,
 )
-from proxy.routing.prompt_affinity import prompt_affinity
 from proxy.stages.job import Job
 
 Flags = tuple[str, ...] | None
@@ -107,7 +106,6 @@ class Router:
         self._policy = POLICIES[policy]
         # A decode instance answers with what another one has prefilled: there is no first token to predict.
         self._tail_policy = most_cached if self._policy is first_token else self._policy
-        self._by_affinity = policy == "cache-affine"
         self._random = random.Random()
 
     def check_servable(self, *, fused_for: str | None) -> None:
@@ -175,11 +173,10 @@ class Router:
         )
 
     def _prompt(self, job: Job) -> _Prompt:
-        affinity = prompt_affinity(job.base) if self._by_affinity else ""
         known = self._table.prefixes.known(job.prompt.nodes)
         # The beginning that is known is counted, the rest estimated.
         tokens = known.tokens + job.prompt.tokens_after[known.node] if known.tokens else job.tokens
-        return _Prompt(Placement(max(tokens, 1.0), affinity, self._random.getrandbits(32)), known)
+        return _Prompt(Placement(max(tokens, 1.0), self._random.getrandbits(32)), known)
 
     def _pick(
         self,

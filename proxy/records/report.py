@@ -119,7 +119,6 @@ def _why(choice: Choice, predicted: dict[str, float]) -> str:
         "round-robin": "not picked for longest",
         "power-of-two": "the less loaded of two drawn at random",
         "most-cached": "most of the prompt cached, while its load is within the bound",
-        "cache-affine": "owner of this conversation, while its load is within the bound",
     }.get(choice.policy, choice.policy)
 
 

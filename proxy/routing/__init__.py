@@ -1,4 +1,4 @@
-"""Where work goes, as pure functions: policies by name, the paths of a layout, affinity of prompts.
+"""Where work goes, as pure functions: policies by name, the paths of a layout.
 
 The simulator runs the same code. What asks these for the instances of one attempt is `generate/router.py`, what
 spreads a request's items over encoders `encode/assignment.py`. May import `fields` only.

@@ -17,14 +17,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from epd_serve.instances import IncarnationId
-from proxy.routing.rendezvous import owners
 
 SLACK = 1.25
-"""By how much the owner of a key may be above the mean load before the key goes elsewhere."""
+"""By how much an instance may be above the mean load to have what it has cached used."""
 
 MORE = 1.5
-"""By how many requests an instance may be above that to have what it has cached used: of few requests in flight the
-loads differ by chance, and what one of them adds to a step is little beside a prompt's KV sent again."""
+"""By how many requests it may be above that: of few requests in flight the loads differ by chance, and what one of them
+adds to a step is little beside a prompt's KV sent again."""
 
 SAME_SPEED = 1.25
 """Instances whose measured speeds differ by less than this from the usual one count as equal: measurements are noisy,
@@ -72,12 +71,10 @@ class Placement(Struct, frozen=True):
 
     Attributes:
         cost: load that it adds, in the candidates' unit.
-        affinity: equal for work that profits from meeting (`proxy/routing/prompt_affinity.py`); "" for none.
         draw: a random number from 0 to 2**32 - 1, the policies' only chance.
     """
 
     cost: float = 1.0
-    affinity: str = ""
     draw: int = 0
 
 
@@ -104,20 +101,6 @@ def power_of_two(candidates: Sequence[Candidate], placement: Placement) -> Candi
     first, rest = placement.draw % count, placement.draw // count
     second = (first + 1 + rest % (count - 1)) % count
     return least_loaded((candidates[first], candidates[second]))
-
-
-def cache_affine(candidates: Sequence[Candidate], placement: Placement) -> Candidate:
-    """The owner of the affinity, or the first of those who inherit it whose load stays within the bound (consistent
-    hashing with bounded loads): `SLACK` times the mean with this work placed, or just this work. Without an affinity
-    the least loaded."""
-    if not placement.affinity:
-        return least_loaded(candidates)
-    mean = (sum(candidate.load for candidate in candidates) + placement.cost) / len(candidates)
-    bound = max(SLACK * mean, placement.cost)
-    for index in owners(placement.affinity, [candidate.id for candidate in candidates]):
-        if candidates[index].load + placement.cost <= bound:
-            return candidates[index]
-    return least_loaded(candidates)
 
 
 def first_token(candidates: Sequence[Candidate], placement: Placement) -> Candidate:
@@ -195,7 +178,6 @@ POLICIES: Mapping[str, Policy] = MappingProxyType({
     "least-loaded": least_loaded,
     "round-robin": round_robin,
     "power-of-two": power_of_two,
-    "cache-affine": cache_affine,
 })  # fmt: skip
 
 

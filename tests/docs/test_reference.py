@@ -59,7 +59,7 @@ def test_files_that_a_document_shows_load(path, tmp_path):
     if "stages:" in shown:
         assert len(read_stages_file(str(file)).instances) == 2
     else:
-        assert proxy_overrides(build_config({}, str(file)).proxy) == {"policy": "cache-affine"}
+        assert proxy_overrides(build_config({}, str(file)).proxy) == {"policy": "least-loaded"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

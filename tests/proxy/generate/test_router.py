@@ -168,18 +168,6 @@ async def test_no_load_is_leaked_whatever_the_ending(policy: str) -> None:
         assert {view.load for view in c.table.snapshot()} == {0.0}
 
 
-async def test_a_conversation_returns_to_its_head_under_cache_affinity() -> None:
-    async with cluster("PD0", "PD1", "PD2", config=settings(policy="cache-affine")) as c:
-        homes = set()
-        for talk in range(6):
-            turns = [{"role": "user", "content": f"talk {talk}"}]
-            first = await asked(c, {**text_body(), "messages": turns})
-            turns += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}]
-            assert await asked(c, {**text_body(), "messages": turns}) == first
-            homes |= set(first)
-        assert len(homes) > 1
-
-
 def on_devices(c: Cluster, devices: dict[str, int]) -> None:
     for name, device in devices.items():
         c.table.apply(replace(c.instances[name], devices=(device,)))

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from proxy.routing.policy import (
     ALIKE,
     POLICIES,
-    SLACK,
     UNMEASURED_RATE,
     Candidate,
     Placement,
@@ -28,7 +27,6 @@ from proxy.routing.policy import (
     sharing_s,
     with_neighbours,
 )
-from proxy.routing.rendezvous import owners
 
 NAMES = sorted(POLICIES)
 CANDIDATES = st.lists(
@@ -45,11 +43,11 @@ CANDIDATES = st.lists(
     max_size=8,
     unique_by=lambda candidate: candidate.id,
 )
-ASKS = st.builds(Placement, st.floats(1, 1e5), st.sampled_from(["", "a", "b"]), st.integers(0, 2**32 - 1))
+ASKS = st.builds(Placement, st.floats(1, 1e5), st.integers(0, 2**32 - 1))
 
 
-def pick(name: str, candidates: Sequence[Candidate], cost: float = 1.0, affinity: str = "", draw: int = 0) -> str:
-    return POLICIES[name](candidates, Placement(cost, affinity, draw)).id
+def pick(name: str, candidates: Sequence[Candidate], cost: float = 1.0, draw: int = 0) -> str:
+    return POLICIES[name](candidates, Placement(cost, draw)).id
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,20 +75,6 @@ def test_power_of_two_takes_the_less_loaded_of_two_and_draws_every_pair() -> Non
     picks = [pick("power-of-two", candidates, draw=draw) for draw in range(12)]
     # Of the 12 ordered pairs 6 have P0 in them, 4 of the others P1, and P3 never wins.
     assert [picks.count(f"P{index}") for index in range(4)] == [6, 4, 2, 0]
-
-
-def test_what_belongs_together_meets_until_its_owner_has_too_much() -> None:
-    ids = ["P0", "P1", "P2", "P3"]
-    first, second, *_ = owners("talk", ids)
-    loads = [10.0] * 4
-    assert pick("cache-affine", [Candidate(one, "1", 10.0) for one in ids], affinity="talk") == ids[first]
-    loads[first] = 20.0
-    busy = [Candidate(one, "1", load) for one, load in zip(ids, loads, strict=True)]
-    assert pick("cache-affine", busy, affinity="talk") == ids[second]
-    loads[first] = 12.0
-    less = [Candidate(one, "1", load) for one, load in zip(ids, loads, strict=True)]
-    assert pick("cache-affine", less, affinity="talk") == ids[first], "within the slack"
-    assert pick("cache-affine", busy) != ids[first], "without an affinity the least loaded"
 
 
 def test_the_first_token_goes_where_it_is_predicted_first_and_unknown_speeds_are_the_usual_one() -> None:
@@ -162,12 +146,12 @@ class Instances:
         self._stale = stale
         self._chance = chance
 
-    def pick(self, policy: str, cost: float, affinity: str = "") -> int:
+    def pick(self, policy: str, cost: float) -> int:
         candidates = [
             Candidate(f"P{index}", "1", load, last, rate=100.0)
             for index, (load, last) in enumerate(zip(self.seen, self._last_pick, strict=True))
         ]
-        return int(POLICIES[policy](candidates, Placement(cost, affinity, self._chance.getrandbits(32))).id[1:])
+        return int(POLICIES[policy](candidates, Placement(cost, self._chance.getrandbits(32))).id[1:])
 
     def place(self, index: int, cost: float) -> None:
         self.picked[index] += 1
@@ -192,7 +176,7 @@ def test_nobody_starves_while_work_piles_up(name: str, count: int, stale: int, s
     instances = Instances(count, stale, chance)
     for _ in range(30 * count):
         cost = chance.choice([1.0, 2.0])
-        instances.place(instances.pick(name, cost, chance.choice(["", "one talk", "another talk"])), cost)
+        instances.place(instances.pick(name, cost), cost)
     assert min(instances.picked) > 0
 
 
@@ -221,14 +205,12 @@ def test_stale_reports_cost_no_more_imbalance_than_what_ended_unseen(
 ) -> None:
     instances = Instances(count, stale, random.Random(data.draw(st.integers(0, 2**32))))
     for who, work in endings:
-        index = instances.pick(name, 1.0, "one talk")
+        index = instances.pick(name, 1.0)
         load, mine = instances.load, instances.load[index]
         others = load[:index] + load[index + 1 :]
         near_least = mine <= min(load) + instances.unseen + 1e-9
         if name in ("first-token", "least-loaded"):
             assert near_least
-        elif name == "cache-affine":
-            assert near_least or mine + 1 <= SLACK * (sum(load) + instances.unseen + 1) / count + 1e-9
         elif name == "power-of-two":
             assert mine <= max(others) + instances.unseen + 1e-9, "never the one with the most"
         else:
