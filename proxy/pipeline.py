@@ -210,7 +210,6 @@ class Pipeline:
             if not endpoint.generates:  # takes no place with the stages, so it waits for none
                 items = await self._load(record, request, caller.tenant, held)
                 return await self._tokenize.run(record.id, request, items, sink)
-            self._router.check_servable(fused_for=request.needs_fused)
             trial.check()
             gate = self.gate.admitted(
                 kind_of(request),

@@ -14,8 +14,11 @@ KINDS: dict[Kind, tuple[bool, bool]] = {"text": (False, False), "media": (True, 
 
 
 def kinds(roles: Iterable[Role]) -> frozenset[Kind]:
-    """Those that have a path through these roles. Encoders are on none: whoever prefills has the tower, too."""
+    """Those that have a path through these roles. Encoders are on none: whoever prefills has the tower, too. A prefill
+    without any decode serves nothing that anybody waits for, although it could answer alone."""
     there = frozenset(roles)
+    if not paths(there, multimodal=False):
+        return frozenset()
     return frozenset(kind for kind, (media, fused) in KINDS.items() if paths(there, multimodal=media, fused=fused))
 
 

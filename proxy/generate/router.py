@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from epd_serve.errors import NoInstanceError, RequestError
+from epd_serve.errors import NoInstanceError
 from epd_serve.instances import IncarnationId
 from epd_serve.roles import Role
 from proxy.media.loader import LoadedItem
@@ -107,14 +107,6 @@ class Router:
         # A decode instance answers with what another one has prefilled: there is no first token to predict.
         self._tail_policy = most_cached if self._policy is first_token else self._policy
         self._random = random.Random()
-
-    def check_servable(self, *, fused_for: str | None) -> None:
-        """Refuse what no instance there is or is to be could ever serve. Raises RequestError naming the field."""
-        roles = self._table.wanted | self._table.live_roles()
-        if fused_for is not None and roles and not paths(roles, multimodal=False, fused=True):
-            raise RequestError(
-                f"{fused_for} needs an instance that prefills and decodes; this layout has none.", param=fused_for
-            )
 
     def encodes_apart(self, job: Job) -> bool:
         """Whether the items of `job` are to go to encoders before it is routed: whether the head that it would go to

@@ -1,9 +1,10 @@
 """Which stages a request passes: modality x roles of the layout -> ordered paths. Pure.
 
-multimodal: EPD | E->PD | EP->D | E->P->D.   text: EPD | PD | EP->D | P->D.
+multimodal: EPD | E->PD | EP->D | E->P->D.   text: EPD | PD | EP->D | P->D.   fused, without EPD and PD: EP | E->P.
 Several kinds may stand side by side (`E-P-D` beside `EPD`): then a request can go either way, and whether its items are
 encoded apart is decided with the way, never with the layout (`proxy/generate/router.py`). An instance that prefills
-holds the vision tower too, so the encode step may be skipped when every E is down.
+holds the vision tower too, so the encode step may be skipped when every E is down. It can decode as well: what needs
+one instance for both, and has none that is there for both, it answers alone.
 """
 
 from __future__ import annotations
@@ -64,14 +65,11 @@ def paths(roles: Collection[Role], *, multimodal: bool, fused: bool = False) -> 
 @functools.lru_cache(maxsize=256)
 def _paths(roles: frozenset[Role], multimodal: bool, fused: bool) -> tuple[Path, ...]:
     encode = multimodal and Role.E in roles
-    every = [
-        Path(False, None, Role.EPD),
-        Path(encode, None, Role.PD),
-        Path(False, Role.EP, Role.D),
-        Path(encode, Role.P, Role.D),
-    ]
-    return tuple(
-        path
-        for path in every
-        if all(role in roles for role in path.required) and not (fused and path.prefill is not None)
-    )
+    whole = [Path(False, None, Role.EPD), Path(encode, None, Role.PD)]
+    apart = [Path(False, Role.EP, Role.D), Path(encode, Role.P, Role.D)]
+    alone = [Path(False, None, Role.EP), Path(encode, None, Role.P)]
+
+    def there(among: list[Path]) -> tuple[Path, ...]:
+        return tuple(path for path in among if all(role in roles for role in path.required))
+
+    return there(whole) or there(alone) if fused else there(whole + apart)

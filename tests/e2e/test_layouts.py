@@ -168,3 +168,38 @@ def test_whoever_has_a_language_model_takes_priorities(launch: Serving) -> None:
     for name, entry in launch.instances().items():
         if entry["role"] != "E":
             assert launch.stage(name).post("/v1/completions", text).status_code == 200, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["(E-P)-D", "TP1"], indirect=True)
+def test_what_needs_one_instance_is_what_the_monolith_says(launch: Serving, monolith: Serving) -> None:
+    """Prompt tokens and those after them, with the picture's encoding from E; P answers alone where nobody else can."""
+    about_it = {**about(PAIRWISE_DIFFERENT[0]), "prompt_logprobs": 1}
+    echoed = {
+        "model": "epd-demo",
+        "prompt": "Thanks for",
+        "max_tokens": 8,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 1,
+    }
+    beams = {**echoed, "use_beam_search": True, "n": 2, "echo": False, "logprobs": None}
+    for path, body in (("/v1/chat/completions", about_it), ("/v1/completions", echoed), ("/v1/completions", beams)):
+        own, plain = (end.post(path, body).json() for end in (launch, monolith))
+        assert _said(own) == _said(plain) != [], path
+        assert _prompt(own) == _prompt(plain)
+    assert _prompt(launch.post("/v1/chat/completions", about_it).json()), "there are some"
+
+
+def _said(answer: dict[str, Any]) -> list[Any]:
+    choices = [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
+    tokens = [(choice.get("logprobs") or {}).get("tokens") for choice in answer["choices"]]
+    return [*choices, *tokens]
+
+
+def _prompt(answer: dict[str, Any]) -> list[Any]:
+    """The prompt's tokens, each with the likeliest in its place, and their logarithms as far as cores agree."""
+    told = answer.get("prompt_logprobs") or answer["choices"][0].get("prompt_logprobs") or []
+    return [
+        sorted((token, round(one["logprob"], 1)) for token, one in place.items()) for place in told if place is not None
+    ]

@@ -60,7 +60,7 @@ def test_the_same_number_on_another_node_is_another_device():
 
 def test_a_path_that_a_death_has_taken_keeps_nobody_from_making_room():
     now, goal = actual("EP-D", gib=10, devices=2), wanted("EPD", pool=1)
-    assert required(goal, now) == {"text", "media"}
+    assert required(goal, now) == {"text", "media", "fused"}
     alone = replace(now, instances=tuple(one for one in now.instances if one.order.id == "EP0"))
 
     turn = wave(goal, _beginning(goal, alone))

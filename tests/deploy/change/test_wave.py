@@ -205,7 +205,7 @@ def test_a_path_whose_stage_is_between_two_lives_is_required_all_the_same(phase)
     now = actual("EP-D")
     there = tuple(replace(one, phase=phase) if one.order.id == "D0" else one for one in now.instances)
 
-    assert required(wanted("TP1"), replace(now, instances=there)) == {"text", "media"}
+    assert required(wanted("TP1"), replace(now, instances=there)) == {"text", "media", "fused"}
 
 
 def test_a_plan_counts_on_a_stage_that_is_between_two_lives():

@@ -134,6 +134,14 @@ async def test_what_needs_one_instance_goes_to_one_in_a_mixed_layout() -> None:
             assert await asked(c, image_body(LARGE, prompt_logprobs=1)) == {"E0": 1, "PD0": 1}
 
 
+async def test_prefill_answers_alone_about_what_an_encoder_has_seen() -> None:
+    async with cluster("E0", "P0", "D0") as c:
+        c["E0"].usual = encodes()
+        assert await asked(c, image_body(LARGE, prompt_logprobs=1)) == {"E0": 1, "P0": 1}
+        body = c["P0"].calls[0].body
+        assert "kv_transfer_params" not in body and body["prompt_logprobs"] == 1
+
+
 async def test_suspended_instances_are_asked_only_where_nobody_else_is() -> None:
     async with cluster("P0", "P1", "D0") as c:
         c.table.suspend("P0", "P0-life1", True)

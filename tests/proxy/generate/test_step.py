@@ -64,13 +64,16 @@ async def test_internals_are_stripped_from_the_answer() -> None:
         assert answer_with_ids["prompt_token_ids"] == [1, 2]
 
 
-@pytest.mark.parametrize("layout", [("PD0",), ("EPD0",), ("E0", "PD0")])
-async def test_a_fused_decoder_gets_the_client_body_alone(layout: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "layout", [("PD0",), ("EPD0",), ("E0", "PD0"), ("D0", "P0"), ("E0", "D0", "P0"), ("D0", "EP0")]
+)
+async def test_what_needs_one_instance_is_asked_of_one_as_the_client_asks(layout: tuple[str, ...]) -> None:
     async with cluster(*layout) as c:
         response = await c.client.post(CHAT, json=text_body(prompt_logprobs=1))
         assert response.status_code == 200
         body = c[layout[-1]].calls[0].body
         assert set(body.pop("vllm_xargs")) == {PROMPT_XARG} and body == text_body(prompt_logprobs=1)
+        assert not any(c[other].calls for other in layout[:-1])
 
 
 async def test_completions_go_to_the_completions_endpoint() -> None:

@@ -70,9 +70,6 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
     ("more prompts of tokens than may be", COMPLETIONS, completion(prompt=[[1]] * 257), 400, "prompt"),
     ("stream as text", CHAT, text_body(stream="yes"), 400, "stream"),
     ("processor options that are no object", CHAT, text_body(mm_processor_kwargs=[1]), 400, "mm_processor_kwargs"),
-    ("echo without a fused decoder", COMPLETIONS, completion(prompt="x", echo=True), 400, "echo"),
-    ("prompt_logprobs without a fused decoder", CHAT, text_body(prompt_logprobs=0), 400, "prompt_logprobs"),
-    ("beam search without a fused decoder", CHAT, text_body(use_beam_search=True), 400, "use_beam_search"),
     *(
         (f"client-sent {name}", CHAT, text_body(**{name: value}), 400, name)
         for name, value in {

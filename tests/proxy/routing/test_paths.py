@@ -42,12 +42,30 @@ def test_paths_use_present_roles_prefill_before_decode_and_answer(
 ) -> None:
     for path in paths(roles, multimodal=multimodal, fused=fused):
         assert set(path.required) <= roles
-        assert path.decode.decodes
+        assert path.decode.decodes or fused
         assert path.decode.prefills if path.prefill is None else path.prefill.prefills
-        assert path.head.prefills and (path.tail is None) == path.head.decodes
+        assert path.head.prefills and (path.tail is None) == (path.head.decodes or fused)
         assert not (path.encode and path.head.encodes), "nobody encodes twice"
         assert not path.encode or (multimodal and Role.E in roles)
         assert not fused or path.prefill is None
+
+
+@pytest.mark.parametrize(
+    ("roles", "multimodal", "text"),
+    [
+        ("EPD PD E P D", "EPD E-PD", "EPD PD"),
+        ("E P D", "E-P", "P"),
+        ("P D", "P", "P"),
+        ("EP D", "EP", "EP"),
+        ("E D", "", ""),
+    ],
+)
+def test_what_needs_one_instance_has_a_prefill_alone_where_there_is_no_other(
+    roles: str, multimodal: str, text: str
+) -> None:
+    present = {Role(role) for role in roles.split()}
+    assert " ".join(path.name for path in paths(present, multimodal=True, fused=True)) == multimodal
+    assert " ".join(path.name for path in paths(present, multimodal=False, fused=True)) == text
 
 
 @given(ROLES, ROLES, st.booleans())
