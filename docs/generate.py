@@ -30,6 +30,7 @@ from deploy.options.proxy_overrides import OWN_FLAGS, setting_keys
 from proxy.background import Background
 from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.http.openapi import document
+from proxy.http.unserved import UNSERVED
 from proxy.metrics import Metrics
 from proxy.records.request_metrics import RequestMetrics
 from proxy.registry.stage_metrics import KvMetrics, StageMetrics, StoreMetrics
@@ -286,6 +287,16 @@ def http_api() -> str:
         for method, operation in operations.items():
             sections += [f"## `{method.upper()} {path}`", *_operation(operation)]
     schemas = api["components"]["schemas"]
+    rows = [
+        (", ".join(f"`{path}`" for path in group.paths), group.why, group.instead.replace("|", "\\|"))
+        for group in UNSERVED
+    ]
+    sections += [
+        "## What vLLM has and this server has not",
+        "Answered with 404 `not_served`, which says the same. Every layout serves all that is above; `echo`, "
+        "`prompt_logprobs` and beam search are answered by what prefills and decodes, or by P or EP alone.",
+        _table(("path", "why not", "what serves it"), rows),
+    ]
     sections += ["## Schemas", *(_schema(name, schema) for name, schema in schemas.items())]
     return _page(
         "HTTP API",

@@ -23,6 +23,7 @@ from proxy.errors import error_body, error_headers, internal_error
 from proxy.http import status
 from proxy.http.exchange import Exchange
 from proxy.http.openapi import document as openapi_document
+from proxy.http.unserved import unserved
 from proxy.media.fetch import Resolver, resolve
 from proxy.pipeline import Pipeline
 from proxy.registry.table import InstanceTable
@@ -178,7 +179,7 @@ def add_error_seam(app: FastAPI) -> None:
         assert isinstance(error, HTTPException), "registered for HTTPException"
         where = f"{request.method} {request.url.path}"
         if error.status_code == 404:
-            return answer(NotFoundError(f"There is no {where}.", code="unknown_url"))
+            return answer(unserved(request.url.path) or NotFoundError(f"There is no {where}.", code="unknown_url"))
         refusal = RequestError(f"{where}: {error.detail}", code="method_not_allowed")
         refusal.status = error.status_code
         return JSONResponse(error_body(refusal), error.status_code, error.headers)
