@@ -226,7 +226,7 @@ class MigrationLimits:
 
     Attributes:
         per_request: how often one stream may.
-        per_s: how many a second of one proxy process, in order; burst: at once, after a calm.
+        per_s: how many a second of one proxy process, in order. burst: at once, after a calm.
         stream_bytes: text and tokens that are kept of one stream; a longer one ends with its instance. process_bytes:
             of all streams of one proxy process.
     """
