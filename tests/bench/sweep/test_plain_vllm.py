@@ -31,7 +31,7 @@ def test_a_plain_server_has_the_cores_and_the_flags_of_a_monolith_of_ours():
         bound, threads = env["VLLM_CPU_OMP_THREADS_BIND"].split(","), json.loads(ours.env[CPU_THREADS_ENV])
         assert len(bound) == threads["count"] and set(map(int, bound)) <= set(threads["cores"])
         added = {"epd_serve.engine.stage_main", *words_of("--scheduler-cls", ours.argv), "--scheduling-policy"}
-        added |= {*WORKER_IN_ENGINE, *CACHE_EVENTS}
+        added |= {*WORKER_IN_ENGINE, *CACHE_EVENTS, *words_of("--logits-processors", ours.argv)}
         left = [word for word in ours.argv if word not in added and word != "priority"]
         assert [word for word in left if word not in argv] == []
         assert STAGE_ENV not in env and not any("epd" in word for word in argv if word != str(builtin_model_dir()))
