@@ -60,7 +60,10 @@ def relay_costs(seconds: float, rounds: int) -> Iterator[dict[str, Any]]:
         simulated("PD", None, ["--proxy", "go_on=never"]) as leaves,
         SenderProcess() as sender,
     ):
-        rivals = Rival("never", leaves.url), Rival("auto", keeps.url)
+        rivals = (
+            Rival("never", leaves.url, leaves.cpu_parts["proxy"]),
+            Rival("auto", keeps.url, keeps.cpu_parts["proxy"]),
+        )
         loop = partial(_loop, sender, text_request(keeps.model, stream=True), seconds)
         yield from ({**row, "part": "relay"} for row in compared(rivals, {"stream": loop}, rounds))
 
@@ -80,6 +83,8 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         named |= {"migration_first_token_s": statistics.median(firsts)}
     if relay := [dict(row) for row in rows if row["part"] == "relay"]:
         named["relay_over_before"] = ratio(relay, "stream", "auto", "never")
+        if all("cpu_us_per_request" in row for row in relay):
+            named["relay_cpu_over_before"] = ratio(relay, "stream", "auto", "never", "cpu_us_per_request")
     return {name: round(value, 4) for name, value in named.items()}
 
 
