@@ -82,7 +82,8 @@ def test_tokens_that_are_made_prompt(launch: Serving, name: str) -> None:
     stage, body = launch.stage("EPD0"), PLAIN[name]
     assert_goes_on(stage, body)
     tokens = meaning(events(stage, CHAT, body))["ids"]
-    assert first_ids(stage, body, tokens[:2]) == tokens[:3], "with the first token after them: one prefill"
+    first = first_ids(stage, body, tokens[:2])  # an API server that is late may have another token by then
+    assert len(first) >= 3 and first == tokens[: len(first)], "with the first token after them: one prefill"
 
 
 @one_stage
