@@ -50,6 +50,7 @@ class Given:
         flags: of the stages that can go on (`Instance.answer_flags`). prompt: digest of the prompt's ids, or None.
         answers: attempts of whose decoding stage the client has something. migrations: how often another stage went
             on, or was to. last_at: `time.monotonic` of the last event.
+        holder: of what events of a token say: `"delta":` or `"text":`.
         lost_at: the same of the last event of a stage that is gone, until another one has gone on.
     """
 
@@ -66,9 +67,9 @@ class Given:
         self.answers = self.migrations = 0
         self.last_at = 0.0
         self.lost_at: float | None = None
+        self.holder = b""
         self._room = room
         self._raw: list[bytes] = []
-        self._holder = b""  # of what they say: `"delta":` or `"text":`
         self._mixed = False  # with whole events
         self._raw_bytes = self._held_bytes = 0
 
@@ -80,14 +81,10 @@ class Given:
     def add(self, events: bytes) -> None:
         """The client has been sent these whole events, here with the ids of their tokens."""
         self._mixed = True
-        self._keep(events)
+        self.add_token(events)
 
-    def add_token(self, event: bytes, prefix: bytes) -> None:
-        """The same of one event that begins like this (`proxy/generate/token_event.py`)."""
-        self._holder = prefix[prefix.rfind(b'"', 0, -2) :] if not self._holder else self._holder
-        self._keep(event[len(prefix) :])
-
-    def _keep(self, data: bytes) -> None:
+    def add_token(self, data: bytes) -> None:
+        """The same of one event of a token, from what is behind `holder` (`proxy/generate/token_event.py`)."""
         if self.why_not:
             return
         self._raw.append(data)
@@ -139,7 +136,7 @@ class Given:
 
     def _json(self, raw: list[bytes]) -> bytes:
         """What was kept, as one list: events have no line breaks in them."""
-        head = b'{"choices":[{' + self._holder
+        head = b'{"choices":[{' + self.holder
         if self._mixed:
             self._mixed = False
             whole = (_objects(one) if one.startswith((FIELD, b":")) else head + one[: -len(BLANK_LINE)] for one in raw)

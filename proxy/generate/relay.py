@@ -20,7 +20,6 @@ from proxy.generate.token_event import (
     TokenForm,
     prompt_digest,
     token_form,
-    token_without_ids,
     without_ids,
     without_prompt_ids,
 )
@@ -125,10 +124,10 @@ async def relay(
     opening = opening or asyncio.Lock()
     going_on: Continuation | None = None
     async for several in events:
-        if form is not None and (ids_at := form.ids_at(several)):  # as below, for a third of it
-            await sink.write(token_without_ids(several, ids_at) if hides else several)
+        if form is not None and (public := form.without_ids(several)) is not None:  # as below, for a third of it
+            await sink.write(public if hides else several)
             if keeps:
-                given.add_token(several, form.prefix)
+                given.add_token(several[form.size :])
             continue
         if passing and is_plain(several):
             if going_on is not None:
@@ -164,6 +163,8 @@ async def relay(
                         return
                     await client.write(ready)
                     form = token_form(ready) if going_on is None else None
+                    if form is not None:
+                        given.holder = form.holder
             passing = begun and (going_on is None or going_on.done)
         if failure is not None:
             raise stage_answer_error(failure, stage=stage, status=_status_in(failure))

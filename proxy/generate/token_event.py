@@ -7,7 +7,6 @@ is told by its beginning, for much less than it takes to look through it.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 from proxy.stages.sse import split
 
@@ -48,23 +47,36 @@ def prompt_digest(events: bytes) -> int | None:
     return hash(ids[0]) if ids is not None else None
 
 
-class TokenForm(NamedTuple):
+class TokenForm:
     """How the events of one stream are written that are a token's, before its last.
 
-    Attributes:
+    Args:
         prefix: what they begin with, to where they say something. mark: what stands between their text and the ids.
+
+    Attributes:
+        size: of the prefix.
     """
 
-    prefix: bytes
-    mark: bytes
+    __slots__ = ("_before_ids", "_mark", "_prefix", "size")
 
-    def ids_at(self, events: bytes) -> int:
-        """Where the ids begin, if this is one such event, neither an error nor the end; else 0."""
-        size = len(self.prefix)
-        if not events.startswith(self.prefix) or events.find(b"\n") != len(events) - 2:
-            return 0
-        at = events.rfind(self.mark, size)
-        return 0 if at < 0 or events.startswith(_NOTHING, size) else at + len(self.mark)
+    def __init__(self, prefix: bytes, mark: bytes) -> None:
+        self._prefix, self._mark = prefix, mark
+        self.size, self._before_ids = len(prefix), len(mark) - 1
+
+    @property
+    def holder(self) -> bytes:
+        """The end of the prefix, which names what holds the text."""
+        return self._prefix[self._prefix.rfind(b'"', 0, -2) :]
+
+    def without_ids(self, events: bytes) -> bytes | None:
+        """The event as for a client that wants no ids, if this is one such event, neither an error nor the end."""
+        if not events.startswith(self._prefix) or events.find(b"\n") != len(events) - 2:
+            return None
+        at = events.rfind(self._mark, self.size)
+        if at < 0 or events.startswith(_NOTHING, self.size):
+            return None
+        ids = at + self._before_ids
+        return events[:ids] + b"null" + events[events.find(b"]", ids) + 1 :]
 
 
 def token_form(events: bytes) -> TokenForm | None:
@@ -76,8 +88,3 @@ def token_form(events: bytes) -> TokenForm | None:
         if 0 < at < goes_on < ids and events.startswith(_DATA) and b"\n" not in events[:at] + events[goes_on:ids]:
             return TokenForm(events[: at + len(holder)], events[goes_on : ids + len(_IDS)])
     return None
-
-
-def token_without_ids(event: bytes, ids_at: int) -> bytes:
-    """`without_ids` of one event, whose ids begin there."""
-    return b"%bnull%b" % (event[: ids_at - 1], event[event.find(b"]", ids_at) + 1 :])

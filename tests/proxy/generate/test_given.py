@@ -16,7 +16,7 @@ from epd_serve.errors import StageError
 from proxy.config.limits import MigrationLimits
 from proxy.generate.continuation import Continuation
 from proxy.generate.given import FOLD_BYTES, Given, GivenRoom
-from proxy.generate.token_event import TokenForm, token_form, token_without_ids, without_ids, without_prompt_ids
+from proxy.generate.token_event import TokenForm, token_form, without_ids, without_prompt_ids
 from proxy.stages.sse import split
 from tests.proxy.fakes import DONE, opening
 from tests.proxy.generate.streams import Form, Tokens, answers, given_of, meaning, numbers
@@ -193,16 +193,17 @@ def test_events_of_one_token_are_told_by_their_form(form: Form, tokens: Tokens, 
     found = token_form(token)
     assert found is not None
     given = given_of(opening(0))
+    given.holder = found.holder
     for event in events:
-        at = found.ids_at(event)
-        assert bool(at) is (b'"finish_reason":null' in event)
-        if at:
-            assert token_without_ids(event, at) == without_ids(event)
-            given.add_token(event, found.prefix)
-    assert not found.ids_at(token + token) and not found.ids_at(token + DONE) and not found.ids_at(b": x\n\n" + token)
+        public = found.without_ids(event)
+        assert (public is not None) is (b'"finish_reason":null' in event)
+        if public is not None:
+            assert public == without_ids(event)
+            given.add_token(event[found.size :])
+    assert [found.without_ids(one) for one in (token + token, token + DONE, b": x\n\n" + token)] == [None] * 3
     given.add(token)
     given.fold()
-    spoken = [one for event in events[:-1] if found.ids_at(event) for one in meaning(event + DONE)["ids"]]
+    spoken = [one for event in events[:-1] if found.without_ids(event) for one in meaning(event + DONE)["ids"]]
     assert given.tokens.tolist() == [*spoken, 7]
 
 
@@ -216,4 +217,4 @@ def test_what_says_nothing_is_looked_at() -> None:
         b'data: {"id":"x","choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":null,"token_ids":[5]}]}\n\n'
     )
     form = TokenForm(silent[: silent.index(b"{},")], b'"finish_reason":null,"token_ids":[')
-    assert not form.ids_at(silent)
+    assert form.without_ids(silent) is None
