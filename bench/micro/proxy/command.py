@@ -15,7 +15,8 @@ they are) and run as it is, in a process of its own. Layout E-PD, which all thre
 streamed text (one call to PD), and images (one call to E, one to PD), each image sent once. The examples check nothing,
 keep no table, and drop nothing from answers; ours does all that.
 
-pressure: what happens when there is more work than time (`pressure.py`); only where it is asked for.
+cost, pressure: where the CPU time of an answer goes (`cost.py`), what happens when there is more work than time
+(`pressure.py`); only where they are asked for.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from bench.clients.process import SenderProcess
 from bench.clients.sender import Flow
 from bench.clients.target import Request
 from bench.micro.measurement import Goal, Measurement, Row, flag
-from bench.micro.proxy import pressure
+from bench.micro.proxy import cost, pressure
 from bench.micro.proxy.rivals import (
     bare_relay,
     closed_loop,
@@ -87,7 +88,7 @@ LATENCIES = {f"{what}_p{percent}_ms": ".2f" for what in ("first", "whole") for p
 FLAGS = {
     "--only": flag(
         "one part (default: speed, and peers where a script is given; pressure: all of that name)",
-        choices=("speed", "peers", "pressure", *pressure.PARTS),
+        choices=("speed", "peers", "cost", "pressure", *pressure.PARTS),
     )
 }
 
@@ -98,6 +99,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     if arguments.only == "peers" and not peers:
         raise ConfigError("--only peers: bring a script, by --peer-vllm or --peer-ascend", param="--peer-vllm")
     with SenderProcess() as sender:
+        if arguments.only == "cost":
+            yield from ({**row, "part": "cost"} for row in cost.measure(sender, arguments.quick))
+            return
         if (arguments.only or "").startswith("pressure"):
             for name in pressure.PARTS if arguments.only == "pressure" else (arguments.only,):
                 yield from pressure.measure(sender, name, arguments.quick)
@@ -169,6 +173,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Those of the parts that there are."""
     parts = {part: own for (part,), own in grouped(rows, "part").items()}
     named = (speed_figures(parts["speed"]) if "speed" in parts else {}) | pressure.figures(parts)
+    named |= cost.figures(parts["cost"]) if "cost" in parts else {}
     peers = parts.get("peers", [])
     known = [peer for peer in PEERS if any(row["to"] == peer.name for row in peers)]
     for peer, (kind, suffix) in itertools.product(known, (("text", ""), ("picture", "_picture"))):
@@ -197,11 +202,11 @@ def speed_figures(rows: Sequence[Row]) -> dict[str, float]:
 
 def tables(rows: Sequence[Row]) -> Iterable[str]:
     """Medians of closed loops, of open ones, and beside the example proxies."""
-    speed, peers = ([row for row in rows if row["part"] == part] for part in ("speed", "peers"))
+    speed, peers, costs = ([row for row in rows if row["part"] == part] for part in ("speed", "peers", "cost"))
     loops, others = ([row for row in speed if (row["kind"] in LOOPED) == looped] for looped in (True, False))
     shown = ((loops, LOOPS), (others, LATENCIES), (peers, PEER_FIELDS))
     pressed = pressure.tables({part: own for (part,), own in grouped(rows, "part").items()})
-    return [*(medians_table(own, fields) for own, fields in shown if own), *pressed]
+    return [*(medians_table(own, fields) for own, fields in shown if own), *cost.tables(costs), *pressed]
 
 
 MEASUREMENT = Measurement(
