@@ -93,7 +93,9 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    """The steps, and the sums."""
+    """The steps, and the sums; nothing without rows."""
+    if not rows:
+        return []
     lines = [{"step": row["to"], "us": f"{row['us_per_request']:.1f}"} for row in rows if row["kind"] == "step"]
     lines += [{"step": f"all: {name}", "us": f"{us:.1f}"} for name, us in figures(rows).items()]
-    return [table_of(lines, {"step": "{step}", "us per request": "{us}"})] if lines else []
+    return [table_of(lines, {"step": "{step}", "us per request": "{us}"})]
