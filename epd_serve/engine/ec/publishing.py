@@ -24,14 +24,9 @@ _MAX_WAITING = 1024
 
 
 class Tell(Protocol):
-    """What became of a key. `reason`: it failed. `nbytes` > 0: it is readable, on other hosts too if `pooled`.
+    """What became of a key. `reason`: it failed. `nbytes` > 0: it is readable, on other hosts too if `pooled`."""
 
-    `in_arena`: False when it went past the host.
-    """
-
-    def __call__(
-        self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, in_arena: bool = True, reason: str = ""
-    ) -> None: ...
+    def __call__(self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, reason: str = "") -> None: ...
 
 
 @dataclass(order=True)
