@@ -93,16 +93,16 @@ class FeatureWriter:
             self._tell(job.key, "put_dropped", reason="the encoder's queue to the store is full")
 
     def _write(self) -> None:
-        self._memory.enter_thread()  # a stream of its own: copies do not queue behind the next step
         while (job := self._queue.get()) is not None:
             try:
+                self._memory.enter_thread()  # a stream of its own: copies do not queue behind the next step
                 self._leave(job)
             except StoreError as error:
                 logger.warning("feature %s was not stored: %s", job.key, error)
-                self._tell(job.key, "put_failed", reason=str(error))
-            except Exception as error:  # one bad feature must not end the writer
+                self._tell_failed(job.key, error)
+            except Exception as error:  # without its writer every save would hold up the model's thread
                 logger.exception("feature %s was not stored", job.key)
-                self._tell(job.key, "put_failed", reason=str(error) or type(error).__name__)
+                self._tell_failed(job.key, error)
             finally:
                 self._full_since = None
                 self._queue.done(job)
@@ -114,6 +114,12 @@ class FeatureWriter:
         self._tell(job.key, "put", nbytes)
         if self._second_tier is not None:
             self._second_tier.submit(job.key, nbytes)
+
+    def _tell_failed(self, key: str, error: Exception) -> None:
+        try:
+            self._tell(key, "put_failed", reason=str(error) or type(error).__name__)
+        except Exception:  # whoever waits for it recomputes it at their deadline
+            logger.exception("nobody is told that feature %s was not stored", key)
 
     def _stored(self, key: str) -> int:
         lease = self._pool.lease_local(key, verify=False)

@@ -80,7 +80,11 @@ class SecondTierPublisher:
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
-            retry = self._attempt(task)
+            try:
+                retry = self._attempt(task)
+            except Exception:  # the thread goes on: the next feature may fare better
+                logger.exception("feature %s is not in the second tier", task.key)
+                retry = False
             with self._turn:
                 self._current = None
                 if retry:
@@ -103,9 +107,6 @@ class SecondTierPublisher:
             there = self._publish(task.key)
         except StoreError as error:
             logger.warning("feature %s is not in the second tier: %s", task.key, error)
-        except Exception:  # the thread goes on: the next feature may fare better
-            logger.exception("feature %s is not in the second tier", task.key)
-            return False
         else:
             self._tell(task.key, "published" if there else "publish_failed", task.nbytes if there else 0, pooled=there)
             return False  # not there: the arena has evicted it meanwhile
