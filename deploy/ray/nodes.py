@@ -94,9 +94,9 @@ class Nodes:
         if (nonce := notes.read(NONCE)) is None:
             nonce = secrets.token_hex(16).encode()
             notes.write(NONCE, nonce)
-        self.key = derived_key(
-            tokens.get_raw_token(), f"epd-serve/deployment-key/1/{config.name}/{nonce.decode()}"
-        ).hex()
+        if not (token := tokens.get_raw_token()):
+            raise ConfigError("Ray has no token here: start it with RAY_AUTH_MODE=token set on every node")
+        self.key = derived_key(token, f"epd-serve/deployment-key/1/{config.name}/{nonce.decode()}").hex()
         self._deployment: Deployment | None = None
         self._doors: AllDoors | None = None
         self._key_actor: Actor | None = None

@@ -13,6 +13,7 @@ from deploy.options.config import DeployConfig
 from deploy.ray import nodes, notes
 from deploy.ray.nodes import Nodes
 from deploy.ray.notes import GcsNotes
+from epd_serve.errors import ConfigError
 
 pytestmark = pytest.mark.asyncio
 
@@ -94,3 +95,6 @@ async def test_the_key_of_a_deployment_follows_from_the_token_and_is_in_no_note(
     of_one_token = key(folders[0])
     monkeypatch.setattr(Tokens, "token", "another")
     assert key(folders[0]) != of_one_token
+    monkeypatch.setattr(Tokens, "token", "")
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"):
+        key(folders[0])
