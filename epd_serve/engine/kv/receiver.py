@@ -22,15 +22,19 @@ import zmq
 from epd_serve import wire
 from epd_serve.engine.kv.regions import ShapesDifferError, pieces_of
 from epd_serve.engine.kv.transport import LinkError, ReceiveSide
+from epd_serve.engine.vital_thread import HUNG_S, VitalThread
 from epd_serve.kv.arrivals import Arrivals, Worker
 from epd_serve.kv.faults import Faults
 from epd_serve.sockets import bind, milliseconds, open_socket
 from epd_serve.trace import Trace
 from epd_serve.wake import WakeLine, idle_waiter
 from epd_serve.wire import TransferKey
+from npu_ops.fences import DeviceHungError
 from npu_ops.memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
+
+_IDLE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class Receiver:
         self._poller = zmq.Poller()
         self._poller.register(self._wake.listener, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
-        self._thread = threading.Thread(target=self._listen, name="epd-kv-receiver", daemon=True)
+        self._thread = VitalThread("epd-kv-receiver", self._listen)
         self._thread.start()
 
     # --- model runner thread --------------------------------------------------------------------------------------
@@ -130,12 +134,20 @@ class Receiver:
                 self._arrivals.give_up(key)
 
     def take_finished(self) -> tuple[list[Expected], list[Expected]]:
-        """(received, failed) since the last call, each transfer once."""
+        """(received, failed) since the last call, each transfer once.
+
+        Raises:
+            DeviceHungError: a packet is being written, without end, and may be in blocks that would be given back.
+        """
+        self._thread.look()
         with self._lock:
             taken = self._arrivals.take(ok=True)  # all their packets are written: nothing to wait for
             if self._arrivals.has_ended():
-                with self._copying:  # after this report the blocks are reused: no write of a packet may be under way
-                    taken += self._arrivals.take(ok=False)
+                # After this report the blocks are reused: no write of a packet may be under way.
+                if not self._copying.acquire(timeout=HUNG_S):
+                    raise DeviceHungError(f"a KV packet has been under way to the device for {HUNG_S:g} s")
+                taken += self._arrivals.take(ok=False)
+                self._copying.release()
         for item, end in taken:
             if not end.ok:
                 logger.warning("KV transfer %s of %s failed: %s", item.key.transfer_id, item.request, end.reason)
@@ -151,10 +163,13 @@ class Receiver:
     def _listen(self) -> None:
         self._device.enter_thread()
         while not self._closing.is_set():
+            self._thread.beat()
             try:
                 self._turn()
             except wire.DecodeError as error:
                 logger.warning("ignoring a malformed message on the KV data channel: %s", error)
+            except DeviceHungError:  # what it has been given may still be written, to blocks that are others' then
+                raise
             except Exception:  # a dead thread would leave every transfer of this worker to its deadline
                 logger.exception("the KV data channel")
         self._router.close()
@@ -165,8 +180,8 @@ class Receiver:
         while self._late and self._late[0][0] <= time.monotonic():
             _, _, peer, data = heapq.heappop(self._late)
             self._router.send_multipart([peer, data])
-        timeout = milliseconds(max(0.0, self._late[0][0] - time.monotonic())) + 1 if self._late else None
-        if self._router in dict(self._poller.poll(timeout)):
+        wait_s = max(0.0, self._late[0][0] - time.monotonic()) if self._late else _IDLE_S
+        if self._router in dict(self._poller.poll(milliseconds(wait_s) + 1)):
             frames = self._router.recv_multipart()
             self._handle(frames[0], wire.to_decode_worker.decode(frames[-1]))
 
@@ -276,6 +291,8 @@ def _failure_of(action: Callable[[], None]) -> str:
         action()
     except (LinkError, ShapesDifferError) as error:
         return str(error)
+    except DeviceHungError:
+        raise
     except Exception as error:  # what a device or a mapping says concerns this link, not the worker
         logger.exception("the KV data channel")
         return f"{type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from epd_serve.engine import vital_thread
 from epd_serve.engine.kv import link_peer
 from epd_serve.kv import control
 from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends
@@ -19,6 +20,15 @@ def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said again and again, and tried again, is waited for in many tests."""
     monkeypatch.setattr(control, "_BEAT_S", 0.05)
     monkeypatch.setattr(link_peer, "_RETRY_S", 0.05)
+
+
+@pytest.fixture(autouse=True)
+def the_stage_lives(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What would end this process fails the test."""
+    ended: list[str] = []
+    monkeypatch.setattr(vital_thread, "end_stage", ended.append)
+    yield
+    assert not ended
 
 
 @pytest.fixture
