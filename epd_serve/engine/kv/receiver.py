@@ -1,8 +1,10 @@
 """D's worker side: the listener that receives packets and DONE, and the exactly-once reports to vLLM.
 
-vLLM asserts on an unknown or doubled report, so a transfer is reported when two things have met: the step that told
-this worker about the request (`expect`), and its end, of which `epd_serve.kv.arrivals` keeps account. Once reported its
-blocks are vLLM's again: late packets of it are dropped, and the report waits for one that is being written.
+Packets are written of transfers that D's scheduler has announced (`Expect`, before P hears of their blocks) and that
+are not reported yet; all others are dropped and counted. vLLM asserts on an unknown or doubled report, so a transfer is
+reported when two things have met: the step that told this worker about the request (`expect`), and its end, of which
+`epd_serve.kv.arrivals` keeps account. The report waits for a packet of it that is being written: then its blocks are
+vLLM's again.
 """
 
 from __future__ import annotations
@@ -102,10 +104,11 @@ class Receiver:
         self._device = device
         self._faults = faults
         self._lock = threading.Lock()
-        # `_lock` guards it; of what is over, reading needs `_copying` only.
+        # `_lock` guards it; of what may arrive, reading needs `_copying` only.
         self._arrivals = Arrivals[Expected](one_sided=any(side.quarantine_s > 0 for side in sides))
         self._copying = threading.Lock()  # held while a packet is written; taken after _lock
         self._peers: dict[bytes, _Peer] = {}
+        self._unexpected = 0  # parts of packets that were dropped
         self._late: list[tuple[float, int, bytes, bytes]] = []  # heap of answers that a fault delays
         self._number = itertools.count()
         self._closing = threading.Event()
@@ -193,6 +196,10 @@ class Receiver:
             self._answer(peer, wire.Credit(message.seq))
         elif isinstance(message, wire.Probe):
             self._answer(peer, self._probe(peer, message))
+        elif isinstance(message, wire.Expect):
+            with self._lock:
+                self._arrivals.announce(message.key)
+            self._router.send_multipart([peer, wire.encode(wire.Expecting(message.key))])
         elif isinstance(message, wire.FirstToken):
             with self._lock:
                 self._arrivals.complete(message.key)
@@ -256,11 +263,16 @@ class Receiver:
             if packet.seq <= known.last_seq:
                 return  # delivered twice
             known.last_seq = packet.seq
-            known.staged.update({key for key, _ in packet.parts})
         with self._copying:
-            # Late packets of transfers that were given up: their blocks are reused.
-            dropped = {key for key, _ in packet.parts if self._arrivals.is_over(key)}
+            keys = {key for key, _ in packet.parts}
+            # Of transfers that are over, or never were: their blocks are others'.
+            dropped = {key for key in keys if not self._arrivals.may_arrive(key)}
+            if known is not None:
+                known.staged.update(keys - dropped)
             reason = _failure_of(lambda: self._side(peer).packet(peer, packet, dropped))
+        if dropped:
+            self._unexpected += len(dropped)
+            logger.info("dropped KV of %s, which nobody expects (%d so far)", _names(dropped), self._unexpected)
         if reason:
             logger.error("KV link: %s", reason)
             with self._lock:
@@ -277,6 +289,10 @@ class Receiver:
             if end is not None:
                 self._trace.stamp(done.key.transfer_id, "kv_done", ok=end.ok)
         idle_waiter.wake()
+
+
+def _names(keys: Iterable[TransferKey]) -> str:
+    return ", ".join(sorted(key.transfer_id for key in keys))
 
 
 def _place(worker: Worker) -> Worker:
