@@ -345,6 +345,22 @@ class FirstToken(_Message, frozen=True):
     token: int
 
 
+# --- transfers, D scheduler → D worker, and back --------------------------------------------------------------------
+
+
+class Expect(_Message, frozen=True):
+    """Blocks are reserved for this transfer. Packets of others are dropped, so P hears of the blocks (READY) when every
+    worker has answered; the step that tells the worker of the request may begin later."""
+
+    key: TransferKey
+
+
+class Expecting(_Message, frozen=True):
+    """The worker takes packets of this transfer from now on."""
+
+    key: TransferKey
+
+
 # --- transfer data, P worker → D worker -----------------------------------------------------------------------------
 
 
@@ -451,13 +467,16 @@ Announcement = (
 )
 ToPrefillScheduler = Queued | Ready | Cancel
 ToDecodeScheduler = Alive | Refused | CancelAck | FirstToken
-ToDecodeWorker = Hello | Probe | Packet | Done | FirstToken
+ToDecodeControl = ToDecodeScheduler | Expecting
+FromDecodeControl = ToPrefillScheduler | Expect | FirstToken
+ToDecodeWorker = Hello | Probe | Packet | Done | Expect | FirstToken
 ToPrefillWorker = HelloAck | HelloRefused | Credit
 
 _encoder = msgspec.msgpack.Encoder()
 announcements: msgspec.msgpack.Decoder[Announcement] = msgspec.msgpack.Decoder(Announcement)
 to_prefill_scheduler: msgspec.msgpack.Decoder[ToPrefillScheduler] = msgspec.msgpack.Decoder(ToPrefillScheduler)
 to_decode_scheduler: msgspec.msgpack.Decoder[ToDecodeScheduler] = msgspec.msgpack.Decoder(ToDecodeScheduler)
+to_decode_control: msgspec.msgpack.Decoder[ToDecodeControl] = msgspec.msgpack.Decoder(ToDecodeControl)
 to_decode_worker: msgspec.msgpack.Decoder[ToDecodeWorker] = msgspec.msgpack.Decoder(ToDecodeWorker)
 to_prefill_worker: msgspec.msgpack.Decoder[ToPrefillWorker] = msgspec.msgpack.Decoder(ToPrefillWorker)
 

@@ -25,9 +25,8 @@ T: torch_npu 2.10, `torch_npu.npu.__all__`):
 
     torch.npu.set_device                       T; M: first, in every thread
     torch.npu.Stream(device), set_stream       T; each thread of ours has a stream, as with CUDA
-    torch.npu.Event(enable_timing, blocking)   T; vllm-ascend's `notify_kv_cache_written` records one per layer
-    event.record, query, elapsed_time (ms)     T
-    event.synchronize                          T; M: may hang before CANN 8.5.RC1
+    torch.npu.Event(enable_timing)             T; vllm-ascend's `notify_kv_cache_written` records one per layer
+    event.record, query, elapsed_time (ms)     T; never `synchronize` (M: may hang before CANN 8.5.RC1)
     2 MB alignment, 256 regions                M
     pin_memory, is_pinned                      T; vllm-ascend's `simple_kv_offload` pins its host blocks so
     index_select(out=), index_copy_            CANN `aclnnIndexSelect`, `aclnnInplaceIndexCopy`: int64 to uint8

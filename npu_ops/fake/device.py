@@ -4,7 +4,8 @@
 executes what was queued, in order, each operation `latency_s` (and its bytes' time) after the one before: a write is
 visible to a transport, or to another stream, only when its stream got there. Waiting for nothing therefore reads old
 bytes, as on hardware. A gate orders such tests without sleeping: `device.run(gate.wait)` holds the calling thread's
-stream. Its transport is in `engine.py`.
+stream, for as long as the test likes. A call into a device may also never return (`hang`). Its transport is in
+`engine.py`.
 
 A broken rule raises `RuleBrokenError` and stays in `FakeDevice.broken`, whoever swallows the exception.
 """
@@ -23,13 +24,12 @@ import torch
 
 from npu_ops.blocks import BlockRun, Blocks, Indices, check_blocks, gather_by_index, scatter_by_index
 from npu_ops.buffers import PAGE, nothing_registered
-from npu_ops.fences import TimedFence
+from npu_ops.fences import TimedFence, wait_until
 from npu_ops.memory import NPU_ALIGNMENT, DeviceBlock, DeviceMemoryError
 
 logger = logging.getLogger(__name__)
 
 _POISON = 0xA5
-_STUCK_S = 20.0
 
 
 class RuleBrokenError(DeviceMemoryError):
@@ -63,16 +63,16 @@ class FakeEvent:
     """A place in a stream."""
 
     def __init__(self) -> None:
-        self._reached = threading.Event()
         self.at_s: float | None = None
 
     def reach(self) -> None:
         self.at_s = time.perf_counter()
-        self._reached.set()
+
+    def query(self) -> bool:
+        return self.at_s is not None
 
     def wait(self) -> None:
-        if not self._reached.wait(_STUCK_S):
-            raise DeviceMemoryError(f"a stream did not get there within {_STUCK_S:g} s")
+        wait_until(self.query)
 
 
 class FakeTimedFence:
@@ -129,12 +129,24 @@ class FakeDevice:
         self.waits: list[FakeEvent] = []
         self.registered: list[tuple[int, int]] = []
         self._registers = registers
+        self._hanging: set[str] = set()
+        self._released = threading.Event()
         self._bound = threading.local()
         self._blocks: list[DeviceBlock] = []
 
     def enter_thread(self) -> None:
+        self._hang_in("enter_thread")
         if not hasattr(self._bound, "stream"):
             self._bound.stream = _Stream()
+
+    def hang(self, *calls: str) -> None:
+        """From now on these calls, by the names that errors give them, return in no thread before `release`."""
+        self._hanging.update(calls)
+
+    def release(self) -> None:
+        """Ends every call that hangs; nothing hangs any more."""
+        self._hanging.clear()
+        self._released.set()
 
     def allocate(self, nbytes: int, alignment: int | None = None) -> DeviceBlock:
         self._stream("allocate")
@@ -246,7 +258,12 @@ class FakeDevice:
         self.broken.append(rule)
         return RuleBrokenError(f"{self.name}: {rule}")
 
+    def _hang_in(self, what: str) -> None:
+        if what in self._hanging:
+            self._released.wait()
+
     def _stream(self, what: str) -> _Stream:
+        self._hang_in(what)
         stream: _Stream | None = getattr(self._bound, "stream", None)
         if stream is None:
             raise self.breaks(f"{what} in thread {threading.current_thread().name}, which has not set the device")
