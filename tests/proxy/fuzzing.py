@@ -222,7 +222,7 @@ def fault_of(response: httpx.Response) -> str:
     if response.status_code >= 500:
         return f"{response.status_code} {response.text[:500]}"
     if response.headers["content-type"].startswith("text/event-stream"):
-        errors = [line for line in response.text.splitlines() if line.startswith('data: {"error"')]
+        errors = [line for line in response.text.splitlines() if line.startswith(('data: {"error"', "event: error"))]
         return f"a stream that ends with {errors[0][:500]}" if errors else ""
     return ""
 
