@@ -31,6 +31,7 @@ from tests.npu.answers import (
 )
 from tests.npu.card import read_card
 from tests.npu.launches import stage_events
+from tests.npu.parts.exposed import feature_times_ms
 from tests.npu.plan import BUDGET_S, PARTS, Part, chosen
 from tests.npu.report import LOG_BYTES, Report, shown_environment
 from tests.npu.rig import Rig
@@ -108,6 +109,17 @@ def test_what_happened_to_a_request_is_told_apart_by_who_stamped_it():
     told = stage_events(Timeline(stamps), "r")
 
     assert (told["E", "encoded"], told["proxy", "encoded"], told["P", "feature_event"]) == (1.0, 4.0, 2.0)
+
+
+def test_a_feature_is_exposed_until_the_device_has_it_and_not_until_the_host_has():
+    found = [("E0", "encode_start", 1.0, {}), ("E0", "encoded", 2.0, {}), ("P0", "feature_pinned", 2.25, {})]
+    found += [("P0", "prefill_arrived", 2.5, {}), ("P0", "feature_loaded", 5.0, {"t0": 4.0})]
+    stamps = [Stamp(at, who, "r", event, more) for who, event, at, more in found]
+    told = feature_times_ms(stage_events(Timeline(stamps), "r"))
+
+    assert told == pytest.approx(
+        {"encode_ms": 1e3, "copy_ms": 1e3, "transfer_ms": 1.25e3, "exposed_ms": 1e3, "encoded_to_device_ms": 3e3}
+    )
 
 
 def test_the_report_names_secrets_without_telling_them():

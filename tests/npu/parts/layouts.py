@@ -116,7 +116,8 @@ def features(launch: CardServing) -> None:
         ("encode_ms", ("E", "encode_start"), ("E", "encoded")),
         ("feature_put_ms", ("E", "encoded"), ("E", "feature_put")),
         ("feature_event_to_pinned_ms", ("P", "feature_event"), ("P", "feature_pinned")),
-        ("encoded_to_prefill_ms", ("E", "encoded"), ("P", "prefill_start")),
+        ("feature_load_ms", ("P", "feature_loaded_begun"), ("P", "feature_loaded")),
+        ("encoded_to_device_ms", ("E", "encoded"), ("P", "feature_loaded")),
     ):
         taken = [1e3 * (of[end] - of[begin]) for of in events if begin in of and end in of]
         rig.row(name, [round(ms, 2) for ms in taken])
