@@ -59,7 +59,7 @@ class Part:
 _IN = "tests.npu.parts"
 
 PARTS = (
-    Part("acceptance", "vllm-ascend's weekly of EPD: 512 requests, 128 at once", f"{_IN}.acceptance:run", 300, 90, 560),
+    Part("acceptance", "vllm-ascend's weekly of EPD: 512 requests, 128 at once", f"{_IN}.acceptance:run", 300, 25, 560),
     Part("ops", "device operations of npu_ops against the CPU's", f"{_IN}.ops:run", 45, 5, 180, stages=False),
     Part("plain", "one plain vLLM: starts, answers, what a near tie is", f"{_IN}.plain:run", 60, 70, 240, both=True),
     Part("pd-shm", "P-D: tokens and KV, shared memory", f"{_IN}.layouts:pd_shm", 75, 45, 300, ("plain",), both=True),
@@ -68,7 +68,7 @@ PARTS = (
     Part("ep-d", "(E-P)-D: tokens, features, KV", f"{_IN}.layouts:ep_d", 100, 45, 300, ("plain",), both=True),
     Part("shares", "core shares: read back, and what they change", f"{_IN}.shares:run", 95, 55, 300),
     Part("8b", "8B proportions: TP1, (E-PD), (E-P-D) at four rates", f"{_IN}.eight_b:plain", 455, 155, 575),
-    Part("8b-long", "8B: five images, 9,000 tokens, against plain vLLM", f"{_IN}.eight_b:long_prompts", 430, 150, 575),
+    Part("8b-long", "8B: five images, 9,000 tokens, against plain vLLM", f"{_IN}.eight_b:long_prompts", 430, 275, 575),
     Part("8b-shares", "8B at four rates with core shares", f"{_IN}.eight_b:shared", 325, 45, 575),
     Part("exposed", "8B: E→P and P→D, exposed and overlap at 1, 8, 16", f"{_IN}.exposed:run", 165, 40, 420),
     Part(

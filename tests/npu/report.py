@@ -30,7 +30,7 @@ LOG_BYTES = 512 << 10  # a longer one keeps its beginning, where versions and fl
 LOG_HEAD_BYTES = 64 << 10
 ARCHIVE_BYTES = 16 << 20
 SHOWN_ROWS = 40  # of a part, on the page
-_SAID = ("part", "name", "value", "device", "on", "mode")  # by its place on the page
+_SAID = ("part", "name", "value", "device", "on", "stages")  # by its place on the page
 FINISHED = ("passed", "failed", "skipped")
 TOOL_S = 30.0
 PACKAGES = (
@@ -138,7 +138,7 @@ class Report:
             said = one.get("outcome", "interrupted")
             lines.append(f"{name:14}{said:12}{one.get('seconds', 0):7.0f} s  {_first_line(one.get('why', ''))}")
         for name, own in rows.items():
-            lines += ["", f"{name}   [{own[0]['on']}; {own[0].get('mode', '')}]"]
+            lines += ["", f"{name}   [{own[0]['on']}; {own[0].get('stages', '')}]"]
             lines += [_shown_row(row) for row in own[:SHOWN_ROWS]]
             lines += [f"  … {len(own) - SHOWN_ROWS} more in rows.jsonl"] * (len(own) > SHOWN_ROWS)
         text = "\n".join(lines) + "\n"

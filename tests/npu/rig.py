@@ -61,7 +61,7 @@ class Rig:
         """One thing seen, with what it was seen on."""
         more = {**self._about, **more}
         told = {"part": self.part, "name": name, "value": value, "device": self.card.kind}
-        told |= {"on": self.card.label, "mode": self.card.mode}
+        told |= {"on": self.card.label, "stages": self.card.mode}
         self.report.row(**told, **more)
         print(f"{name} = {json.dumps(value, default=str)[:300]}" + (f"   {more}" if more else ""), flush=True)
 

@@ -34,7 +34,8 @@ def run(rig: Rig) -> None:
     given, at_once = rig.card.given_model, AT_ONCE if rig.card.kind != "cpu" else CPU_AT_ONCE
     batch = f"--max-num-batched-tokens {ROOM} --max-num-seqs {at_once}"
     flags = stage_flags(rig, batch, ROOM, weights=bool(given))
-    words = [given or str(model_of(rig)), "--device", rig.card.kind, "--share-devices", *flags]
+    model = given or str(model_of(rig))
+    words = [model, "--device", rig.card.kind, "--share-devices", *flags]
     with rig.layout(LAYOUT), served(LAYOUT, words, traced=False) as launch:
         rig.row("ready_s", round(launch.ready_s, 1))
         if given and rig.card.textvqa and rig.card.aisbench:
@@ -42,14 +43,15 @@ def run(rig: Rig) -> None:
         else:
             why = "MODEL, TEXTVQA and AISBENCH are needed for it"
             rig.row("accuracy", "not judged", why=why, client="epd-bench load, drawn images")
-            _load(rig, launch, at_once)
+            _load(rig, launch, at_once, model)
 
 
-def _load(rig: Rig, launch: Served, at_once: int) -> None:
+def _load(rig: Rig, launch: Served, at_once: int, model: str) -> None:
     requests, tokens, warm_up = (
         (CPU_REQUESTS, CPU_TOKENS, CPU_WARM_UP) if rig.card.kind == "cpu" else (REQUESTS, TOKENS, WARM_UP)
     )
-    common = ("load", launch.url, "--workload", "textvqa-1080p", "--warm-up", "0", "--min-samples", "2", "--slo", SLO)
+    common = ["load", launch.url, "--workload", "textvqa-1080p", "--warm-up", "0", "--min-samples", "2", "--slo", SLO]
+    common += ["--tokenizer", model] if Path(model).is_dir() else []  # else a word counts as a token
     n, together, length = warm_up
     words = ("--n", n, "--concurrency", together, "--output-tokens", length, "--seed", "1")
     rig.bench(*common, *words, name="warm-up", limit_s=LIMIT_S)
@@ -102,9 +104,11 @@ def _ran(rig: Rig, mode: str, rows: Path, requests: int = 0, **asked: Any) -> Pa
     """The folder of AISBench's results in this mode. Raises PartFailed."""
     folder = rig.folder / f"aisbench-{mode}"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    (folder / "config.py").write_text(config(rows, **asked))
-    command = [f"{rig.card.aisbench}/bin/ais_bench", "config.py", "--mode", mode, "--work-dir", "results"]
+    for kind in ("models", "datasets"):
+        (folder / kind).mkdir(parents=True)
+        (folder / kind / f"{NAME}.py").write_text(config(rows, **asked))
+    command = [f"{rig.card.aisbench}/bin/ais_bench", "--config-dir", str(folder), "--models", NAME, "--datasets", NAME]
+    command += ["--mode", mode, "--work-dir", "results"]
     code = run_command([*command, *(["--num-prompts", str(requests)] if requests else [])], folder, LIMIT_S)
     results = folder / "results"
     for large in (*results.rglob("*details.jsonl"), *results.rglob("predictions"), *results.rglob("db_data")):
@@ -127,7 +131,7 @@ from ais_bench.benchmark.openicl.icl_retriever import ZeroRetriever
 question = {{"type": "text", "text": "{{question}} Answer the question using a single word or phrase."}}
 image = {{"type": "image_url", "image_url": {{"url": "data:image/jpeg;base64,{{image}}"}}}}
 template = dict(round=[dict(role="HUMAN", prompt_mm={{"text": question, "image": image}})])
-datasets = [
+textvqa_datasets = [
     dict(
         abbr={DATASET_NAME!r},
         type=TEXTVQADataset,

@@ -92,6 +92,7 @@ def engine_flags(rig: Rig, room: int = ROOM, more: str = "", *, weights: bool = 
     """Of vLLM, for the model of `model_of` or one that has `weights`."""
     hollow = "" if weights or rig.card.kind == "cpu" else HOLLOW
     seqs = "" if rig.card.kind == "cpu" or "--max-num-seqs" in more else "--max-num-seqs 64"
+    room = min(room, ROOM) if rig.card.kind == "cpu" else room  # the small model has no more positions
     words = [f"--max-model-len {room}", hollow, seqs, "--enforce-eager" if rig.card.eager else "", more]
     return " ".join(filter(None, words))
 
@@ -107,7 +108,19 @@ def _measure(rig: Rig, asked: Comparison) -> None:
         (asked.cpu_layouts, asked.cpu_rates, asked.cpu_run) if on_cpu else (asked.layouts, asked.rates, asked.run)
     )
     command = [sys.executable, "-m", "bench.cli", "layouts", "--layouts", layouts, "--device", rig.card.kind]
-    command += ["--model", str(model_of(rig)), "--workload", asked.workload, "--rates", rates, *run, *asked.more]
+    model = str(model_of(rig))
+    command += [
+        "--model",
+        model,
+        "--tokenizer",
+        model,
+        "--workload",
+        asked.workload,
+        "--rates",
+        rates,
+        *run,
+        *asked.more,
+    ]
     command += ["--serve-flags", shlex.join([*stage_flags(rig, room=asked.room), *asked.serve])]
     command += [f"--vllm-flags={engine_flags(rig, asked.room)}"] if "--baselines" in asked.more else []
     command += ["--warm-up", "1", "--min-samples", "2", "--slo", SLO, "--out", str(out)]
