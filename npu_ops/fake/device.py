@@ -4,7 +4,7 @@
 executes what was queued, in order, each operation `latency_s` (and its bytes' time) after the one before: a write is
 visible to a transport, or to another stream, only when its stream got there. Waiting for nothing therefore reads old
 bytes, as on hardware. A gate orders such tests without sleeping: `device.run(gate.wait)` holds the calling thread's
-stream. Its transports are in `fabric.py` and `engine.py`.
+stream. Its transport is in `engine.py`.
 
 A broken rule raises `RuleBrokenError` and stays in `FakeDevice.broken`, whoever swallows the exception.
 """
@@ -24,7 +24,7 @@ import torch
 from npu_ops.blocks import BlockRun, Blocks, Indices, check_blocks, gather_by_index, scatter_by_index
 from npu_ops.buffers import PAGE, nothing_registered
 from npu_ops.fences import TimedFence
-from npu_ops.memory import NPU_ALIGNMENT, DeviceBlock, DeviceMemoryError, whole_words
+from npu_ops.memory import NPU_ALIGNMENT, DeviceBlock, DeviceMemoryError
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,6 @@ class FakeDevice:
         *,
         latency_s: float = 0.0,
         bytes_per_s: float = math.inf,
-        sums: bool = True,
         registers: bool = True,
     ) -> None:
         self.name = f"fake:{place}"
@@ -129,7 +128,7 @@ class FakeDevice:
         self.engine: object | None = None
         self.waits: list[FakeEvent] = []
         self.registered: list[tuple[int, int]] = []
-        self._sums, self._registers = sums, registers
+        self._registers = registers
         self._bound = threading.local()
         self._blocks: list[DeviceBlock] = []
 
@@ -158,11 +157,6 @@ class FakeDevice:
         if not self._is_mine(source):
             source = source.clone()  # pageable host memory is read at the call
         self._queue(stream, lambda: target.copy_(source), target.numel())
-
-    def clone(self, source: torch.Tensor) -> torch.Tensor:
-        block = self.allocate(source.numel())
-        self.copy(block.data, source)
-        return block.data
 
     def fence(self) -> Callable[[], None]:
         return self.timed_fence().wait
@@ -227,12 +221,6 @@ class FakeDevice:
         if len(wanted) != len(set(wanted)):
             raise self.breaks("scatter to one block twice")
         self._queue(stream, lambda: scatter_by_index(rows, runs, source, Indices(torch.clone)), source.numel())
-
-    def total(self, source: torch.Tensor) -> int:
-        if not self._sums:
-            raise RuntimeError("no kernel for int32 into int64")
-        self._stream("total").event().wait()
-        return int(whole_words(source).sum(dtype=torch.int64).item()) % (1 << 64)
 
     def waited_for(self) -> bool:
         """Whether a thread waits for a fence that is not reached yet."""

@@ -53,7 +53,8 @@ EXPLAIN: Json = {
     "in": "header",
     "required": False,
     "schema": {"type": "string", "enum": ["0", "1"]},
-    "description": "`1`: tell path, instances and moments of the request in `x-epd-*` headers of the answer.",
+    "description": "`1`: tell path, instances and moments of the request in `x-epd-*` headers of the answer, where the "
+    "server is to (`--proxy explain=true`).",
 }
 
 
