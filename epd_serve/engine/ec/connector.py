@@ -34,9 +34,10 @@ from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep
 from epd_serve.engine.ec.store_access import open_local_store, open_reader
 from epd_serve.kv.params import receive_params
-from epd_serve.trace import Trace
+from epd_serve.trace import DeviceTrace, Trace
 from epd_serve.wake import idle_waiter
 from epd_serve.wiring import StageWiring
+from npu_ops.torch_memory import memory_here
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,6 +68,7 @@ class FeatureConnector(ECConnectorBase):
         self._encoder: EncoderScheduler | None = None
         self._producer: FeatureProducer | None = None
         self._reader: ArenaReader | None = None
+        self._loaded: DeviceTrace | None = None  # with the reader
         self.admission: FeatureAdmission | None = None  # of a consumer's scheduler side
         self._cache_is_handed_over = compat.hands_over_encoder_cache()
         self._trace = Trace(wiring.trace_path, wiring.instance)
@@ -90,6 +92,8 @@ class FeatureConnector(ECConnectorBase):
                 self._producer = FeatureProducer(wiring, vllm_config.device_config.device)
         else:
             self._reader = open_reader(wiring, vllm_config.device_config.device)
+            kind = torch.device(vllm_config.device_config.device).type
+            self._loaded = DeviceTrace(self._trace, memory_here(kind))
 
     # --- scheduler side -------------------------------------------------------------------------------------------
 
@@ -158,10 +162,10 @@ class FeatureConnector(ECConnectorBase):
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         """Copy this step's features from the arena. The scheduler side holds their pins, so they are there."""
-        assert self._reader is not None
+        assert self._reader is not None and self._loaded is not None
         begun = time.monotonic()
         for slot in load(self._reader, self._bound_step().loads, encoder_cache):
-            self._trace.stamp(slot.key, "feature_loaded", t0=begun)
+            self._loaded.stamp(slot.key, "feature_loaded", t0=begun)
             begun = time.monotonic()
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
@@ -172,7 +176,7 @@ class FeatureConnector(ECConnectorBase):
         return None, None
 
     def shutdown(self) -> None:
-        for part in (self._consumer, self._encoder, self._producer, self._reader):
+        for part in (self._consumer, self._encoder, self._producer, self._reader, self._loaded):
             if part is not None:
                 part.close()
 
