@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from dataclasses import replace
@@ -11,18 +12,21 @@ from typing import Any
 import pytest
 
 from deploy.contract.__main__ import examine_all
+from deploy.contract.asking import Asker
 from deploy.contract.check import ROOT, examine, probed_names, sources, unexpected
 from deploy.contract.document import DOCUMENT, compatibility
 from deploy.contract.findings import Examined
 from deploy.contract.known import KNOWN
 from deploy.contract.manifest import FOLDER, Manifest, Recorder, load, write
 from deploy.contract.origins import GUARDED, ORIGINS, OURS, STAND_INS
+from deploy.contract.releases import check_releases
 from deploy.contract.request_fields import GENERATED, MODELS, check_request_fields
 from deploy.contract.wheels import WHEELS, Wheel
 
 Manifests = dict[Wheel, Manifest]
 Answers = dict[tuple[str, str], dict[str, object]]
 OLDEST = WHEELS[0]
+WRONG = "is False there, and RELEASES says otherwise"
 CONNECTOR = "epd_serve/engine/ec/connector.py"
 
 
@@ -188,9 +192,25 @@ def test_a_manifest_has_one_row_per_line_and_is_read_as_it_was_written(manifests
 
 
 def test_probed_names_are_those_asked_for_by_our_code():
-    text = "import inspect\nx = hasattr(A, 'newer')\ny = 'self.calls' in inspect.getsource(A)\nz = getattr(A, 'no')\n"
+    text = "x = hasattr(A, 'newer')\nz = getattr(A, 'no')\n"
 
-    assert probed_names({"ours.py": text}) == {"newer", "calls"}
+    assert probed_names({"ours.py": text}) == {"newer", "request_finished"}
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ("(0, 23): Release(False, False, True, False)", []),
+        ("(0, 23): Release(True, False, True, False)", [f"keeps_blocks_in_flight {WRONG}"]),
+        ("(0, 23): Release(False, False, True, True)", [f"takes_items_as_metadata {WRONG}"]),
+        ("(0, 26): Release(False, False, True, False)", ["RELEASES has no row for it"]),
+    ],
+)
+def test_the_table_of_releases_says_what_is_in_the_wheels(manifests, row, found):
+    asker = Asker(manifests[OLDEST], "vllm", "ours.py", Examined(OLDEST.name))
+    check_releases(ast.parse(f"RELEASES = {{{row}}}"), OLDEST.version, asker)
+
+    assert [one.message for one in asker.seen.findings] == found
 
 
 def requests(manifests: Manifests, answers: Answers) -> list[str]:
