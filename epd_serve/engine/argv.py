@@ -65,6 +65,9 @@ TRACE_ARGS = ("--middleware", "epd_serve.engine.request_trace.RequestTrace", "--
 HCCL_PORTS_ENV = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
 """`auto`: the system chooses. Otherwise ranks of all stages of a card meet at one port (CANN, "HCCL environment")."""
 
+SHARED_NPU_SETTINGS = {"enable_cpu_binding": False}
+"""Of vllm-ascend, which otherwise binds all stages of an NPU to the same cores."""
+
 V2_RUNNER_ENV = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM 0.32 chooses its second model runner on CUDA by itself; no card has run our connectors under it."""
 
@@ -161,7 +164,7 @@ def _device(plan: StagePlan) -> list[str]:
         # Neighbours allocate and free while this one is profiled; told its KV cache, it does not look at them.
         args += ["--kv-cache-memory-bytes", str(plan.kv_cache_bytes)]
     if plan.device == "npu" and plan.colocated > 1 and not _sets_additional_config(plan.extra_args):
-        args += ["--additional-config", json.dumps({"enable_cpu_binding": False})]
+        args += ["--additional-config", json.dumps(SHARED_NPU_SETTINGS)]
     return args
 
 
