@@ -137,7 +137,7 @@ class FakeDevice:
         self._blocks: list[DeviceBlock] = []
 
     def enter_thread(self) -> None:
-        self._before("enter_thread")
+        self._begin("enter_thread")
         if not hasattr(self._bound, "stream"):
             self._bound.stream = _Stream()
 
@@ -269,7 +269,7 @@ class FakeDevice:
         self.broken.append(rule)
         return RuleBrokenError(f"{self.name}: {rule}")
 
-    def _before(self, what: str) -> None:
+    def _begin(self, what: str) -> None:
         if what in self._hanging:
             self._released.wait()
         caller = threading.current_thread()
@@ -277,7 +277,7 @@ class FakeDevice:
             raise self.breaks(f"{what} in thread {caller.name}, while another captures a graph")
 
     def _stream(self, what: str) -> _Stream:
-        self._before(what)
+        self._begin(what)
         stream: _Stream | None = getattr(self._bound, "stream", None)
         if stream is None:
             raise self.breaks(f"{what} in thread {threading.current_thread().name}, which has not set the device")
