@@ -139,6 +139,8 @@ class Budgets:
         if not self._prefills:
             prompt_tokens = 0
         rest_s = seconds - self._decode.seconds(decodes)
+        if item_tokens and prompt_tokens and not self._prompt.count:
+            self._prompt.add(prompt_tokens, rest_s / 2)  # a guess; steps with prompts alone, which follow, correct it
         if item_tokens:
             self._item.add(item_tokens, rest_s - self._prompt.seconds(prompt_tokens))
         elif prompt_tokens:

@@ -106,7 +106,8 @@ def _wiring(arguments: argparse.Namespace) -> StageWiring:
         raise ConfigError(f"--wiring is not a stage's wiring: {error}", param="--wiring") from error
 
 
-def _budgets(wiring: StageWiring, profile: Profile) -> Budgets | None:
+def budgets_of(wiring: StageWiring, profile: Profile) -> Budgets | None:
+    """None where the stage is held to no SLO."""
     if not wiring.slo_ttft_s:
         return None
     most_tokens, most_items = profile.capacity.step_tokens, profile.capacity.encoder_tokens
@@ -145,7 +146,7 @@ async def _serve(
         profile,
         wiring.instance,
         priorities=arguments.scheduling_policy == "priority",
-        budgets=_budgets(wiring, profile),
+        budgets=budgets_of(wiring, profile),
     )
     key = os.environ.get(KEY_ENV, "") if arguments.guarded else ""
     if arguments.guarded and not key:
