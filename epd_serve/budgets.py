@@ -87,6 +87,12 @@ class Line:
         self.setup_s = max(0.0, mean_y - self.per_unit_s * mean_x)
 
 
+def _most_within(room_s: float, most: int, *lines: Line) -> int:
+    """The largest amount of which all of these together take no longer."""
+    setup_s, per_unit_s = sum(line.setup_s for line in lines), sum(line.per_unit_s for line in lines)
+    return largest(lambda n: setup_s + per_unit_s * n <= room_s, most)
+
+
 @dataclass(frozen=True)
 class Limits:
     """Of one step.
@@ -181,13 +187,12 @@ class Budgets:
     def _tokens(self, room_s: float) -> int:
         if not self._prefills:
             return self._most.tokens
-        found = largest(lambda n: self._prompt.seconds(n) <= room_s, self._most.tokens)
-        return min(max(found, LEAST_TOKENS), self._most.tokens)
+        return min(max(_most_within(room_s, self._most.tokens, self._prompt), LEAST_TOKENS), self._most.tokens)
 
     def _items(self, room_s: float) -> int:
         """An item's tokens are a prompt's, too, and are to be computed in the same step."""
-        prompts = self._prefills
-        return largest(lambda n: self.seconds(items=n, tokens=n * prompts) <= room_s, self._most.items)
+        lines = (self._item, self._prompt) if self._prefills else (self._item,)
+        return _most_within(room_s, self._most.items, *lines)
 
     # --- a neighbour on the device ----------------------------------------------------------------------------------
 
