@@ -8,8 +8,8 @@ streamed all the time, several at once, and images come in bursts.
     ep          EP-D: time to first token of texts whose prompts queue behind images at the EP
     throughput  TP1 under an SLO that nothing comes near: what it costs that budgets are kept
 
-The SLO is what this machine can keep with one image at a time (`--slo` names another), and not with a burst. Requests are judged by it twice, by their mean time
-per token and by S15's share of their gaps (`bench/clients/slo.py`).
+The SLO is what this machine can keep with one image at a time (`--slo` names another), and not with a burst. Requests
+are judged by it twice, by their mean time per token and by nine in ten of their gaps (`bench/clients/slo.py`).
 
 What `layouts` shows of budgets at a rate, by token gaps, over plain vLLM: docs/guides/tuning.md has the command.
 """
