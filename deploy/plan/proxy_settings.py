@@ -82,10 +82,12 @@ def build_proxy_settings(
 
 def slo_of_steps(config: DeployConfig) -> Slo | None:
     """What stages hold their steps to: the SLO of the front doors where one of its parts is named by `--proxy`."""
+    if config.step_budgets == "off" or not config.proxy:
+        return None
     from proxy.config.limits import Slo
 
     named = proxy_overrides(config.proxy).get("slo")
-    return Slo(**named) if named and config.step_budgets == "on" else None
+    return Slo(**named) if named else None
 
 
 def tls_settings(cert_file: str, key_file: str) -> dict[str, Any]:

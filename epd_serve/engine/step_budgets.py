@@ -16,7 +16,7 @@ import functools
 from typing import Any
 
 from epd_serve.budgets import Budgets
-from epd_serve.engine.status.neighbours import Neighbours
+from epd_serve.engine.neighbours import Neighbours
 from epd_serve.wiring import StageWiring
 
 

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from epd_serve import wire
-from epd_serve.engine.status.neighbours import Neighbours
+from epd_serve.engine.neighbours import Neighbours
 from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
 from epd_serve.sockets import SUBSCRIBES, Socket, bind, open_socket, readable
