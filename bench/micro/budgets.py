@@ -64,20 +64,27 @@ FLAGS = {
 TEXT_TOKENS, SHORT_TOKENS, IMAGE_TOKENS, PROMPT = 24, 4, 8, 64
 BURST_S = 4.0
 """From one burst to the next."""
-GAP_OVER = {"tp1": 1.25, "colocated": 1.25, "ep": 3.0}
-TTFT_OVER = 2.5
-"""An SLO over what one image at a time takes. D of EP-D, which no image comes to, has gaps of its own to spare."""
+OVER = {"tp1": (2.5, 1.0), "colocated": (2.5, 0.6), "ep": (1.5, 3.0)}
+"""The SLO, TTFT and token gap, over what one image at a time takes. A PD has prompts alone, which can be cut, so less
+than a whole image can be asked of it; D of EP-D, which no image comes to, has gaps of its own to spare."""
+OPEN_PER_S = {"ep": 4.0}
+"""Texts a second that come whether or not others are answered: a loop would send fewest while all wait longest."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Of a turn. `tokens`: of a text's answer."""
+    """Of a turn.
+
+    Attributes:
+        tokens: of a text's answer. open_per_s: texts that come by the clock; 0: `texts` at a time.
+    """
 
     bursts: int
     images: int
     side: int
     texts: int
     tokens: int
+    open_per_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -87,10 +94,13 @@ class Load:
         numbers = itertools.count(seed * 1000)
         images = [self.image(model, next(numbers)) for _ in range(self.bursts * self.images)]
         dues = [1.0 + burst * BURST_S for burst in range(self.bursts) for _ in range(self.images)]
-        return [
-            Flow(requests(self.texts_of(model, seed, 200)), TEXT, concurrency=self.texts, duration_s=self.seconds),
-            Flow(requests(images), IMAGE, dues=dues),
-        ]
+        texts = requests(self.texts_of(model, seed, 200))
+        if self.open_per_s:
+            moments = [number / self.open_per_s for number in range(round(self.open_per_s * self.seconds))]
+            flow = Flow(texts, TEXT, dues=moments)
+        else:
+            flow = Flow(texts, TEXT, concurrency=self.texts, duration_s=self.seconds)
+        return [flow, Flow(requests(images), IMAGE, dues=dues)]
 
     def texts_of(self, model: str, seed: int, count: int) -> list[dict[str, Any]]:
         return [stream_body(model, 10_000 * seed + number, PROMPT, self.tokens) for number in range(count)]
@@ -108,10 +118,11 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         common = engine_flags(arguments, folder)
         for part in arguments.only:
             tokens = SHORT_TOKENS if part == "ep" else TEXT_TOKENS
-            load = Load(arguments.bursts, arguments.images, arguments.side, arguments.texts, tokens)
+            per_s = OPEN_PER_S.get(part, 0.0)
+            load = Load(arguments.bursts, arguments.images, arguments.side, arguments.texts, tokens, per_s)
             with contextlib.ExitStack() as stack:
                 off = stack.enter_context(_up(part, OFF, EASY, common))
-                slo = EASY if part == "throughput" else given or keeps(off, sender, load, GAP_OVER[part])
+                slo = EASY if part == "throughput" else given or keeps(off, sender, load, *OVER[part])
                 launches = [off, stack.enter_context(_up(part, ON, slo, common))]
                 print(f"{part}: {LAYOUTS[part]} with budgets and without, SLO {slo}", flush=True)
                 for launch in launches:
@@ -126,7 +137,7 @@ def _up(part: str, budgets: str, slo: Slo, common: Sequence[str]) -> contextlib.
     return served(LAYOUTS[part], flags, name=budgets, traced=False)
 
 
-def keeps(launch: Served, sender: SenderProcess, load: Load, gap_over: float) -> Slo:
+def keeps(launch: Served, sender: SenderProcess, load: Load, ttft_over: float, gap_over: float) -> Slo:
     """What a server keeps while texts are streamed and one image comes at a time, with something to spare."""
     closed_loop(sender, launch.url, [load.image(launch.model, -1), *load.texts_of(launch.model, -1, 2)], 2)
     texts = load.texts_of(launch.model, 900, 2 * load.texts)
@@ -140,7 +151,7 @@ def keeps(launch: Served, sender: SenderProcess, load: Load, gap_over: float) ->
     longest_s = [max(one.itl_s) for one in rows if one.kind == TEXT and one.itl_s]
     if not (ttft_s and longest_s):
         raise StageError(f"{launch.url}: {rows[0].fault} {rows[0].error}", stage=launch.url)
-    ttft_ms = TTFT_OVER * float(np.median(ttft_s)) * 1e3
+    ttft_ms = ttft_over * float(np.median(ttft_s)) * 1e3
     return Slo(max(1, round(ttft_ms)), max(1, round(gap_over * float(np.median(longest_s)) * 1e3)))
 
 
