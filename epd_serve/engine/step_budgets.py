@@ -106,7 +106,8 @@ def with_budgets(base: Any) -> Any:
 
         def _next_item(self) -> int:
             for name, request in list(self._to_encode.items()):
-                if (found := self._first_to_encode(request)) is not None:
+                here = self.requests.get(name) is request  # not one that has ended, however it did
+                if here and (found := self._first_to_encode(request)) is not None:
                     return int(request.get_num_encoder_embeds(found))
                 del self._to_encode[name]  # should it be preempted, its items are in nobody's sight, and within limits
             return 0

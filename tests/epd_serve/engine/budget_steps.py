@@ -123,6 +123,14 @@ def oversize() -> Seen:
     return {"steps": steps}
 
 
+def ended_before() -> Seen:
+    """A request ends before its image was encoded, past `finish_requests`, as one whose KV is lost does."""
+    stage = Stage(slo=True)
+    stage.add("i", 10, images=1)
+    del stage.scheduler.requests["i"]
+    return {"next": stage.scheduler._next_item(), "known": list(stage.scheduler._to_encode)}
+
+
 def without_chunks() -> Seen:
     """A limit of tokens would keep a long prompt from ever being computed."""
     stage = Stage(slo=True, enable_chunked_prefill=False, max_num_batched_tokens=LONGEST)
@@ -160,6 +168,7 @@ SCENARIOS: dict[str, Callable[[], Seen]] = {
     "burst": lambda: burst(slo=True),
     "burst, no slo": lambda: burst(slo=False),
     "oversize": oversize,
+    "ended before": ended_before,
     "without chunks": without_chunks,
     "whole items": whole_items,
     "cost": cost,

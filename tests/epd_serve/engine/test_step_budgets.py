@@ -52,6 +52,10 @@ def test_an_image_larger_than_its_budget_is_encoded_though_texts_keep_coming(see
     assert all(step["tokens"].get("t") == 1 for step in steps)
 
 
+def test_an_image_of_a_request_that_has_ended_is_not_made_room_for(seen: dict[str, Any]) -> None:
+    assert seen["ended before"] == {"next": 0, "known": []}
+
+
 @pytest.mark.parametrize(("scenario", "tokens"), [("without chunks", {"long": 600}), ("whole items", {"i": 310})])
 def test_what_vllm_must_not_cut_is_computed_in_one_step(
     seen: dict[str, Any], scenario: str, tokens: dict[str, int]
