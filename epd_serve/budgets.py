@@ -16,8 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-SHARE = 0.9
-"""Of the SLO that a step is planned to take: half of all steps take longer than they were expected to."""
+SHARE, SMALLEST_SHARE = 0.9, 0.4
+"""Of the SLO that a step is planned to take: half of all steps take longer than they were expected to, and where a
+neighbour computes now and then, some twice as long."""
+SHRINKS, GROWS = 0.95, 1.0055
+"""What the share becomes after a step that broke TBT, and after one that kept it: in balance at one in ten that do."""
 LEAST_SHARE = 1 / 8
 """Of the SLO that prompts and items have in a step, however many requests decode: they must go on."""
 LOST_SHARE = 1 / 2
@@ -129,7 +132,7 @@ class Budgets:
         self._most = Limits(most_tokens, most_items)
         self._prefills = prefills
         self._decode, self._prompt, self._item = Line(0.0), Line(0.5), Line(0.5)
-        self._passed = 0
+        self._passed, self._share = 0, SHARE
         self._neighbourly = 1.0
         self.last = self._most
         self.held = 0
@@ -142,6 +145,9 @@ class Budgets:
         kind of work is learnt from what a step took beyond the kinds that are known from other steps."""
         if decodes:
             self.decode_step_s += (seconds - self.decode_step_s) * (RECENT if self.decode_step_s else 1.0)
+        if decodes and prompt_tokens and not item_tokens:  # an item cannot be cut: nothing follows from its step
+            change = SHRINKS if seconds > self._tbt_s else GROWS
+            self._share = min(max(self._share * change, SMALLEST_SHARE), SHARE)
         if not self._prefills:
             prompt_tokens = 0
         rest_s = seconds - self._decode.seconds(decodes)
@@ -170,7 +176,7 @@ class Budgets:
             next_item: tokens of the first item that is to be encoded; 0 where none is known of.
         """
         limit_s = self._tbt_s if decodes else self._ttft_s / 2
-        left_s = SHARE * limit_s - self.seconds(decodes=decodes)
+        left_s = (self._share if decodes else SHARE) * limit_s - self.seconds(decodes=decodes)
         room_s = max(left_s, LEAST_SHARE * limit_s) if left_s > 0 else LOST_SHARE * limit_s
         items, oversize, prompts_s = self._items(room_s), True, 0.0
         if ready_tokens and next_item and self._passed < MOST_PASSED:
