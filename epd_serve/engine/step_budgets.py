@@ -20,6 +20,11 @@ from epd_serve.engine.neighbours import Neighbours
 from epd_serve.wiring import StageWiring
 
 
+def _is_prefilled(request: Any) -> bool:
+    """Whether more than the next token is still to be computed."""
+    return bool(request.num_tokens - request.num_computed_tokens > 1)
+
+
 @functools.cache
 def with_budgets(base: Any) -> Any:
     """vLLM's scheduler class `base`, which keeps its steps within an SLO."""
@@ -56,9 +61,8 @@ def with_budgets(base: Any) -> Any:
             if self.budgets is not None:
                 self._set_limits(self.budgets)
             output = super().schedule(*args, **more)
-            if self.budgets is not None:
-                limit = self.max_num_scheduled_tokens
-                self.budgets.held += output.total_num_scheduled_tokens == limit < self._own_tokens
+            if self.budgets is not None and self.max_num_scheduled_tokens < self._own_tokens:
+                self.budgets.held += any(map(_is_prefilled, reversed(self.running)))
             return output
 
         def shutdown(self) -> None:
@@ -81,13 +85,13 @@ def with_budgets(base: Any) -> Any:
         def _set_limits(self, budgets: Budgets) -> None:
             if self._neighbours is not None and (step_s := self._neighbours.decode_step_s()) is not None:
                 budgets.neighbour(step_s)
-            prefills = [one for one in self.running if one.num_tokens - one.num_computed_tokens > 1]
+            prefills = list(filter(_is_prefilled, self.running))
             begun = len(self.running) - len(prefills)
             if begun == len(self.requests):
                 self.max_num_scheduled_tokens = self._own_tokens
                 return
             if prefills and self.running[begun:] != prefills:
-                self.running.sort(key=lambda one: one.num_tokens - one.num_computed_tokens > 1)
+                self.running.sort(key=_is_prefilled)
             decodes = sum(one.max_tokens > 1 for one in self.running[:begun])  # a P's and an E's are about to leave
             limits = budgets.limits(decodes, sum(map(self._ready_tokens, prefills)), self._next_item())
             if self._cuts_prompts:

@@ -106,7 +106,8 @@ def burst(*, slo: bool) -> Seen:
     for number in range(6):
         stage.add(f"i{number}", 10, images=2)
     steps = stage.steps_until({f"i{number}" for number in range(6)})
-    return {"own": own, "steps": steps, "limits": stage.limits}
+    held = stage.scheduler.budgets.held if slo else 0
+    return {"own": own, "steps": steps, "limits": stage.limits, "held": held}
 
 
 def oversize() -> Seen:

@@ -38,6 +38,7 @@ def test_no_decode_waits_behind_a_burst_of_images(seen: dict[str, Any]) -> None:
     assert all(step["items"] <= 1 for step in steps)
     assert all(sum(step["tokens"].values()) <= 4 + TBT_TOKENS for step in steps)
     assert sum(step["items"] for step in steps) == 12
+    assert seen["burst"]["held"] >= 12, "each image left something for the next steps"
 
 
 def test_without_an_slo_vllms_limits_stay_and_a_burst_is_one_step(seen: dict[str, Any]) -> None:
