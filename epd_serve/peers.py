@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -34,6 +34,7 @@ class Peer(msgspec.Struct, frozen=True):
         events: ZMQ address on which it announces, or "".
         kv_endpoint: where its scheduler takes READY, or "".
         kv_workers: where its workers take KV, by rank.
+        load: where its scheduler reports its load, or "".
     """
 
     instance: str
@@ -43,6 +44,7 @@ class Peer(msgspec.Struct, frozen=True):
     events: str = ""
     kv_endpoint: str = ""
     kv_workers: tuple[str, ...] = ()
+    load: str = ""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -59,6 +61,7 @@ def peer_of(instance: Instance, role: Role | None = None) -> Peer:
         instance.events or "",
         instance.kv_endpoint or "",
         instance.kv_workers,
+        instance.load_news or "",
     )
 
 
@@ -117,7 +120,15 @@ class Peers:
     def beside(self, address: str) -> bool:
         """Whether the instance with this KV address shares a device with the asking one."""
         owner = self._owner(address)
-        return owner is not None and owner.node == self._me.node and bool(set(owner.devices) & set(self._me.devices))
+        return owner is not None and self._shares_device(owner)
+
+    def decoders_beside(self) -> Mapping[str, str]:
+        """Addresses on which those report their load who decode on a device of the asking one, by instance."""
+        beside = (peer for peer in self._others if peer.load and peer.role.decodes and self._shares_device(peer))
+        return {peer.instance: peer.load for peer in beside}
+
+    def _shares_device(self, peer: Peer) -> bool:
+        return peer.node == self._me.node and bool(set(peer.devices) & set(self._me.devices))
 
     def together(self, address: str) -> bool | None:
         """Whether the instance with this KV address is on the node of the asking one. None: nobody has it (yet)."""

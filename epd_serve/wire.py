@@ -163,6 +163,10 @@ class StageReport(_Message, frozen=True):
         step_s: mean seconds of a recent step that did something; 0 before the first.
         prompt_tokens_per_s, item_tokens_per_s: done per second of busy time, lately; 0 while unknown.
         decode_tokens_per_s: tokens generated per second and running request, lately; 0 while unknown.
+        decode_step_s: seconds of a step with decodes, lately; 0 where nothing decodes, or no SLO is named.
+        token_budget, item_budget: prompt tokens, and tokens of media items, that its last step was let have
+            (`epd_serve/budgets.py`); 0 where no SLO is named.
+        held_steps: steps so far whose budget left something for the next ones.
     """
 
     instance: str
@@ -179,6 +183,10 @@ class StageReport(_Message, frozen=True):
     item_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     max_running: int = 0
+    decode_step_s: float = 0.0
+    token_budget: int = 0
+    item_budget: int = 0
+    held_steps: int = 0
 
 
 class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -483,6 +491,12 @@ to_decode_worker: msgspec.msgpack.Decoder[ToDecodeWorker] = msgspec.msgpack.Deco
 to_prefill_worker: msgspec.msgpack.Decoder[ToPrefillWorker] = msgspec.msgpack.Decoder(ToPrefillWorker)
 
 DecodeError = msgspec.DecodeError
+
+
+def report_topic(instance: str) -> bytes:
+    """What every `StageReport` of this instance begins with, and nothing else that it announces."""
+    whole = encode(StageReport(instance, "", 0))
+    return whole[: whole.index(b"\xabincarnation")]
 
 
 def encode(message: _Message) -> bytes:

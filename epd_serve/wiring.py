@@ -53,6 +53,7 @@ class StageWiring:
         feature_queue_bytes: device memory that features may keep on their way into the store (encoders).
         feature_prefetch: `event` (fetched when announced) or `demand` (fetched when a request needs it; for ablation).
         partial_prefill: whether a request may be prefilled up to its first feature that is not here.
+        slo_ttft_s, slo_tpot_s: what steps are held to (`epd_serve/budgets.py`); 0: nothing is.
         recompute_limit: how many requests with lost features this instance recomputes at one time.
         kv_endpoint: where this instance's scheduler takes READY (roles that send KV), else "".
         kv_worker_endpoint: template of its workers' data channel for `worker_endpoint` (roles that take KV), else "".
@@ -89,6 +90,8 @@ class StageWiring:
     feature_queue_bytes: int = 256 << 20
     feature_prefetch: str = "event"
     partial_prefill: bool = True
+    slo_ttft_s: float = 0.0
+    slo_tpot_s: float = 0.0
     recompute_limit: int = 2
     kv_endpoint: str = ""
     kv_worker_endpoint: str = ""

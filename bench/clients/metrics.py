@@ -170,6 +170,8 @@ def _objective(
 ) -> dict[str, Any]:
     share = attainment(of_window, slo)
     figures: dict[str, Any] = {"attainment": None if share is None else round(share, 5)}
+    by_gaps = attainment(of_window, slo, by_gaps=True)
+    figures["attainment_by_gaps"] = None if by_gaps is None else round(by_gaps, 5)
     if window.length_s > 0:
         effective = window.tokens([record for record in of_run if slo.attained(record)]) / window.length_s
         figures["effective_tokens_per_s"] = round(effective, 4)

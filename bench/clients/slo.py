@@ -19,6 +19,9 @@ INFINITE = float("inf")
 GOOD_SHARE = 0.9
 """Of requests within the objective at which a rate counts as goodput (HydraInfer §5.2, DistServe)."""
 
+GOOD_GAPS = 0.9
+"""Of the gaps between a request's tokens that have to be within the bound (HydraInfer §5.2)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slo:
@@ -34,6 +37,13 @@ class Slo:
         if not record.ok or record.ttft_s is None:
             return False
         return record.ttft_s * 1e3 <= self.ttft_ms and (record.tpot_s or 0.0) * 1e3 <= self.tpot_ms
+
+    def attained_by_gaps(self, record: RequestRecord) -> bool:
+        """The stricter judge: the bound per token is one for `GOOD_GAPS` of the gaps, not for their mean."""
+        if not record.ok or record.ttft_s is None or record.ttft_s * 1e3 > self.ttft_ms:
+            return False
+        gaps_s = record.itl_s
+        return sum(gap_s * 1e3 <= self.tpot_ms for gap_s in gaps_s) >= GOOD_GAPS * len(gaps_s)
 
 
 PAPER = (Slo(2000, 50), Slo(2000, 80), Slo(800, 30))
@@ -63,10 +73,10 @@ def counted(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     return [record for record in records if record.outcome is not Outcome.CANCELLED]
 
 
-def attainment(records: Sequence[RequestRecord], slo: Slo) -> float | None:
+def attainment(records: Sequence[RequestRecord], slo: Slo, *, by_gaps: bool = False) -> float | None:
     """The share of requests that attain it; None of none."""
-    about = counted(records)
-    return sum(map(slo.attained, about)) / len(about) if about else None
+    about, attained = counted(records), slo.attained_by_gaps if by_gaps else slo.attained
+    return sum(map(attained, about)) / len(about) if about else None
 
 
 def find_goodput(

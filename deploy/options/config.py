@@ -134,6 +134,11 @@ class DeployConfig:
     partial_prefill: str = _option(
         "on", "prefill a request up to its first image that is not encoded yet, or wait for all", choices=("on", "off")
     )
+    step_budgets: str = _option(
+        "on",
+        "hold steps of the stages to the SLO where --proxy slo.ttft_s or slo.tpot_s names one, or leave them to vLLM",
+        choices=("on", "off"),
+    )
     kv_transport: str = _option("auto", "how KV travels P→D", choices=("auto", "shm", "mooncake"))
     mooncake_protocol: str = _option("tcp", "Mooncake's protocol (NPUs always use ascend)", choices=("tcp", "rdma"))
     kv_grouping: str = _option("adaptive", "layers per KV packet: adaptive, fixed:N, layerwise or bulk")

@@ -23,8 +23,10 @@ from epd_serve.model_support import left_out, undecodable
 from epd_serve.stage_flags import read_stage_flags
 
 if TYPE_CHECKING:
+    from deploy.options.config import DeployConfig
     from deploy.plan.blueprint import Blueprint
     from proxy.config.keys import ApiKeys
+    from proxy.config.limits import Slo
     from proxy.config.settings import ProxySettings
 
 
@@ -76,6 +78,16 @@ def build_proxy_settings(
         return apply_overrides(settings, overrides)
     except ConfigError as error:
         raise ConfigError(f"--proxy: {error}", param="--proxy") from error
+
+
+def slo_of_steps(config: DeployConfig) -> Slo | None:
+    """What stages hold their steps to: the SLO of the front doors where one of its parts is named by `--proxy`."""
+    if config.step_budgets == "off" or not config.proxy:
+        return None
+    from proxy.config.limits import Slo
+
+    named = proxy_overrides(config.proxy).get("slo")
+    return Slo(**named) if named else None
 
 
 def tls_settings(cert_file: str, key_file: str) -> dict[str, Any]:

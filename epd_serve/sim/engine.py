@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from epd_serve.budgets import Budgets
 from epd_serve.sim.profile import Profile
 from epd_serve.sim.scheduler import Scheduler, Step
 from epd_serve.sim.sequence import Sequence
@@ -53,9 +54,11 @@ class Engine:
         changed: called after every step and arrival, for those who report the load.
     """
 
-    def __init__(self, profile: Profile, instance: str, *, priorities: bool = False) -> None:
+    def __init__(
+        self, profile: Profile, instance: str, *, priorities: bool = False, budgets: Budgets | None = None
+    ) -> None:
         self.profile = profile
-        self.scheduler = Scheduler(profile.capacity, priorities=priorities)
+        self.scheduler = Scheduler(profile.capacity, priorities=priorities, budgets=budgets)
         self.rates = Rates()
         self.slowness = 1.0
         self.steps = 0
@@ -104,6 +107,13 @@ class Engine:
             self.steps += 1
             self.item_count += len(step.encodes)
             self.rates.took(step, seconds, self.profile.decode_s(len(step.decodes)))
+            if self.scheduler.budgets is not None:
+                self.scheduler.budgets.measured(
+                    seconds,
+                    decodes=len(step.decodes),
+                    prompt_tokens=step.prompt_tokens,
+                    item_tokens=step.item_tokens,
+                )
             self.scheduler.complete(step)
             self.changed()
 

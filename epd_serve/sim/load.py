@@ -38,4 +38,5 @@ def stage_report(wiring: StageWiring, engine: Busy, seq: int) -> StageReport:
         prompt_tokens_per_s=rates.prompt_tokens_per_s,
         item_tokens_per_s=rates.item_tokens_per_s,
         decode_tokens_per_s=rates.decode_tokens_per_s,
+        **(scheduler.budgets.report(decoding=bool(scheduler.running)) if scheduler.budgets is not None else {}),
     )

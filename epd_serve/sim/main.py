@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from epd_serve import garbage
+from epd_serve.budgets import Budgets
 from epd_serve.errors import ConfigError
 from epd_serve.lifeline import die_with_parent
 from epd_serve.roles import Role
@@ -105,6 +106,17 @@ def _wiring(arguments: argparse.Namespace) -> StageWiring:
         raise ConfigError(f"--wiring is not a stage's wiring: {error}", param="--wiring") from error
 
 
+def budgets_of(wiring: StageWiring, profile: Profile) -> Budgets | None:
+    """None where the stage is held to no SLO."""
+    if not wiring.slo_ttft_s:
+        return None
+    most_tokens, most_items = profile.capacity.step_tokens, profile.capacity.encoder_tokens
+    prefills = wiring.role.has_language_model
+    return Budgets(
+        wiring.slo_ttft_s, wiring.slo_tpot_s, most_tokens=most_tokens, most_items=most_items, prefills=prefills
+    )
+
+
 def _bind(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -130,7 +142,12 @@ async def _serve(
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    engine = Engine(profile, wiring.instance, priorities=arguments.scheduling_policy == "priority")
+    engine = Engine(
+        profile,
+        wiring.instance,
+        priorities=arguments.scheduling_policy == "priority",
+        budgets=budgets_of(wiring, profile),
+    )
     key = os.environ.get(KEY_ENV, "") if arguments.guarded else ""
     if arguments.guarded and not key:
         raise ConfigError(f"--guarded needs {KEY_ENV} in the environment", param="--guarded")

@@ -13,6 +13,7 @@ import bisect
 import itertools
 from dataclasses import dataclass, field
 
+from epd_serve.budgets import Budgets, Limits
 from epd_serve.sim.prefix_cache import BlockPool
 from epd_serve.sim.profile import Capacity
 from epd_serve.sim.sequence import Sequence
@@ -47,10 +48,12 @@ class Scheduler:
 
     Args:
         priorities: whether `Sequence.priority` counts (vLLM's `--scheduling-policy priority`).
+        budgets: hold steps to an SLO; None leaves them to `capacity`.
     """
 
-    def __init__(self, capacity: Capacity, *, priorities: bool = False) -> None:
+    def __init__(self, capacity: Capacity, *, priorities: bool = False, budgets: Budgets | None = None) -> None:
         self.capacity = capacity
+        self.budgets = budgets
         self.blocks = capacity.kv_tokens // capacity.block_tokens
         self.pool = BlockPool(self.blocks)
         self.preemptions = 0
@@ -111,11 +114,11 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence in self.running and not sequence.prompt_tokens_left and not sequence.encoding:
                 self._plan_decode(step, sequence)
-        room = self.capacity.step_tokens - len(step.decodes)
-        items = self.capacity.encoder_tokens
+        limits = self._limits(step)
+        room, items = min(self.capacity.step_tokens - len(step.decodes), limits.tokens), limits.items
         for sequence in self.running:
             if sequence.prompt_tokens_left or sequence.encoding:
-                room, items = self._plan_prompt(step, sequence, room, items)
+                room, items = self._plan_prompt(step, sequence, room, items, limits)
         while room > 0 and self.waiting and len(self.running) < self.capacity.max_running:
             sequence = self.waiting[0]
             if not (self._reserve(sequence, sequence.to_compute) if sequence.table else self._begin(sequence)):
@@ -128,7 +131,7 @@ class Scheduler:
             self.running[sequence] = None
             sequence.has_kv = False
             sequence.on_admitted()
-            room, items = self._plan_prompt(step, sequence, room, items)
+            room, items = self._plan_prompt(step, sequence, room, items, limits)
         return step
 
     def complete(self, step: Step) -> None:
@@ -159,11 +162,20 @@ class Scheduler:
                 return
         step.decodes.append(sequence)
 
-    def _plan_prompt(self, step: Step, sequence: Sequence, room: int, items: int) -> tuple[int, int]:
+    def _limits(self, step: Step) -> Limits:
+        """Of what runs beside the decodes of the step."""
+        if self.budgets is None:
+            return Limits(self.capacity.step_tokens, self.capacity.encoder_tokens)
+        begun = [sequence for sequence in self.running if sequence.prompt_tokens_left or sequence.encoding]
+        ready = sum(sequence.prompt_tokens_left for sequence in begun if not sequence.encoding)
+        item = next((one.items[one.encoding[0]] for one in (*begun, *self.waiting[:1]) if one.encoding), 0)
+        return self.budgets.limits(len(step.decodes), ready, item)
+
+    def _plan_prompt(self, step: Step, sequence: Sequence, room: int, items: int, limits: Limits) -> tuple[int, int]:
         """(tokens, item tokens) left in the step."""
         for index in sequence.encoding:
             size = sequence.items[index]
-            if size > items and (items < self.capacity.encoder_tokens or step.encodes):
+            if size > items and (step.encodes or not limits.oversize):
                 return room, items
             step.encodes.append((sequence, index))
             items = max(0, items - size)

@@ -285,7 +285,8 @@ class RecordLimits:
 
 @dataclass(frozen=True)
 class Slo:
-    """What a streamed answer is to keep to, for attainment and goodput on the page and in `GET /rates`.
+    """What a streamed answer is to keep to, for attainment and goodput on the page and in `GET /rates`; where one of
+    the two is named, for steps of the stages, too (`--step-budgets`).
 
     Attributes:
         ttft_s: until its first token. tpot_s: per token after that.

@@ -91,7 +91,7 @@ class ProxySettings:
         access_log: file for a line of JSON for each request that has ended, `-` for standard error; by default none.
         otlp_traces_endpoint: URL that takes the spans of requests (OTLP over HTTP); by default none are made.
         records: what is remembered of requests that have ended.
-        slo: what streamed answers are to keep to, for attainment and goodput; nothing is decided by it.
+        slo: what streamed answers are to keep to, for attainment and goodput; where it is named, stages hold to it.
         policy: how instances are chosen: `first-token`, `least-loaded`, `round-robin` or `power-of-two`.
         prefix_routing: what instances have cached of a prompt counts as done when one is chosen.
         key_limits: what one API key may do at once and per minute.

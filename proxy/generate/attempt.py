@@ -68,6 +68,7 @@ class Attempt:
         first_token: str = "prefill",
         go_on: str = "auto",
     ) -> None:
+        self._table = table
         self._watchdog = StallWatchdog(table, timeouts.stage_silence_s, background)
         self._stages = stages
         self._circuits = circuits
@@ -97,6 +98,10 @@ class Attempt:
         self._metrics.paths.labels(route.path.name).inc()
         prefill_id = route.prefill.instance.id if route.prefill is not None else None
         job.record.attempted(route.path.name, prefill_id, route.decode.instance.id)
+        head = prefill_id or route.decode.instance.id
+        prompt_tokens, item_tokens = self._table.step_budgets(head)
+        if prompt_tokens:  # it holds its steps to an SLO, and this request with them
+            job.record.note("step_budgets", stage=head, prompt_tokens=prompt_tokens, item_tokens=item_tokens)
         decoding = self._circuits.call(route.decode.instance)
         prefilling = self._circuits.call(route.prefill.instance) if route.prefill is not None else None
         calls = (decoding,) if prefilling is None else (prefilling, decoding)

@@ -36,6 +36,10 @@ LOAD_GAUGES = {
     "prompt_tokens_per_s": "Prompt tokens computed per second of busy time, lately.",
     "item_tokens_per_s": "Item tokens encoded per second of busy time, lately.",
     "decode_tokens_per_s": "Tokens generated per second and running request, lately.",
+    "decode_step_s": "Seconds of a recent step with decodes; 0 where nothing decodes, or no SLO is named.",
+    "token_budget": "Prompt tokens that the last step was let have; 0 where no SLO is named.",
+    "item_budget": "Tokens of media items that the last step was let have; 0 where no SLO is named.",
+    "held_steps": "Steps so far whose budget left something for the next ones.",
 }
 
 

@@ -235,6 +235,12 @@ class InstanceTable:
         state = self._states.get(instance_id)
         return state is not None and state.instance.incarnation == incarnation and state.healthy_since is not None
 
+    def step_budgets(self, instance_id: str) -> tuple[int, int]:
+        """Prompt and item tokens that its last step was let have, as it says; zeros where it is held to no SLO."""
+        state = self._states.get(instance_id)
+        report = state.stage if state is not None else None
+        return (report.token_budget, report.item_budget) if report is not None else (0, 0)
+
     def instance(self, instance_id: str) -> Instance:
         return self._states[instance_id].instance
 

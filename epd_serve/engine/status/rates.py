@@ -35,9 +35,9 @@ class StepRates:
         self._ended_at = -math.inf
         self._steps, self._prompt, self._items, self._decode = _Mean(), _Mean(), _Mean(), _Mean()
 
-    def ended(self, work: StepWork, begun_at: float, now: float) -> None:
+    def ended(self, work: StepWork, begun_at: float, now: float) -> float:
         """A step that did something is over. Under async scheduling it was begun before the last one ended: it had the
-        device from there on."""
+        device from there on. Returns its seconds."""
         seconds = max(now - max(begun_at, self._ended_at), 1e-6)
         self._ended_at = now
         self._steps.add(1, seconds)
@@ -47,6 +47,7 @@ class StepRates:
             self._items.add(work.item_tokens, seconds)
         if work.decodes:
             self._decode.add(1, seconds)  # one token for each of them; speculation may give more
+        return seconds
 
     @property
     def step_s(self) -> float:

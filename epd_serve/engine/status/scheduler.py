@@ -21,6 +21,7 @@ from epd_serve.engine.request_trace import SchedulerTrace
 from epd_serve.engine.status.cache_events import CacheEvents, events_of
 from epd_serve.engine.status.publisher import LoadPublisher
 from epd_serve.engine.status.watch import LoadWatch
+from epd_serve.engine.step_budgets import with_budgets
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 
@@ -35,11 +36,12 @@ class ReportingScheduler:
     """
 
     def __new__(cls, *args: Any, vllm_config: Any, **more: Any) -> Any:
-        made = reporting(going_on(with_partial_prefill(_vllms_choice(vllm_config))))(
+        made = reporting(with_budgets(going_on(with_partial_prefill(_vllms_choice(vllm_config)))))(
             *args, vllm_config=vllm_config, **more
         )
         schedule_as_vllm_does(made)
         wiring = StageWiring.from_json(json.loads(os.environ[WIRING_ENV]))
+        made.hold_to_slo(wiring)
         made.watch_load(wiring)
         made.allow_early_begins(wiring)
         return made
@@ -71,7 +73,7 @@ def reporting(base: Any) -> Any:
             self._publisher = LoadPublisher(wiring, ledger)
             if cache is not None:
                 cache.changed = self._publisher.cache_changed
-            self._watch = LoadWatch(self, wiring, self._publisher.offer)
+            self._watch = LoadWatch(self, wiring, self._publisher.offer, budgets=getattr(self, "budgets", None))
             self._watch.changed()
             if wiring.trace_path:
                 self._trace = SchedulerTrace(Trace(wiring.trace_path, wiring.instance))

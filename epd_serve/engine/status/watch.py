@@ -11,9 +11,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from epd_serve.budgets import Budgets
 from epd_serve.engine.status.pending import StepWork, pending, step_work
 from epd_serve.engine.status.rates import StepRates
 from epd_serve.wire import StageReport
@@ -44,6 +45,7 @@ class LoadWatch:
     Args:
         scheduler: vLLM's, after its `__init__`.
         offer: takes each new report, whose `seq` is 0; must not block.
+        budgets: are told how long steps take, where there are any.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class LoadWatch:
         wiring: StageWiring,
         offer: Callable[[StageReport], None],
         *,
+        budgets: Budgets | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
         self._wiring = wiring
         self._offer = offer
         self._clock = clock
+        self._budgets = budgets
         self._running: deque[_RunningStep] = deque(maxlen=MAX_STEPS)
         self._rates = StepRates()
         self._due_at = float("-inf")
@@ -96,7 +100,9 @@ class LoadWatch:
         while any(step.output is output for step in self._running):
             step = self._running.popleft()
             if step.output is output:
-                self._rates.ended(step.work, step.begun_at, self._clock())
+                seconds = self._rates.ended(step.work, step.begun_at, self._clock())
+                if self._budgets is not None:
+                    self._budgets.measured(seconds, **asdict(step.work))
         self._count()
 
     def _count(self) -> None:
@@ -125,5 +131,6 @@ class LoadWatch:
                 prompt_tokens_per_s=self._rates.prompt_tokens_per_s,
                 item_tokens_per_s=self._rates.item_tokens_per_s,
                 decode_tokens_per_s=self._rates.decode_tokens_per_s,
+                **(self._budgets.report(decoding=found.running > 0) if self._budgets is not None else {}),
             )
         )

@@ -39,6 +39,7 @@ function merged({ deployment, instances }) {
       waiting: row?.stage?.waiting ?? 0,
       pending_s: row ? row.pending_s : 0,
       busy: looks.length ? looks.reduce((sum, look) => sum + look, 0) / looks.length : null,
+      budgets: row?.stage?.token_budget ? `${row.stage.token_budget} / ${row.stage.item_budget}` : "–",
       kv: row?.stage?.kv_tokens ? row.stage.kv_used : null,
       arena: store?.capacity_bytes ? store.used_bytes / store.capacity_bytes : null,
     };
@@ -125,8 +126,8 @@ export function update(state) {
   const rows = instances.map((one) => [
     one.id, one.role, one.node || "–", one.devices.join(", "), one.reason ? `${one.phase}: ${one.reason}` : one.phase,
     String(one.running), String(one.waiting), one.pending_s === null ? "∞" : seconds(one.pending_s), percent(one.busy),
-    percent(one.kv), percent(one.arena), String(one.restarts),
+    one.budgets, percent(one.kv), percent(one.arena), String(one.restarts),
   ]);
-  const heads = ["Instance", "Role", "Node", "Devices", "Phase", "Running", "Waiting", "Pending", "Busy", "KV", "Arena", "Restarts"];
+  const heads = ["Instance", "Role", "Node", "Devices", "Phase", "Running", "Waiting", "Pending", "Busy", "Prompt / item tokens a step", "KV", "Arena", "Restarts"];
   replace($("table").querySelector(".scroll"), table("Instances", heads, rows));
 }

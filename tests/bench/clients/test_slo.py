@@ -18,6 +18,18 @@ def test_both_bounds_have_to_hold_and_belong_to_the_objective():
     assert not slo.attained(row(ttft=0.1, gap=0.051))
 
 
+def test_by_gaps_nine_in_ten_have_to_hold_whatever_their_mean():
+    slo, times = Slo(200.0, 50.0), [0.1 + 0.01 * at for at in range(11)]
+    late = [*times[:-1], times[-1] + 2.0]
+    assert slo.attained_by_gaps(row(token_s=tuple(late), last_s=late[-1], tokens=11))
+    assert not slo.attained(row(token_s=tuple(late), last_s=late[-1], tokens=11)), "a mean of 210 ms"
+
+    twice = [*times[:-2], times[-2] + 0.06, times[-1] + 0.12]
+    assert not slo.attained_by_gaps(row(token_s=tuple(twice), last_s=twice[-1], tokens=11))
+    assert slo.attained(row(token_s=tuple(twice), last_s=twice[-1], tokens=11))
+    assert not slo.attained_by_gaps(row(ttft=0.21)) and not slo.attained_by_gaps(row(outcome=Outcome.ERROR))
+
+
 def test_one_token_has_no_time_per_token_to_miss():
     assert Slo(200.0, 1.0).attained(row(ttft=0.1, tokens=1))
 
