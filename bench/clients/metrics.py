@@ -20,9 +20,10 @@ from typing import Any
 
 from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Run
-from bench.clients.slo import Slo, attainment, counted
+from bench.clients.slo import attainment, attains, counted
 from bench.statistic import percentile
 from epd_serve.errors import StageError
+from epd_serve.slo import Slo
 
 PERCENTS = (50, 90, 95, 99)
 WARM_UP_SHARE = 0.1
@@ -171,7 +172,7 @@ def _objective(
     share = attainment(of_window, slo)
     figures: dict[str, Any] = {"attainment": None if share is None else round(share, 5)}
     if window.length_s > 0:
-        effective = window.tokens([record for record in of_run if slo.attained(record)]) / window.length_s
+        effective = window.tokens([record for record in of_run if attains(record, slo)]) / window.length_s
         figures["effective_tokens_per_s"] = round(effective, 4)
         figures["effective_tokens_per_s_per_device"] = round(effective / devices, 4) if devices else None
     return _present(figures)

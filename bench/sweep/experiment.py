@@ -17,7 +17,7 @@ import msgspec
 
 from bench.clients.measure import Plan, Rules
 from bench.clients.sender import Bounds
-from bench.clients.slo import PAPER, Slo
+from bench.clients.slo import PAPER
 from bench.clients.sweep import label_of
 from bench.started import PEERS as EXAMPLES
 from bench.workloads.requests import Arrivals, arrivals_at
@@ -26,6 +26,7 @@ from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable
 from epd_serve.roles import Role
+from epd_serve.slo import Slo
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.+-]")
 

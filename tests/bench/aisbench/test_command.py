@@ -90,10 +90,10 @@ def test_rates_are_measured_judged_and_set_beside_aisbenchs_own_numbers(bench, s
 
     assert bench(*flags) == 0
     found = result(tmp_path)
-    assert found["figures"]["40 rps/slo_60000:60000/attainment"] == 1.0
-    assert found["figures"]["80 rps/slo_60000:60000/effective_tokens_per_s_per_device"] > 0
-    assert found["figures"]["goodput/slo_60000:60000/rps"] == 80
-    assert found["figures"]["goodput/slo_60000:60000/rps_per_device"] == 40
+    assert found["figures"]["40 rps/slo_60000:60000:p90/attainment"] == 1.0
+    assert found["figures"]["80 rps/slo_60000:60000:p90/effective_tokens_per_s_per_device"] > 0
+    assert found["figures"]["goodput/slo_60000:60000:p90/rps"] == 80
+    assert found["figures"]["goodput/slo_60000:60000:p90/rps_per_device"] == 40
     assert found["figures"]["40 rps/aisbench/TTFT/Average"] == 5.5
     assert found["env"]["load"]["client"] == "AISBench 3.1.20260630"
     assert [row["run"] for row in found["rows"]] == ["40 rps", "80 rps"]
@@ -126,8 +126,8 @@ def test_failures_that_aisbench_calls_a_success_too_are_misses(bench, served, tm
 
     assert bench("--rates", "100", "--min-samples", "1") == int(then.fault != "status"), "refusals are a result"
     assert said in capsys.readouterr().out
-    assert result(tmp_path)["figures"]["100 rps/slo_2000:50/attainment"] < 0.7
-    assert result(tmp_path)["figures"]["goodput/slo_2000:50/rps"] == 0.0
+    assert result(tmp_path)["figures"]["100 rps/slo_2000:50:p90/attainment"] < 0.7
+    assert result(tmp_path)["figures"]["goodput/slo_2000:50:p90/rps"] == 0.0
 
 
 def test_no_good_answer_is_no_measurement(bench, served, tmp_path, capsys):

@@ -34,7 +34,7 @@ def test_a_run_comes_with_its_figures_requests_phases_and_batches(whole):
     assert (found.experiment.real, found.experiment.slos, found.rates) == (True, PAPER, (2.0, 4.0))
     assert [one.label for one in found.experiment.deployments] == ["TP1x2, 2 devices", "E-P-D, 3 devices"]
     assert found.gaps == [] and found.envs["E-P-D"]["deployment"]["ready_s"] == 12.5
-    assert run.figure("slo_2000:50/attainment") == 1.0 and 200 < run.figure("ttft_ms/mean") < 400
+    assert run.figure("slo_2000:50:p90/attainment") == 1.0 and 200 < run.figure("ttft_ms/mean") < 400
     assert run.figure("ttft_ms/p12") is None
     assert len(run.requests) == 40
     assert (run.phases.requests, run.phases.mean[Phase.PREFILL]) == (1, 12.5)

@@ -73,7 +73,7 @@ def _say(rig: Rig, rows: list[dict[str, Any]], more: tuple[str, ...]) -> None:
     monolith = {row["rate"]: row for row in rows if row["deployment"] == TP1}
     goodput: dict[str, float] = {}
     for row in rows:
-        slo = row[f"slo_{SLO}"]
+        slo = row[f"slo_{SLO}:p90"]
         goodput.setdefault(row["deployment"], 0.0)
         if (slo["attainment"] or 0.0) >= ATTAINED:
             goodput[row["deployment"]] = max(goodput[row["deployment"]], row["rate"])
