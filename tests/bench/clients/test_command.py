@@ -67,7 +67,7 @@ def test_a_run_leaves_figures_rows_and_a_table(served, sent, tmp_path, capsys):
     rows = read_records(tmp_path / "r.rows.jsonl")
     assert len(rows) == served.server.seen == 30
     assert all(row.ok and row.ttft_s >= 0.01 for row in rows)
-    assert "TTFT <= 2000 ms, TPOT <= 50 ms  100.0%" in capsys.readouterr().out
+    assert "TTFT ≤ 2000 ms, 90 % of its token gaps ≤ 50 ms  100.0%" in capsys.readouterr().out
 
 
 def test_a_sweep_has_a_run_of_each_rate(served, sent, tmp_path):
