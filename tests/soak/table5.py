@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from bench.clients.sender import Run
+from bench.clients.slo import attains
 from bench.micro.measurement import Goal
 from bench.record import flatten
 from bench.workloads.generate import Knobs
@@ -154,7 +155,7 @@ def table5_row(run: Run, devices: int) -> Table5Row:
     left out as warm-up.
     """
     assert run.rows and all(row.ok for row in run.rows)
-    attained = [row for row in run.rows if SLO.attained(row)]
+    attained = [row for row in run.rows if attains(row, SLO)]
     per_device = sum(row.output_tokens for row in attained) / (run.ended_s - run.begun_s) / devices
     return Table5Row(devices, ttft_ms(run), tpot_ms(run), len(attained) / len(run.rows), per_device)
 
@@ -257,10 +258,10 @@ def other_numbers(device: StageDevice, load: Load) -> list[PrintedNumber]:
         return len(run.rows) * OUTPUT_TOKENS / run.ended_s
 
     def effective(run: Run) -> float:
-        return sum(map(SLO.attained, run.rows)) * OUTPUT_TOKENS / run.ended_s
+        return sum(attains(row, SLO) for row in run.rows) * OUTPUT_TOKENS / run.ended_s
 
     def strict(run: Run) -> float:
-        return 100 * statistics.fmean(map(STRICT.attained, run.rows))
+        return 100 * statistics.fmean(attains(row, STRICT) for row in run.rows)
 
     tpots = [change(tpot_ms, layout, "TP1") for layout in ("EP-D", "(E-P)-D", "(E-D)-P")]
     epd, at, attained = "E-P-D, {} req/s per NPU: {}, ms".format, "12 req/s per NPU", "attainment of 800:30, %"
