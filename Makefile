@@ -9,15 +9,19 @@ DEVICE ?= auto
 LAYOUT ?= (E-P)-D
 MODEL  ?=
 PORT   ?= 8000
-# Of test-npu: the kind of device, and 1 for stages without graphs. More in tests/npu/card.py.
+# Of test-npu: the kind of device; 1 for stages without graphs, 0 for with graphs, else both; TextVQA and AISBench for its
+# acceptance; where the report is copied to. More in tests/npu/card.py.
 EPD_TEST_DEVICE ?= npu
 EAGER  ?=
+TEXTVQA  ?=
+AISBENCH ?=
+OUT    ?=
 # Passed through untouched: SERVE_ARGS to `epd-serve serve` (e.g. --host), TEST_ARGS to pytest and to the parts of
 # test-npu (e.g. --plan, --parts ops,plain), PIP_ARGS to pip.
 SERVE_ARGS ?=
 TEST_ARGS  ?=
 PIP_ARGS   ?=
-export VENV VENV_VLLM023 VENV_DOCS PYTHON DEVICE LAYOUT MODEL PORT PIP_ARGS EPD_TEST_DEVICE EAGER
+export VENV VENV_VLLM023 VENV_DOCS PYTHON DEVICE LAYOUT MODEL PORT PIP_ARGS EPD_TEST_DEVICE EAGER OUT TEXTVQA AISBENCH
 
 SHELL := /bin/bash
 CODE  := bench deploy proxy epd_serve store npu_ops docs/generate.py

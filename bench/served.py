@@ -126,7 +126,8 @@ def served(
         (port,) = free_ports(1)
         traces, said = folder / "traces", folder / "launcher.out"
         argv = [sys.executable, "-m", "deploy.cli", "serve", "--layout", layout, "--port", str(port)]
-        argv += ["--run-root", f"{folder}/run", *(["--trace-dir", str(traces)] if traced else []), *flags]
+        argv += ["--run-root", f"{folder}/run", *(["--trace-dir", str(traces)] if traced else [])]
+        argv += ["--proxy", "explain=true", *flags]
         begun = time.monotonic()
         log = folder / "launcher.log"
         launcher = stack.enter_context(started(argv, log, name=layout, out=said, env=env, stop_s=STOP_S))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -103,10 +103,6 @@ class Peers:
     def encoders(self) -> frozenset[str]:
         """Addresses on which features are announced."""
         return frozenset(peer.events for peer in self._others if peer.events and peer.role.sends_features)
-
-    def takers_of_features(self) -> Mapping[str, str]:
-        """Addresses on which those announce who take features, by instance."""
-        return {peer.instance: peer.events for peer in self._others if peer.events and peer.role.takes_features}
 
     def takers_of_kv(self) -> list[tuple[str, ...]]:
         """Of each instance that the asking one sends KV to now, the addresses of its workers, by rank."""

@@ -59,14 +59,12 @@ class Place:
 
     Attributes:
         device: `npu`, `cuda` or `cpu`. tp: ranks.
-        slab_bytes: of device memory that we take for features.
         queue_bytes: of device memory that an encoder's features may keep on their way into the store.
         cpu_kv_bytes: KV cache of a rank on CPU.
     """
 
     device: str
     tp: int
-    slab_bytes: int = 0
     queue_bytes: int = 0
     cpu_kv_bytes: int = 0
 
@@ -147,7 +145,7 @@ def _runtime(role: Role, flags: StageFlags, place: Place) -> int:
     graphs = 0 if flags.eager or role is Role.E else GRAPH_BYTES
     communicators = COMMUNICATORS * COMMUNICATOR_BYTES if place.tp > 1 else 0
     transfers = TRANSFER_BYTES if role.sends_kv or role.takes_kv else 0
-    return CONTEXT_BYTES[place.device] + graphs + communicators + transfers + place.slab_bytes
+    return CONTEXT_BYTES[place.device] + graphs + communicators + transfers
 
 
 def _fixed_kv(role: Role, flags: StageFlags, place: Place) -> int | None:

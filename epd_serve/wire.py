@@ -3,15 +3,12 @@
 msgpack through msgspec; nothing is ever unpickled from a socket. Three channels:
 
 * announcements, stages → consumers and proxies (PUB/SUB): `FeatureExpected`, `FeatureReady`, `FeatureFailed`,
-  `FeaturePending` from encoders, `FeatureMissing`, `FeaturePath` from consumers, `StoreReport` from all that have to
-  do with features, `KvReport` from the workers of every stage that sends KV, `StageReport` from the scheduler of every
-  stage.
+  `FeaturePending` from encoders, `FeatureMissing` from consumers, `StoreReport` from all that have to do with features,
+  `KvReport` from the workers of every stage that sends KV, `StageReport` from the scheduler of every stage.
 * transfer control, D scheduler ↔ P scheduler (DEALER/ROUTER): `Queued`, `Ready`, `Cancel` | `Alive`, `Refused`,
   `CancelAck`, `FirstToken`.
 * transfer data, P worker ↔ D worker (DEALER/ROUTER): `Hello`, `Probe`, `Packet`, `Done` | `HelloAck`, `HelloRefused`,
   `Credit`. On the same socket of D's worker, from D's scheduler: `FirstToken`.
-* device features, the scheduler of a consumer ↔ the feature agents of its own workers (DEALER/ROUTER): `AgentHello`,
-  `FetchInto` | `AgentReady`, `AgentRefused`, `Fetched`, `FetchFailed`, `FetchSettled`.
 
 A transfer is named by `TransferKey`: the proxy's transfer id and the child (vLLM fans `n` and prompt lists out under
 one set of transfer params), so both ends of one child agree without asking.
@@ -59,10 +56,6 @@ KV_NOT_SENT = "epd-serve: no KV: "
 no KV for D. Streams have no field of vLLM's for `kv_transfer_params`."""
 
 
-NO_ARENA = "-"
-"""`FeatureReady.host` of a feature that lies in the second tier alone, as the device path writes it."""
-
-
 class TransferKey(msgspec.Struct, frozen=True, array_like=True):
     """One prompt's KV on its way: the proxy's id of the attempt, and the request id within the stages."""
 
@@ -93,7 +86,7 @@ class FeatureReady(_Message, frozen=True):
     """Published only after the put succeeded. A hint: the store's index is the truth.
 
     Attributes:
-        host: the arena that holds it (`StageWiring.arena_id`), whose consumers need no second tier; or `NO_ARENA`.
+        host: the arena that holds it (`StageWiring.arena_id`), whose consumers need no second tier.
         pooled: the second tier holds it too.
         metadata: what a consumer needs in place of the media, e.g. `{"image_grid_thw": [[1, 4, 4]]}`; empty when this
             vLLM cannot say (consumers then need the media itself).
@@ -129,22 +122,6 @@ class FeatureMissing(_Message, frozen=True):
     cause: str
 
 
-class FeaturePath(_Message, frozen=True):
-    """A consumer has tried, at start, how it reaches this life of an encoder. Encoders learn from it whether somebody
-    needs their features in the arena.
-
-    Attributes:
-        encoder: incarnation of the encoder.
-        path: `device` (second tier into device memory) or `arena`.
-        reason: why not `device`.
-    """
-
-    instance: str
-    encoder: str
-    path: str
-    reason: str = ""
-
-
 class StoreReport(_Message, frozen=True):
     """What one instance sees of the MM Store: on change at most every 50 ms, else every 500 ms.
 
@@ -154,7 +131,6 @@ class StoreReport(_Message, frozen=True):
         waiting_puts: features that wait for room (encoders).
         encoding: items that this encoder holds.
         counters: monotonic counts of this life, e.g. `encoded`, `encode_skipped`, `fetched`, `recomputed.deadline`.
-        feature_path: `device` once features leave this encoder from device memory; consumers then try to reach it.
         seq: grows by one per report of this life.
     """
 
@@ -167,7 +143,6 @@ class StoreReport(_Message, frozen=True):
     waiting_puts: int = 0
     encoding: int = 0
     counters: dict[str, int] = {}
-    feature_path: str = "host"
     seq: int = 0
 
 
@@ -370,6 +345,22 @@ class FirstToken(_Message, frozen=True):
     token: int
 
 
+# --- transfers, D scheduler → D worker, and back --------------------------------------------------------------------
+
+
+class Expect(_Message, frozen=True):
+    """Blocks are reserved for this transfer. Packets of others are dropped, so P hears of the blocks (READY) when every
+    worker has answered; the step that tells the worker of the request may begin later."""
+
+    key: TransferKey
+
+
+class Expecting(_Message, frozen=True):
+    """The worker takes packets of this transfer from now on."""
+
+    key: TransferKey
+
+
 # --- transfer data, P worker → D worker -----------------------------------------------------------------------------
 
 
@@ -463,107 +454,31 @@ class Credit(_Message, frozen=True):
     seq: int
 
 
-# --- device features, scheduler of a consumer → feature agent of each of its workers ---------------------------------
-
-
-class AgentHello(_Message, frozen=True):
-    """First message, repeated until answered. `incarnation`: of the instance; an agent of another life refuses."""
-
-    version: int
-    incarnation: str
-
-
-class FetchInto(_Message, frozen=True):
-    """Fetch a feature to `offset` of the slab, where `capacity` bytes are free, and verify it there.
-
-    Attributes:
-        seq: number of the attempt, the same for all ranks.
-        writer: incarnation of the encoder that must have written it, or "" for any.
-    """
-
-    seq: int
-    key: str
-    offset: int
-    capacity: int
-    writer: str = ""
-
-
-# --- device features, feature agent of a worker → scheduler of the same instance --------------------------------------
-
-
-class AgentReady(_Message, frozen=True):
-    """The agent has its slab. `integrity`: how it verifies features, for the log."""
-
-    rank: int
-    slab_bytes: int
-    integrity: str
-
-
-class AgentRefused(_Message, frozen=True):
-    """This worker cannot fetch into device memory; features take the host path."""
-
-    rank: int
-    reason: str
-
-
-class Fetched(_Message, frozen=True):
-    """The feature lies at its offset of this rank's slab, verified."""
-
-    seq: int
-    nbytes: int
-    shape: list[int]
-    dtype: str
-
-
-class FetchFailed(_Message, frozen=True):
-    """The feature does not lie there.
-
-    Attributes:
-        cause: `missing`, `corrupt`, `unavailable`, or `size` (it needs more than `capacity`).
-        settled: no transfer will write there any more; else `FetchSettled` follows.
-        nbytes: with `size`, of the payload.
-    """
-
-    seq: int
-    cause: str
-    reason: str
-    settled: bool
-    nbytes: int = 0
-
-
-class FetchSettled(_Message, frozen=True):
-    """A transfer that was given up has ended: its place may be used again."""
-
-    seq: int
-
-
 Announcement = (
     FeatureExpected
     | FeatureReady
     | FeatureFailed
     | FeaturePending
     | FeatureMissing
-    | FeaturePath
     | StoreReport
     | KvReport
     | StageReport
     | CacheReport
 )
-ToFeatureAgent = AgentHello | FetchInto
-ToFeatureClient = AgentReady | AgentRefused | Fetched | FetchFailed | FetchSettled
 ToPrefillScheduler = Queued | Ready | Cancel
 ToDecodeScheduler = Alive | Refused | CancelAck | FirstToken
-ToDecodeWorker = Hello | Probe | Packet | Done | FirstToken
+ToDecodeControl = ToDecodeScheduler | Expecting
+FromDecodeControl = ToPrefillScheduler | Expect | FirstToken
+ToDecodeWorker = Hello | Probe | Packet | Done | Expect | FirstToken
 ToPrefillWorker = HelloAck | HelloRefused | Credit
 
 _encoder = msgspec.msgpack.Encoder()
 announcements: msgspec.msgpack.Decoder[Announcement] = msgspec.msgpack.Decoder(Announcement)
 to_prefill_scheduler: msgspec.msgpack.Decoder[ToPrefillScheduler] = msgspec.msgpack.Decoder(ToPrefillScheduler)
 to_decode_scheduler: msgspec.msgpack.Decoder[ToDecodeScheduler] = msgspec.msgpack.Decoder(ToDecodeScheduler)
+to_decode_control: msgspec.msgpack.Decoder[ToDecodeControl] = msgspec.msgpack.Decoder(ToDecodeControl)
 to_decode_worker: msgspec.msgpack.Decoder[ToDecodeWorker] = msgspec.msgpack.Decoder(ToDecodeWorker)
 to_prefill_worker: msgspec.msgpack.Decoder[ToPrefillWorker] = msgspec.msgpack.Decoder(ToPrefillWorker)
-to_feature_agent: msgspec.msgpack.Decoder[ToFeatureAgent] = msgspec.msgpack.Decoder(ToFeatureAgent)
-to_feature_client: msgspec.msgpack.Decoder[ToFeatureClient] = msgspec.msgpack.Decoder(ToFeatureClient)
 
 DecodeError = msgspec.DecodeError
 

@@ -50,10 +50,6 @@ class StageWiring:
         load_publish: ZMQ address on which its scheduler announces `StageReport`, or "" to keep its load to itself.
         mooncake_master: `host:port` of the second tier's master, or "" for the arena alone.
         mooncake_segment_bytes: memory this instance gives to the second tier (encoders).
-        feature_path: `host` (through the arena) or `device` (second tier straight into device memory of the workers).
-        feature_worker_endpoint: where the feature agents of this instance's workers listen, a template with `{rank}`
-            (consumers on the device path), else "".
-        feature_slab_bytes: device memory of each worker for features on the device path.
         feature_queue_bytes: device memory that features may keep on their way into the store (encoders).
         feature_prefetch: `event` (fetched when announced) or `demand` (fetched when a request needs it; for ablation).
         partial_prefill: whether a request may be prefilled up to its first feature that is not here.
@@ -90,9 +86,6 @@ class StageWiring:
     load_publish: str = ""
     mooncake_master: str = ""
     mooncake_segment_bytes: int = 0
-    feature_path: str = "host"
-    feature_worker_endpoint: str = ""
-    feature_slab_bytes: int = 512 << 20
     feature_queue_bytes: int = 256 << 20
     feature_prefetch: str = "event"
     partial_prefill: bool = True

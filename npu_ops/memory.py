@@ -25,15 +25,14 @@ T: torch_npu 2.10, `torch_npu.npu.__all__`):
 
     torch.npu.set_device                       T; M: first, in every thread
     torch.npu.Stream(device), set_stream       T; each thread of ours has a stream, as with CUDA
-    torch.npu.Event(enable_timing, blocking)   T; vllm-ascend's `notify_kv_cache_written` records one per layer
-    event.record, query, elapsed_time (ms)     T
-    event.synchronize                          T; M: may hang before CANN 8.5.RC1
+    torch.npu.Event(enable_timing)             T; vllm-ascend's `notify_kv_cache_written` records one per layer
+    event.record, query, elapsed_time (ms)     T; never `synchronize` (M: may hang before CANN 8.5.RC1)
     2 MB alignment, 256 regions                M
     pin_memory, is_pinned                      T; vllm-ascend's `simple_kv_offload` pins its host blocks so
     index_select(out=), index_copy_            CANN `aclnnIndexSelect`, `aclnnInplaceIndexCopy`: int64 to uint8
 
-All else is torch (`empty`, `copy_`, `data_ptr`, views, `sum`). `total` is trusted only after `proves_total`, moves of
-blocks by index only after `proves_blocks`.
+All else is torch (`empty`, `copy_`, `data_ptr`, views). Moves of blocks by index are trusted only after
+`proves_blocks`.
 """
 
 from __future__ import annotations
@@ -86,9 +85,6 @@ class DeviceMemory(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy of equal-sized flat bytes on this thread's stream; `source` may be small host memory."""
 
-    def clone(self, source: torch.Tensor) -> torch.Tensor:
-        """Queues a copy into new memory of the device's allocator."""
-
     def fence(self) -> Callable[[], None]:
         """Recorded on this thread's stream; the returned function waits for it, in any thread that has entered."""
 
@@ -130,28 +126,3 @@ class DeviceMemory(Protocol):
 
         No block may be wanted twice. Raises BlocksError before anything is queued.
         """
-
-    def total(self, source: torch.Tensor) -> int:
-        """The sum of flat bytes read as little-endian int32 words, modulo 2^64, computed on the device."""
-
-
-def whole_words(data: torch.Tensor) -> torch.Tensor:
-    """The int32 words of flat bytes; up to three last bytes are left out."""
-    return data[: data.numel() // 4 * 4].view(torch.int32)
-
-
-def proves_total(memory: DeviceMemory) -> str | None:
-    """Why `memory.total` cannot be trusted on this device, or None: it is tried on words whose sum is known.
-
-    Not every device sums int32 into int64; this asks it instead of assuming. The calling thread has entered.
-    """
-    words = torch.tensor([2**31 - 1] * 513 + [-(2**31)] * 3 + [-1, 7], dtype=torch.int32)
-    expected = int(words.sum(dtype=torch.int64).item()) % (1 << 64)
-    pattern = words.view(torch.uint8)
-    try:
-        block = memory.allocate(pattern.numel())
-        memory.copy(block.data, pattern)
-        actual = memory.total(block.data)
-    except RuntimeError as error:
-        return f"{memory.name} cannot sum on the device: {error}"
-    return None if actual == expected else f"{memory.name} sums int32 words to {actual} instead of {expected}"

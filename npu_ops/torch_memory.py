@@ -24,7 +24,7 @@ from npu_ops.blocks import (
 )
 from npu_ops.buffers import PAGE, Bounce, nothing_registered, pinned, register_with_cuda
 from npu_ops.fences import EventFence, ReachedFence, TimedFence, fence
-from npu_ops.memory import NPU_ALIGNMENT, DeviceBlock, DeviceMemory, DeviceMemoryError, whole_words
+from npu_ops.memory import NPU_ALIGNMENT, DeviceBlock, DeviceMemory, DeviceMemoryError
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +54,6 @@ class _TorchMemory:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # Host memory may be pageable and gone the next moment: only copies within the device are left to the stream.
         target.copy_(source, non_blocking=source.device.type != "cpu")
-
-    def clone(self, source: torch.Tensor) -> torch.Tensor:
-        return source.clone()
 
     def fence(self) -> Callable[[], None]:
         return fence(self.device)
@@ -88,9 +85,6 @@ class _TorchMemory:
 
     def scatter(self, rows: Sequence[Blocks], runs: Sequence[BlockRun], source: torch.Tensor) -> None:
         scatter_by_copies(self.copy, rows, runs, source)
-
-    def total(self, source: torch.Tensor) -> int:
-        return whole_words(source).sum(dtype=torch.int64).item() % (1 << 64)
 
 
 class HostMemory(_TorchMemory):

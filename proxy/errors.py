@@ -43,6 +43,20 @@ class StageDied(StageError):
         self.ago_s = ago_s
 
 
+class StageFault(StageError):
+    """The stage answered 500 and lives. `said`: in which words, the stage's name left out."""
+
+    def __init__(self, said: str, *, stage: str) -> None:
+        super().__init__(f"stage {stage} failed with {said}", stage=stage)
+        self.said = said
+
+
+class FaultyBody(RequestError):
+    """Two live instances failed on this body with the same words: it is the body's fault, and no instance's."""
+
+    code = "same_fault"
+
+
 class StageTimeout(StageError):
     """The stage took longer than it may. Another one may do better; the same one would only be asked twice."""
 
@@ -140,8 +154,8 @@ def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError
         stage: instance id. status: its HTTP status.
 
     Returns:
-        `StageRefusal` for 4xx; `StageError` (a retry is safe before the first byte) for everything else,
-        `StageDied` when it is the stage's last word.
+        `StageRefusal` for 4xx; `StageError` (a retry is safe before the first byte) for everything else, of which 500
+        is a `StageFault`, or `StageDied` when it is the stage's last word.
     """
     fields: dict[str, Any] = {}
     text = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
@@ -164,8 +178,11 @@ def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError
             param=param if isinstance(param, str) else None,
             code=code if isinstance(code, str) else None,
         )
-    kind = StageDied if ENGINE_DEAD in stage_message else StageError
-    return kind(f"stage {stage} failed with {status}: {message}", stage=stage)
+    if ENGINE_DEAD in stage_message:
+        return StageDied(f"stage {stage} failed with {status}: {message}", stage=stage)
+    if status == 500:
+        return StageFault(f"{status}: {message}", stage=stage)
+    return StageError(f"stage {stage} failed with {status}: {message}", stage=stage)
 
 
 def most_telling(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -150,6 +150,7 @@ class Pipeline:
                 go_on=settings.go_on,
             ),
             self.dispatcher,
+            self.circuits,
             self.metrics,
             self.trace,
             self._budget,

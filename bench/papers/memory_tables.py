@@ -44,9 +44,9 @@ KIND = "emulated: computed from sizes of models, nothing was run"
 NOTES = """\
 Beside them in brackets: what EPD reports of its A800. Its engine (vLLM 0.6.1) held more per image than the flash
 kernels that are counted here: its numbers are smaller, and where the encoder took most of that (MiniCPM-V), its gain is
-up to three times the one computed. P with spare: our P as it starts, with an encoder loaded for lost features;
-`--stage-args 'P:--language-model-only'` leaves that out. vLLM encodes a request in portions, so with it the context
-and the KV cache bound a request before the encoder's activations do."""
+up to three times the one computed. P with spare: our P, with an encoder loaded for lost features; it has no other form
+yet, since with `--language-model-only` at P the proxy answers media with 400. vLLM encodes a request in portions, so
+with the encoder beside it the context and the KV cache bound a request before the encoder's activations do."""
 
 
 class Place(NamedTuple):
@@ -60,7 +60,7 @@ class Place(NamedTuple):
 PLACES: Mapping[str, Place] = {
     "together": Place(True, True, None),  # EP; DistServe's prefill node, a monolith's prefill
     "encoder": Place(True, False, None),
-    "prefill": Place(False, True, 0),  # EPD's P; ours with --language-model-only
+    "prefill": Place(False, True, 0),  # EPD's P; not ours yet: see NOTES
     "spare": Place(True, True, 1),  # our P, which encodes an image again whose feature was lost
 }
 _APART = {"disaggregated": "prefill", "disaggregated_spare": "spare"}

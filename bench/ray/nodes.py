@@ -62,12 +62,13 @@ class RayNodes(Child):
         address: for `--ray-address`. env: what a process needs to reach it, `RAY_ADDRESS` among it.
     """
 
-    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
-        token = folder / "token"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32), encoding="ascii")
+    def __init__(self, folder: Path, options: Mapping[str, Any], *, token: bool = True) -> None:
+        file = folder / "token"
+        file.touch(mode=0o600)
+        file.write_text(secrets.token_hex(32), encoding="ascii")
         (folder / "ray").mkdir()
-        auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": str(folder)}
+        mode = "token" if token else "disabled"
+        auth = {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN_PATH": str(file), "RAY_TMPDIR": str(folder)}
         super().__init__(__name__, env={**auth, **SETTINGS})
         self._options = dict(options)
         self._nodes: list[RayNode] = []
@@ -124,11 +125,11 @@ class RayNodes(Child):
 
 
 @contextlib.contextmanager
-def ray_nodes(count: int = COUNT, *, cpus: int = CPUS, **options: Any) -> Iterator[RayNodes]:
+def ray_nodes(count: int = COUNT, *, cpus: int = CPUS, token: bool = True, **options: Any) -> Iterator[RayNodes]:
     """A cluster for the time of the context.
 
     Args:
-        count: of nodes. cpus: of each.
+        count: of nodes. cpus: of each. token: whether callers have to show one.
         options: of `Cluster.add_node`, for every node: `resources`, `num_gpus`, `labels`, …
 
     Raises:
@@ -137,7 +138,7 @@ def ray_nodes(count: int = COUNT, *, cpus: int = CPUS, **options: Any) -> Iterat
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Ray is not installed: pip install 'epd-serve[ray]'")
     with scratch() as folder:
-        made = RayNodes(folder, {"num_cpus": cpus, **options})
+        made = RayNodes(folder, {"num_cpus": cpus, **options}, token=token)
         try:
             made.begin(count)
             yield made

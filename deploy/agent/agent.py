@@ -25,6 +25,7 @@ from deploy.agent.template import NAME as TEMPLATE
 from deploy.agent.template import stage_starts
 from deploy.agent.wiring import wire
 from deploy.host.environment import stage_environment
+from deploy.host.logs import keep_bounded
 from deploy.host.ports import PortBlocks
 from deploy.keeper.interface import Entry, Keeper
 from deploy.options.mm_store import MASTER_PROGRAM
@@ -68,11 +69,15 @@ class Agent:
         starts = stage_starts(setting, device, a_stage, blueprint.model, run.log(TEMPLATE), self._say, self._keeper)
         async with starts as self._supervisor.start:
             await self._adopt()
-            recording = asyncio.create_task(self._records.run(), name="records")
+            tasks = [
+                asyncio.create_task(self._records.run(), name="records"),
+                asyncio.create_task(keep_bounded(run.path), name="logs"),
+            ]
             try:
                 yield
             finally:
-                recording.cancel()
+                for task in tasks:
+                    task.cancel()
 
     async def close(self) -> None:
         """End all instances, and all that they share. Any number of calls."""

@@ -16,6 +16,7 @@ from deploy.agent.record import Record
 from deploy.agent.stage_life import Process, executed
 from deploy.agent.supervisor import Supervisor
 from deploy.agent.wiring import Net
+from deploy.host.ports import PortBlocks
 from deploy.host.rundir import RunDir
 from deploy.keeper.interface import Entry, Keeper
 from deploy.options.addresses import host_and_port
@@ -59,6 +60,10 @@ class SecondTier:
         self._turn = asyncio.Lock()
         self._record: Record | None = None
         self._supervisor: Supervisor | None = None
+        if master is not None:  # its ports are nobody else's until it begins, nor between two of its lives
+            self._ports = PortBlocks(master.settings.host)
+            for port in (master.settings.rpc_port, master.settings.metrics_port):
+                self._ports.adopt(port, 1)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -84,7 +84,6 @@ def _policies(blueprint: Blueprint, plan: InstancePlan) -> StageWiring:
         role=plan.role,
         incarnation="",
         mooncake_segment_bytes=config.mooncake_segment_mib << 20 if plan.role.sends_features else 0,
-        feature_path=blueprint.ways.feature_path(plan.id),
         feature_prefetch=config.feature_prefetch,
         partial_prefill=config.partial_prefill == "on",
         recompute_limit=config.recompute_limit,

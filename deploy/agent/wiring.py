@@ -110,7 +110,6 @@ def _wiring(order: Order, site: Site, port: int, incarnation: str) -> StageWirin
     spec, run, net, name = order.spec, site.run, site.net, order.id
     policies, featured, tp = _stage(order).wiring, spec.featured, _stage(order).tp
     pooled = featured and bool(site.mooncake_master)
-    feature_path = policies.feature_path if pooled else "host"
     sends_kv = spec.role.sends_kv or spec.both
     takes_kv = spec.role.takes_kv or spec.both
 
@@ -136,10 +135,6 @@ def _wiring(order: Order, site: Site, port: int, incarnation: str) -> StageWirin
         load_publish=address("load", _LOAD),
         mooncake_master=site.mooncake_master if featured else "",
         mooncake_segment_bytes=policies.mooncake_segment_bytes if pooled else 0,
-        feature_path=feature_path,
-        feature_worker_endpoint=run.ipc(f"{name}.features{{rank}}")
-        if feature_path == "device" and spec.role.takes_features
-        else "",
         kv_endpoint=address("kv", _KV) if sends_kv else "",
         kv_worker_endpoint=addresses("kvw", _FIRST_WORKER) if takes_kv else "",
         kv_publish=addresses("kvnews", _FIRST_WORKER + tp) if sends_kv else "",

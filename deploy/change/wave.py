@@ -184,6 +184,3 @@ class _Turn:
 
     def _those_up(self, but: Collection[str] = ()) -> list[Observed]:
         return [one for name, one in self.present.items() if name not in but and one.phase is Phase.UP]
-
-    def _served(self) -> frozenset[str]:
-        return served(self.present.values(), frozenset(self.leaving))

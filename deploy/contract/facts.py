@@ -10,7 +10,8 @@ sources; `manifest.py` from what was written down. Questions:
     flag     `--name`                          of the package's command line: the config field behind it
     names    an environment variable           whether the package knows it
     hook     canonical class `:` method        who calls it, and with what
-    request  class of a request                its fields as JSON names them, each with the classes that it is made of
+    request  class of a request                its fields as JSON names them, each with the classes that it is made of,
+                                               and the JSON types of those that can be a list or an object
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 
 from deploy.contract.callers import Callers
 from deploy.contract.flags import Flags
+from deploy.contract.json_types import json_types
 from deploy.contract.members import Classes, ClassFacts, Member
 from deploy.contract.source import Found, Function, WheelSource
 
@@ -155,9 +157,21 @@ class WheelFacts:
         there = self._found_class(name)
         if there is None:
             return {"is": "missing"}
+        fields = self._classes.request_fields(there[0])
+        types = {field: self._types(text) for field, text in fields.items()}
         return {
-            "fields": {field: self._made_of(text) for field, text in self._classes.request_fields(there[0]).items()}
+            "fields": {field: self._made_of(text) for field, text in fields.items()},
+            "types": {field: found for field, found in types.items() if found},
         }
+
+    def _types(self, annotation: str) -> str:
+        """What may stand in JSON for a field: see `json_types`."""
+
+        def is_object(name: str) -> bool:
+            there = self._found_class(name)
+            return there is not None and bool(self._classes.request_fields(there[0]))
+
+        return json_types(annotation, is_object)
 
     def _made_of(self, annotation: str) -> str:
         words = dict.fromkeys(re.findall(r"[A-Za-z_]\w*(?:\.\w+)+", annotation))

@@ -22,9 +22,9 @@ class Known:
 
 _NPU = "mooncake-transfer-engine-npu 0.3.11.post1"
 _CALLS = (
-    "Matters only with a master that the operator runs (`--mooncake-master`), and is warned of there: it keeps limits "
-    "of its own. Our deadline and breaker (`store/mooncake/breaker.py`) end the call for whoever waits; the memory "
-    "that it was given may stay taken for up to 30 s."
+    "Its client keeps limits of its own, and NPUs have no second tier that would use it. Elsewhere an older client is "
+    "warned of: our deadline and breaker (`store/mooncake/breaker.py`) end the call for whoever waits; the memory that "
+    "it was given may stay taken for up to 30 s."
 )
 _QUEUES = (
     "TCP only, and Ascend's protocol is another one. Over TCP a write of 200 MB may fail with this release: warned of "
@@ -42,8 +42,7 @@ KNOWN: tuple[Known, ...] = (
         _NPU,
         "store/mooncake/master.py",
         "--metrics_host",
-        "Its `mooncake_master` ends at once with `unknown command line flag`, so it is never started: a second tier "
-        "of our own wants 0.3.13.post1 (`deploy/options/mooncake_package.py`). `--mm-store auto` stays with the arena "
-        "and says so, `mooncake` is refused.",
+        "Its `mooncake_master` ends at once with `unknown command line flag`. It is never started: NPUs have no second "
+        "tier (`deploy/options/mm_store.py`).",
     ),
 )

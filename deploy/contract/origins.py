@@ -26,6 +26,8 @@ ORIGINS = (
     Origin("epd_serve/engine/kv/mooncake_endpoint.py", "MooncakeEndpoint.__init__", "self.engine",
            "mooncake.engine.TransferEngine"),
     Origin("epd_serve/engine/kv/mooncake_writes.py", "Writes.run", "engine", "mooncake.engine.TransferEngine"),
+    Origin("epd_serve/engine/kv/mooncake_writes.py", "Writes._run_lists", "engine",
+           "mooncake.engine.TransferEngine"),
     Origin("epd_serve/engine/kv/mooncake_writes.py", "Writes._finish_oldest", "engine",
            "mooncake.engine.TransferEngine"),
     Origin("epd_serve/engine/status/scheduler.py", "_vllms_choice", "vllm_config", "vllm.config.vllm.VllmConfig"),

@@ -55,6 +55,12 @@ FIELDS: dict[str, dict[str, frozenset[str]]] = {
     for model, specs in _SPECS.items()
 }
 """Model → release → names."""
+
+TYPES: dict[str, dict[str, str]] = {
+    model: dict(spec.split("=") for spec in specs.split()) for model, specs in _TYPES.items()
+}
+"""Model → path of a field → what any release takes for it beside null: `o` an object, `l` a list, `L` a list of
+objects, `s` a string, `n` a number or a boolean. Those only for which a list or an object is taken."""
 '''
 
 
@@ -90,9 +96,40 @@ def fields_text(facts: Mapping[Wheel, Facts]) -> str:
     for model in MODELS:
         by_release = {wheel.version: set(_fields(answers, MODELS[model])) for wheel, answers in wheels.items()}
         specs = [_spec(name, by_release, releases) for name in sorted(set().union(*by_release.values()))]
-        wrapped = textwrap.wrap(" ".join(specs), 110, break_long_words=False, break_on_hyphens=False)
-        lines += [f'    "{model}": """', *(f"        {line}" for line in wrapped), '    """,']
+        lines += _wrapped(model, specs)
+    lines += ["}", "", "_TYPES = {"]
+    for model in MODELS:
+        types: dict[str, str] = {}
+        for answers in wheels.values():
+            _add_types(types, answers, model, "", MODELS[model])
+        lines += _wrapped(model, [f"{path}={letters}" for path, letters in sorted(types.items()) if letters])
     return _HEAD.format(releases=quoted) + "\n".join([*lines, "}"]) + "\n" + _TAIL
+
+
+def _wrapped(model: str, specs: list[str]) -> list[str]:
+    wrapped = textwrap.wrap(" ".join(specs), 110, break_long_words=False, break_on_hyphens=False)
+    return [f'    "{model}": """', *(f"        {line}" for line in wrapped), '    """,']
+
+
+def _add_types(types: dict[str, str], answers: Facts, model: str, prefix: str, owner: str) -> None:
+    """Add what `owner` lets pass at its fields to what other classes do; "" is anything."""
+    row = answers.ask("request", owner)
+    for name, classes in row.get("fields", {}).items():
+        path = prefix + name
+        if not _is_passed(model, path):
+            continue
+        letters = row.get("types", {}).get(name, "")
+        before = types.get(path, letters)
+        both = {*before, *letters} - ({"L"} if "l" in before + letters else set())
+        types[path] = "".join(sorted(both)) if before and letters else ""
+        # Of several classes, or of one of ours to read and others, each passes over what only another one has.
+        if path in NESTED[model] and letters in ("o", "L") and len(classes.split()) == 1:
+            _add_types(types, answers, model, f"{path}.", classes)
+
+
+def _is_passed(model: str, path: str) -> bool:
+    owner, _, name = path.rpartition(".")
+    return name in (NESTED[model][owner].split() if owner else names_of(PASSED)) and not name.endswith("_embeds")
 
 
 def _spec(name: str, by_release: Mapping[str, set[str]], releases: list[str]) -> str:

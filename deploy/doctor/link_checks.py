@@ -102,7 +102,7 @@ def _same_npu(facts: Facts) -> Finding:
     cann = series(facts.ascend.cann)
     able = cann is not None and cann >= SAME_NPU_FROM and facts.ascend.hixl
     what = "can connect an NPU with itself (HIXL); off by default" if able else "cannot connect an NPU with itself"
-    beside = [way for way in draw_ways(DeployConfig(), "npu", facts.wanted.plans, pooled=False).kv if way.beside]
+    beside = [way for way in draw_ways(DeployConfig(), "npu", facts.wanted.plans).kv if way.beside]
     pairs = ", ".join(f"{way.sender}→{way.taker}" for way in beside)
     use = f"{pairs}: shared memory" if pairs else "pairs on one NPU take shared memory"
     return ok("pairs on one npu", f"CANN {facts.ascend.cann or '(unknown)'} {what}; {use}")

@@ -8,14 +8,14 @@ from deploy.doctor.facts import Facts
 from deploy.doctor.finding import Finding, error, ok, warning
 from deploy.options.mooncake_package import PACKAGES, SECOND_TIER_FROM, install_command, is_older
 
-_UNUSED = "not installed (needed for several hosts, and between NPUs)"
+_UNUSED = "not installed (needed for several hosts)"
 
 
 def mooncake_checks(facts: Facts) -> Iterator[Finding]:
     device, found = facts.wanted.device, facts.packages.mooncake
     if not found:
         if device == "npu":
-            why = "KV and features between NPUs go through the host's memory"
+            why = "KV between NPUs goes through the host's memory"
             yield warning("mooncake", "not installed", why, install_command(device))
         else:
             yield ok("mooncake", _UNUSED)
@@ -34,12 +34,13 @@ def mooncake_checks(facts: Facts) -> Iterator[Finding]:
         yield warning(
             "mooncake", f"{seen}, but no libibverbs", "it does not load without", "apt-get install libibverbs1"
         )
-    elif is_older(package):
-        why = f"KV between NPUs works, the second tier of the MM Store does not: it wants {SECOND_TIER_FROM}"
+    elif is_older(package) and device != "npu":  # which have no second tier
+        why = f"the second tier of the MM Store wants {SECOND_TIER_FROM}"
         yield warning("mooncake", seen, why, install_command(device))
     else:
         yield ok("mooncake", seen + (", protocol ascend" if device == "npu" else ""))
-    yield from _master(facts)
+    if device != "npu":
+        yield from _master(facts)
 
 
 def _master(facts: Facts) -> Iterator[Finding]:

@@ -1,21 +1,19 @@
-"""Which TCP ports processes listen on (Linux /proc), and which of them answer at other addresses than they should."""
+"""Which TCP ports processes listen on, and which of them answer at other addresses than they should."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ipaddress
-import os
 import socket
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 from deploy.host.processes import group_members
 
 PROBE_S = 0.5
-_LISTEN = "0A"
 _ELSEWHERE = ("192.0.2.1", 9)  # RFC 5737: an address of nobody
 
 
@@ -33,15 +31,12 @@ class Listener:
 
 
 def listeners(pids: Iterable[int]) -> list[Listener]:
-    """Listening sockets of the processes; those of a process that has gone are left out."""
+    """Listening sockets of the processes; those of a process that has gone, or is not ours, are left out."""
     found = []
     for pid in pids:
-        inodes = _socket_inodes(pid)
-        for table in ("tcp", "tcp6") if inodes else ():
-            with contextlib.suppress(OSError):
-                lines = Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]
-                rows = [line.split() for line in lines]
-                found += [_listener(pid, row[1]) for row in rows if row[3] == _LISTEN and row[9] in inodes]
+        with contextlib.suppress(psutil.Error):
+            bound = psutil.Process(pid).net_connections("tcp")
+            found += [Listener(pid, *one.laddr) for one in bound if one.status == psutil.CONN_LISTEN]
     return found
 
 
@@ -89,24 +84,3 @@ async def _answers(host: str, port: int) -> bool:
         return False
     writer.close()
     return True
-
-
-def _socket_inodes(pid: int) -> set[str]:
-    inodes = set()
-    try:
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # closed since
-                target = os.readlink(entry.path)
-                if target.startswith("socket:["):
-                    inodes.add(target[8:-1])
-    except OSError:
-        return set()  # gone, or not ours
-    return inodes
-
-
-def _listener(pid: int, local: str) -> Listener:
-    """`0100007F:5A83`: the address in words of the machine's byte order, the port in hex."""
-    address, _, port = local.partition(":")
-    words = [bytes.fromhex(address[at : at + 8]) for at in range(0, len(address), 8)]
-    packed = b"".join(int.from_bytes(word, "big").to_bytes(4, sys.byteorder) for word in words)
-    return Listener(pid, str(ipaddress.ip_address(packed)), int(port, 16))

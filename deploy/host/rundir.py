@@ -38,6 +38,7 @@ from typing import Any, BinaryIO
 from deploy.host import processes
 from deploy.host.environment import run_root, shm_root
 from deploy.host.held import hold
+from deploy.host.logs import read_log
 from epd_serve.errors import ConfigError
 
 HELD = "held"
@@ -129,8 +130,7 @@ class RunDir:
     def keep_log(self, instance: str) -> Path:
         """Copy a failed stage's log to where it outlives the launch (one per instance, overwritten by the next)."""
         kept = self.path.parent / f"last-failure-{instance}.log"
-        self.log(instance).touch()  # one that could not even be executed has written nothing
-        shutil.copyfile(self.log(instance), kept)
+        kept.write_bytes(read_log(self.log(instance), 0, -1)[0])
         return kept
 
     def clear_instance(self, instance: str) -> None:

@@ -80,7 +80,6 @@ def share_memory(
     inventory: DeviceInventory,
     words: StageArgs | OneStage,
     *,
-    feature_path: str = "host",
     shm_mib: int = 0,
     properties: Sequence[DeviceProperties] | None = None,
 ) -> Outcome:
@@ -89,7 +88,7 @@ def share_memory(
     Args:
         facts: None where the model's files are not here.
         words: vLLM flags of the operator.
-        feature_path: `device` where instances keep a slab for features there. shm_mib: of host memory, for all.
+        shm_mib: of host memory, for all.
         properties: of the devices; by default they are asked.
 
     Raises:
@@ -104,7 +103,7 @@ def share_memory(
     if facts is None:
         return _unknown(plans, kind, "the model is not a folder on this machine")
     found = read_properties(inventory) if properties is None else properties
-    sizing = Sizing(facts, inventory, found, words.of, feature_path, shm_mib << 20)
+    sizing = Sizing(facts, inventory, found, words.of, shm_mib << 20)
     memory = plan_memory(plans, sizing)
     if memory is None:
         return _unknown(plans, kind, _untold(sizing, plans))

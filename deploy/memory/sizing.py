@@ -37,7 +37,6 @@ class Sizing:
 
     Attributes:
         words_of: the operator's vLLM flags of an instance.
-        feature_path: `device` where instances keep a slab for features there.
         host_bytes: shared memory of the launch (arena and KV staging), which is host memory.
     """
 
@@ -45,7 +44,6 @@ class Sizing:
     inventory: DeviceInventory
     properties: Sequence[DeviceProperties]
     words_of: WordsOf
-    feature_path: str = "host"
     host_bytes: int = 0
 
     @cached_property
@@ -70,8 +68,7 @@ class Sizing:
         weights = self._weights(flags.element_bytes, sizes)
         if weights is None:
             return None
-        slab = StageWiring.feature_slab_bytes if self._has_slab(plan.role) else 0
-        place = Place(kind, plan.tp, slab, StageWiring.feature_queue_bytes, CPU_KV_BYTES if kind == "cpu" else 0)
+        place = Place(kind, plan.tp, StageWiring.feature_queue_bytes, CPU_KV_BYTES if kind == "cpu" else 0)
         model = Model(weights, sizes, replace(self._configs, overrides=flags.processor_kwargs))
         role = Role.D if plan.both else plan.role  # with room for what it may have to decode
         return stage_need(plan.id, role, model, flags, place, modalities(self.facts, words, kind))
@@ -122,9 +119,6 @@ class Sizing:
     @cached_property
     def _read(self) -> dict[int, ModelWeights | None]:
         return {}
-
-    def _has_slab(self, role: Role) -> bool:
-        return self.feature_path == "device" and (role.sends_features or role.takes_features)
 
 
 def processor_configs(folder: Path) -> ProcessorConfigs:

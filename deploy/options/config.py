@@ -106,7 +106,7 @@ class DeployConfig:
     mm_store: str = _option(
         "auto",
         "where features lie: arena (this host's shared memory), mooncake (arena and Mooncake Store), "
-        "auto (arena; with Mooncake on NPUs, on several nodes or when --mooncake-master is given)",
+        "auto (arena; with Mooncake on several nodes or when --mooncake-master is given); NPUs have the arena alone",
         choices=("auto", "arena", "mooncake"),
     )
     mooncake_master: str = _option("", "HOST:PORT of a running mooncake_master (default: start one if it is needed)")
@@ -133,11 +133,6 @@ class DeployConfig:
     )
     partial_prefill: str = _option(
         "on", "prefill a request up to its first image that is not encoded yet, or wait for all", choices=("on", "off")
-    )
-    feature_path: str = _option(
-        "auto",
-        "features of the second tier go through the host, or on NPUs to device memory",
-        choices=("auto", "host", "device"),
     )
     kv_transport: str = _option("auto", "how KV travels P→D", choices=("auto", "shm", "mooncake"))
     mooncake_protocol: str = _option("tcp", "Mooncake's protocol (NPUs always use ascend)", choices=("tcp", "rdma"))

@@ -14,33 +14,40 @@ from epd_serve.errors import ConfigError
 
 MASTER_PROGRAM = "mooncake_master"
 
+_ON_NPUS = (
+    "Mooncake Store does not come up beside NPUs: its Ascend transport wants a device set in every thread, and the "
+    "schedulers, which look for features, have none; nor does each release take host memory that CANN did not allocate"
+)
+"""Read in Mooncake's `ascend_direct_transport.cpp` (`aclrtGetDevice` at a registration) and its #1406 and #4046."""
+
 
 def choose_pool(
     config: DeployConfig, device: str, *, features_travel: bool, several: bool = False
 ) -> tuple[bool, tuple[str, ...]]:
     """Does the launch use Mooncake as second tier? And the warnings to show.
 
-    `auto` means the arena alone on one CPU or CUDA host, and Mooncake beside it on NPU machines, on several nodes or
-    where a master is given; without a Mooncake that can do it `auto` stays with the arena and says so.
+    `auto` means the arena alone on one host, and Mooncake beside it on several nodes or where a master is given; where
+    Mooncake cannot do it `auto` stays with each node's arena and says so. On NPUs it cannot (`_ON_NPUS`).
 
     Args:
         several: features may have to go from one node to another.
 
     Raises:
-        ConfigError: Mooncake is asked for and is not installed, or too old for a master of ours; says what to install.
+        ConfigError: Mooncake is asked for and cannot do it here, is not installed, or is too old for a master of ours.
     """
     asked = config.mm_store == "mooncake" or bool(config.mooncake_master)
     if not features_travel:
         return False, (("the layout has no encode-only instance: no features travel, Mooncake is not used",) * asked)
-    if not asked and (config.mm_store == "arena" or not (several or device == "npu")):
+    if not asked and (config.mm_store == "arena" or not several):
         return False, ()
-    missing = what_is_missing(device, master=not config.mooncake_master)
+    missing = _ON_NPUS if device == "npu" else what_is_missing(device, master=not config.mooncake_master)
     if not missing:
         return True, client_warnings(pooled=True, kv_over_tcp=False)
     if asked:
-        raise ConfigError(f"--mm-store mooncake: {missing}", param="--mm-store")
-    where = "a node alone, and are computed again on others" if several else "host memory alone"
-    return False, (f"features go through {where}: {missing}",)
+        flag = "--mm-store mooncake" if config.mm_store == "mooncake" else "--mooncake-master"
+        advice = "; use --mm-store arena, which all stages of a host share" if device == "npu" else ""
+        raise ConfigError(f"{flag}: {missing}{advice}", param="--mm-store")
+    return False, (f"features go through a node alone, and are computed again on others: {missing}",)
 
 
 def what_is_missing(device: str, *, master: bool) -> str:

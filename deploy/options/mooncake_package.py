@@ -1,9 +1,8 @@
 """Which Mooncake is installed, read from package metadata, and what its version cannot do for us. Imports none of it.
 
-The second tier wants `SECOND_TIER_FROM`. vllm-ascend 0.23's image brings mooncake-transfer-engine-npu 0.3.11.post1: its
-`mooncake_master` has no `--metrics_host` and ends at once (unbound, its ports would answer anybody), and its clients
-take no notice of our limits for calls. Its Transfer Engine is another matter: KV over `ascend` needs nothing that is
-new.
+The second tier wants `SECOND_TIER_FROM`: before, `mooncake_master` has no `--metrics_host` and ends at once (unbound,
+its ports would answer anybody), and clients take no notice of our limits for calls. The Transfer Engine is another
+matter: KV over `ascend` needs nothing newer than the 0.3.11.post1 that vllm-ascend 0.23's image brings.
 """
 
 from __future__ import annotations

@@ -1,13 +1,20 @@
-"""The one sentence that turns a misspelled key or flag into its correction."""
+"""The one sentence that turns a misspelled or withdrawn key or flag into its correction."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
+WITHDRAWN = {
+    "feature_path": "features pass through host memory on every device, and no way past it is offered; leave it out",
+}
+"""Options of former versions, by name, and what to do instead."""
+
 
 def unknown(what: str, word: str, valid: Iterable[str]) -> str:
     """`unknown key 'layuot'; did you mean 'layout'?`, or the list of valid ones when nothing is near."""
+    if (instead := WITHDRAWN.get(word.lstrip("-").replace("-", "_"))) is not None:
+        return f"{what} {word!r} is no longer there: {instead}"
     names = sorted(valid)
     near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
     if near:

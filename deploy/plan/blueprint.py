@@ -179,9 +179,7 @@ def draw(
     check_alike([plan for plan in plans if plan.both], stage_args)
     if config.first_token == "prefill" and not simulated and (doubt := waits_for_decode(plans, stage_args)):
         warnings.append(doubt)
-    ways = draw_ways(
-        config, inventory.kind, plans, pooled=pooled, cann=cann, node_of=lambda plan: nodes.local(plan.devices)[0]
-    )
+    ways = draw_ways(config, inventory.kind, plans, cann=cann, node_of=lambda plan: nodes.local(plan.devices)[0])
     if not simulated and ways.apart and (why_not := reads_device_memory(inventory.kind)):
         raise ConfigError(f"{ways.apart[0]} are on two nodes, where KV takes Mooncake: {why_not}", param="kv_transport")
     memory = NO_MEMORY
@@ -192,7 +190,6 @@ def draw(
             facts,
             nodes,
             stage or stage_args,
-            feature_path=ways.widest_feature_path,
             shm_mib=partial(_shm, config, features_travel),
         )
     warnings += memory.warnings

@@ -21,7 +21,6 @@ def share_memory_of_nodes(
     machines: Machines,
     words: StageArgs | OneStage,
     *,
-    feature_path: str,
     shm_mib: Callable[[Sequence[InstancePlan]], int],
 ) -> Outcome:
     """As `deploy.memory.check.share_memory`; with several nodes, what is said names the node.
@@ -41,7 +40,6 @@ def share_memory_of_nodes(
                 facts,
                 machine.inventory,
                 words,
-                feature_path=feature_path,
                 shm_mib=shm_mib(own),
                 properties=machine.properties,
             )

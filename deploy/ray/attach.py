@@ -35,6 +35,7 @@ from deploy.ray.cluster import (
     deployments,
     here,
     node_name,
+    require_token,
 )
 from deploy.ray.controller import Asked, ControllerActor
 from deploy.ray.news import Event, show
@@ -58,6 +59,7 @@ def serve_on_ray(config: DeployConfig, *, detach: bool = False) -> int:
         ConfigError: no cluster, the name is taken, or the deployment cannot be had on this cluster.
     """
     connect(config.ray_address)
+    require_token()
     if config.name in deployments():
         raise ConfigError(
             f"deployment {config.name!r} runs on this cluster: give this one another --name, or end that one "

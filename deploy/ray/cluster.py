@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +71,36 @@ def connect(address: str = "") -> None:
     finally:
         if signal.getsignal(signal.SIGTERM) is not on_sigterm:  # Ray's would end this process with exit code 15
             signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def require_token() -> None:
+    """Of the cluster that this process takes part in: whoever reaches one without a token runs code on every node.
+
+    Raises:
+        ConfigError: it answers a caller that shows none. EpdError: it does not say whether it would.
+    """
+    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address"]
+    try:
+        asked = subprocess.run(
+            [*command, ray.get_runtime_context().gcs_address],
+            env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=ANSWER_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EpdError(f"the Ray cluster has not answered for {ANSWER_S:g} s") from error
+    if asked.returncode == 0:
+        raise ConfigError(
+            "the Ray cluster answers callers without a token: end it (ray stop on every node), make one (umask 077; "
+            "ray get-auth-token --generate), copy ~/.ray/auth_token to all nodes, and start it again with "
+            "RAY_AUTH_MODE=token set everywhere",
+            param="--ray-address",
+        )
+    if "InvalidAuthToken" not in asked.stdout:
+        raise EpdError(f"the Ray cluster does not say whether it wants a token: {asked.stdout[-400:].strip()}")
 
 
 def nodes_alive() -> list[RayNode]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pickle
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ from epd_serve.errors import ConfigError, EpdError, StageError
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
 
-ASKED, SIGNALS, OVER = "asked", "signals.json", "over"
+ASKED, SIGNALS, OVER = "asked.json", "signals.json", "over"
 """Notes of what was asked for, of what operators have sent since, and of the exit code that all ends with."""
 
 BEGIN_S = 60.0
@@ -78,6 +77,7 @@ class ControllerActor:
         self._asked: asyncio.Future[Asked] = asyncio.get_running_loop().create_future()
         self._began = time.monotonic()
         self._notes = GcsNotes(name)
+        self._loading = asyncio.create_task(self._notes.load(), name="notes")
         self._news = News()
         self._signals = Signals()
         self._app: asyncio.Future[FastAPI] = asyncio.get_running_loop().create_future()
@@ -115,6 +115,7 @@ class ControllerActor:
 
     async def signal(self, number: int) -> None:
         """As to the process of a launch."""
+        await asyncio.shield(self._loading)
         self._notes.write(SIGNALS, msgspec.json.encode([*self._signals_noted(), number]))
         self._signals.add(number)
 
@@ -146,18 +147,19 @@ class ControllerActor:
     async def _live(self) -> None:
         """Until the deployment is over, and nothing of it is left."""
         try:
+            await self._loading
             if not ray.get_runtime_context().was_current_actor_reconstructed:
                 await self._clear()  # somebody may have killed one of this name
                 async with asyncio.timeout(BEGIN_S):
                     asked = await self._asked
                 self._notes.write(API_KEYS, asked.api_keys.encode())
-                self._notes.write(ASKED, pickle.dumps(asked))
+                self._notes.write(ASKED, msgspec.json.encode(asked))
                 await self._notes.kept()
                 await self._until_over(asked)
             elif (noted := self._notes.read(ASKED)) is not None and self._notes.read(OVER) is None:
                 for number in self._signals_noted():
                     self._signals.add(number)
-                await self._until_over(pickle.loads(noted))
+                await self._until_over(msgspec.json.decode(noted, type=Asked))
             await self._clear()
             self._news.add("ended", self._code or 0)
             await self._news.taken(HEARD_S)

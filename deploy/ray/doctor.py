@@ -15,8 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from deploy.doctor.facts import HostFacts, RayFacts
 from deploy.doctor.ray_facts import HostProbe
 from deploy.options.addresses import port_range
-from deploy.ray.cluster import RayNode, connect, nodes_alive
-from epd_serve.errors import ConfigError
+from deploy.ray.cluster import RayNode, connect, nodes_alive, require_token
+from epd_serve.errors import EpdError
 
 ANSWER_S = 60.0
 """A node starts a process for it, which imports some of ours."""
@@ -53,7 +53,8 @@ def ask_cluster(address: str, ports: str, here: RayFacts) -> RayFacts:
 def _ask(pipe: Connection, address: str, asked: RayFacts) -> None:
     try:
         connect(address)
-    except ConfigError as error:
+        require_token()
+    except EpdError as error:
         pipe.send(replace(asked, refusal=str(error)))
         return
     found = nodes_alive()

@@ -16,11 +16,12 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy.control.notes import Notes
 from deploy.ray.cluster import nodes_alive
+from deploy.ray.private import available_resources_per_node, placement_group
 from deploy.runtime.leases import LeaseError, Place, Wish
 
 RESOURCES = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
@@ -242,5 +243,4 @@ def _device_ids(resource: str) -> list[str]:
 
 def _available(resource: str) -> dict[str, int]:
     """Whole devices of each node that nobody has reserved."""
-    nodes = ray._private.state.available_resources_per_node()
-    return {node: int(resources.get(resource, 0)) for node, resources in nodes.items()}
+    return {node: int(free.get(resource, 0)) for node, free in available_resources_per_node().items()}

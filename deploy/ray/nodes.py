@@ -35,16 +35,18 @@ from deploy.plan.machines import Machines
 from deploy.ray.cluster import NAMESPACE, Actor, RayNode, node_name, nodes_alive
 from deploy.ray.leases import RESOURCES
 from deploy.ray.node_actor import hire
+from deploy.ray.private import tokens
 from deploy.ray.streams import through
 from deploy.runtime.client import AgentClient
 from deploy.runtime.many import ManyNodes
 from deploy.runtime.messages import AGENT_SOCKET
 from deploy.runtime.protocol import Observed
 from epd_serve.errors import ConfigError, EpdError
+from epd_serve.key_files import derived_key
 
-FACTS, KEY, MASTER, INSTANCES = "nodes.json", "key", "master.json", "instances.json"
-"""Notes of what each node was before anything of ours ran there, of the key of stages and front doors, of the feature
-store's master, and of what ran last."""
+FACTS, NONCE, MASTER, INSTANCES = "nodes.json", "nonce", "master.json", "instances.json"
+"""Notes of what each node was before anything of ours ran there, of what makes the key of this deployment another one
+than that of the last, of the feature store's master, and of what ran last."""
 
 LOOK_S = 1.0
 START_S, ASK_S, END_S = 120.0, 5.0, 60.0
@@ -67,7 +69,8 @@ class Nodes:
         say: takes a line for the operator.
 
     Attributes:
-        key: of the deployment: whoever has it is one of its processes.
+        key: of the deployment: whoever has it is one of its processes. It follows from the cluster's token, so that no
+            secret lies in the notes, and every controller finds the same.
         many: runs the instances.
         left_out: nodes that cannot be part of it.
     """
@@ -88,10 +91,12 @@ class Nodes:
         self._warned: set[str] = set()
         self._master = msgspec.json.decode(notes.read(MASTER) or b"{}", type=Master)
         self._resource = ""
-        if (key := notes.read(KEY)) is None:
-            key = secrets.token_hex(32).encode()
-            notes.write(KEY, key)
-        self.key = key.decode()
+        if (nonce := notes.read(NONCE)) is None:
+            nonce = secrets.token_hex(16).encode()
+            notes.write(NONCE, nonce)
+        if not (token := tokens.get_raw_token()):
+            raise ConfigError("Ray has no token here: start it with RAY_AUTH_MODE=token set on every node")
+        self.key = derived_key(token, f"epd-serve/deployment-key/1/{config.name}/{nonce.decode()}").hex()
         self._deployment: Deployment | None = None
         self._doors: AllDoors | None = None
         self._key_actor: Actor | None = None

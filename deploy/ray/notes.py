@@ -10,9 +10,9 @@ import contextlib
 import logging
 
 from ray.exceptions import RayError
-from ray.experimental import internal_kv
 
 from deploy.ray.cluster import NAMESPACE
+from deploy.ray.private import kv_delete, kv_get, kv_list, kv_put
 
 RETRY_S = 0.5
 EPOCH = "epoch"
@@ -21,21 +21,27 @@ logger = logging.getLogger(__name__)
 
 
 class GcsNotes:
-    """`Notes` of one deployment. To be written in an event loop, which no write holds up: the head may be away."""
+    """`Notes` of one deployment, which one controller at a time writes. They are fetched once (`load`) and then read
+    from memory: the head may be away, and neither a read nor a write holds up the event loop."""
 
     def __init__(self, deployment: str) -> None:
         self._namespace = f"{NAMESPACE}/{deployment}".encode()
+        self._notes: dict[str, bytes] | None = None
         self._unwritten: dict[str, bytes] = {}
         self._writing: asyncio.Task[None] | None = None
 
+    async def load(self) -> GcsNotes:
+        """Fetch those of the controllers before this one. Once, before anything is read or written. Returns itself."""
+        self._notes = await asyncio.to_thread(self._fetched)
+        return self
+
     def read(self, name: str) -> bytes | None:
-        if name in self._unwritten:
-            return self._unwritten[name]
-        kept: bytes | None = internal_kv._internal_kv_get(name, namespace=self._namespace)
-        return kept
+        assert self._notes is not None, "loaded"
+        return self._notes.get(name)
 
     def write(self, name: str, content: bytes) -> None:
-        self._unwritten[name] = content
+        assert self._notes is not None, "loaded"
+        self._notes[name] = self._unwritten[name] = content
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write(), name="notes")
 
@@ -44,9 +50,9 @@ class GcsNotes:
             await asyncio.shield(self._writing)
 
     def next_epoch(self) -> int:
-        """A number above that of every controller before this one."""
-        epoch = int(self.read(EPOCH) or b"0") + 1
-        internal_kv._internal_kv_put(EPOCH, str(epoch).encode(), overwrite=True, namespace=self._namespace)
+        """A number above that of every controller before this one. Waits for the head: not for an event loop."""
+        epoch = int(kv_get(EPOCH, namespace=self._namespace) or b"0") + 1
+        kv_put(EPOCH, str(epoch).encode(), overwrite=True, namespace=self._namespace)
         return epoch
 
     async def forget(self) -> None:
@@ -55,15 +61,19 @@ class GcsNotes:
             self._writing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._writing
-        await asyncio.to_thread(internal_kv._internal_kv_del, b"", del_by_prefix=True, namespace=self._namespace)
+        self._notes, self._unwritten = {}, {}
+        await asyncio.to_thread(kv_delete, b"", del_by_prefix=True, namespace=self._namespace)
+
+    def _fetched(self) -> dict[str, bytes]:
+        names = kv_list(b"", namespace=self._namespace)
+        fetched = {name.decode(): kv_get(name, namespace=self._namespace) for name in names}
+        return {name: content for name, content in fetched.items() if content is not None}
 
     async def _write(self) -> None:
         while self._unwritten:
             name, content = next(iter(self._unwritten.items()))
             try:
-                await asyncio.to_thread(
-                    internal_kv._internal_kv_put, name, content, overwrite=True, namespace=self._namespace
-                )
+                await asyncio.to_thread(kv_put, name, content, overwrite=True, namespace=self._namespace)
             except (RayError, RuntimeError) as error:
                 logger.warning("the cluster's head takes no note: %s", error)
                 await asyncio.sleep(RETRY_S)

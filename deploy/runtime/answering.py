@@ -24,6 +24,9 @@ from epd_serve.errors import ConfigError, EpdError
 
 logger = logging.getLogger(__name__)
 
+UNREAD_BYTES = 1 << 20
+"""Of lines for the operator that one who watches has not taken: then it gets no more of them until it has."""
+
 EPOCH = "epoch"
 """In the run directory: the latest, once there is one."""
 
@@ -73,10 +76,11 @@ class Answering:
         self._watching: list[asyncio.StreamWriter] = []
 
     def say(self, line: str) -> None:
-        """To the operator."""
+        """To the operator. Whoever is slow misses lines."""
         listening = {writer for writer in self._watching if not writer.is_closing()}
         for writer in listening:
-            writer.write(line_of(Line(line)))
+            if writer.transport.get_write_buffer_size() < UNREAD_BYTES:
+                writer.write(line_of(Line(line)))
         if not listening:
             print(line, file=sys.stderr, flush=True)
 
@@ -111,6 +115,7 @@ class Answering:
                     answering = asyncio.create_task(self._answer(request, writer))
                     asked[request.number] = answering
                     answering.add_done_callback(partial(_forget, asked, request.number))
+                await writer.drain()  # who takes no answers is heard no further
         except ConnectionError:
             pass
         finally:

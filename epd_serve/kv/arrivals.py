@@ -1,9 +1,10 @@
-"""When a transfer has ended at one worker of D, so that it is reported exactly once. Pure.
+"""Which transfers may arrive at one worker of D, and when each has ended, so that it is reported exactly once. Pure.
 
-    (unknown) --a DONE | something lost--> arriving --the last DONE--> ended --expected, taken--> over
-    (unknown) | arriving --given up by the scheduler | lost, and only D writes--> ended
+    announced --a DONE | something lost--> arriving --the last DONE--> ended --expected, taken--> (unknown)
+    announced | arriving --given up by the scheduler | lost, and only D writes--> ended
 
-Of the ends only the first counts, and an end may come before the step that makes D expect the transfer. One that is
+What is said of transfers that are not announced, or not any more, is nobody's. Of the ends only the first counts, and
+an end may come before the step that makes D expect the transfer. One that is
 expected on condition (of P's first token) is not taken as arrived before that is met. A failure waits
 for the DONE of the other workers of P, which may still be writing. Nobody may ever send DONE after something was lost:
 where D does all the writing itself such a transfer ends at once, as D drops what is late; where a transport writes
@@ -16,12 +17,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from epd_serve import wire
-from epd_serve.kv.tombstones import Tombstones
 from epd_serve.wire import TransferKey
 
 Item = TypeVar("Item")
-Kept = TypeVar("Kept")
-_UNCLAIMED = 4096  # transfers of which something is kept until D expects them: as many that arrive, as many that ended
 Worker = tuple[str, int]  # instance and incarnation, rank
 
 
@@ -50,15 +48,23 @@ class Arrivals(Generic[Item]):
 
     def __init__(self, *, one_sided: bool) -> None:
         self._one_sided = one_sided
+        self._announced: set[TransferKey] = set()  # until taken
         self._expected: dict[TransferKey, Item] = {}
         self._conditional: set[TransferKey] = set()  # of those, the ones that lack something beside their KV
         self._arriving: dict[TransferKey, _Arriving] = {}
         self._ended: dict[TransferKey, End] = {}
-        # Apart: a sender that was stopped for long may still write to what failed, however many others came since.
-        self._over = {True: Tombstones(), False: Tombstones()}  # by whether all had arrived
+
+    def announce(self, key: TransferKey) -> None:
+        """P is about to hear of blocks for this transfer; `expect` follows."""
+        self._announced.add(key)
+
+    def may_arrive(self, key: TransferKey) -> bool:
+        """Whether it is announced and its end was not taken."""
+        return key in self._announced
 
     def expect(self, key: TransferKey, item: Item, *, conditional: bool = False) -> None:
         """D waits for this transfer, and will take its end; where `conditional`, as arrived only after `complete`."""
+        self._announced.add(key)
         self._expected[key] = item
         if conditional:
             self._conditional.add(key)
@@ -84,7 +90,7 @@ class Arrivals(Generic[Item]):
             return self.lost(done.key, reason)
         if self._is_closed(done.key):
             return None
-        arriving = self._arrives(done.key)
+        arriving = self._arriving.setdefault(done.key, _Arriving())
         if worker in arriving.done:
             return None
         arriving.done.add(worker)
@@ -99,7 +105,7 @@ class Arrivals(Generic[Item]):
             return None
         if not self._one_sided:
             return self._end(key, End(False, reason))
-        arriving = self._arrives(key)
+        arriving = self._arriving.setdefault(key, _Arriving())
         arriving.reason = arriving.reason or reason
         return None
 
@@ -108,38 +114,23 @@ class Arrivals(Generic[Item]):
         return any(map(self._may_be_taken, self._ended))
 
     def take(self, *, ok: bool) -> list[tuple[Item, End]]:
-        """What has ended so and is expected, once. It is over: nothing may be written for it from now on."""
+        """What has ended so and is expected, once. Nothing may be written for it from now on."""
         taken = [key for key, end in self._ended.items() if end.ok is ok and self._may_be_taken(key)]
         for key in taken:
             self._conditional.discard(key)
-            self._over[self._ended[key].ok].add(key, self._ended[key].reason)
+            self._announced.discard(key)
         return [(self._expected.pop(key), self._ended.pop(key)) for key in taken]
-
-    def is_over(self, key: TransferKey) -> bool:
-        """Whether its end was taken (for the last 4096 transfers that failed, and the last 4096 others)."""
-        return any(key in over for over in self._over.values())
 
     def _may_be_taken(self, key: TransferKey) -> bool:
         return key in self._expected and not (self._ended[key].ok and key in self._conditional)
 
     def _is_closed(self, key: TransferKey) -> bool:
-        return key in self._ended or self.is_over(key)
+        return key in self._ended or key not in self._announced
 
     def _end(self, key: TransferKey, end: End) -> End:
         self._arriving.pop(key, None)
         self._ended[key] = end
-        self._forget_unclaimed(self._ended, key)
         return end
-
-    def _arrives(self, key: TransferKey) -> _Arriving:
-        arriving = self._arriving.setdefault(key, _Arriving())
-        self._forget_unclaimed(self._arriving, key)
-        return arriving
-
-    def _forget_unclaimed(self, kept: dict[TransferKey, Kept], newest: TransferKey) -> None:
-        """Transfers that D never asks for are a peer's mistake; one that it asks for too late meets its deadline."""
-        if len(kept) > _UNCLAIMED:
-            del kept[next((old for old in kept if old not in self._expected), newest)]
 
 
 def _fault(worker: Worker | None, done: wire.Done, packets: int) -> str:

@@ -15,6 +15,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import zmq
@@ -157,8 +158,22 @@ class PrefillControl(_Control[bytes, wire.ToDecodeScheduler]):
         self._router.close()
 
 
-class DecodeControl(_Control[str, wire.ToPrefillScheduler | wire.FirstToken]):
-    """D's end: one DEALER per P and per worker of D's own, made when first needed. `key_file`: as P's."""
+@dataclass
+class _Offer:
+    """A READY that waits until the workers of D in `unaware` expect its transfer."""
+
+    endpoint: str
+    ready: wire.Ready
+    unaware: set[str]
+    withdrawn: bool = False
+
+
+class DecodeControl(_Control[str, wire.FromDecodeControl]):
+    """D's end: one DEALER per P and per worker of D's own, made when first needed. `key_file`: as P's.
+
+    An offer reaches the desk, and P, when D's own workers expect its transfer. The step that tells them of the request
+    would be too late for that: it may begin when the one before has ended, and P may have computed the prompt already.
+    """
 
     def __init__(
         self,
@@ -173,22 +188,58 @@ class DecodeControl(_Control[str, wire.ToPrefillScheduler | wire.FirstToken]):
         self._key_file = key_file
         self._identity = uuid.uuid4().hex.encode()
         self._dealers: dict[str, Socket] = {}
+        self._offers: dict[TransferKey, _Offer] = {}
+        self._unoffered: list[TransferKey] = []
         self._thread.start()
+
+    # With the lock held, and `flush` afterwards:
+
+    def offer(self, endpoint: str, ready: wire.Ready) -> None:
+        """vLLM allocated the blocks: tell D's workers, then P."""
+        self._offers[ready.key] = _Offer(endpoint, ready, set(ready.endpoints))
+        self.desk.outbox += [(worker, wire.Expect(ready.key)) for worker in ready.endpoints]
+
+    def withdraw(self, key: TransferKey) -> None:
+        """The request leaves: if P has not heard of its blocks yet it will not."""
+        if key in self._offers:
+            self._offers[key].withdrawn = True
+
+    def take_unoffered(self) -> list[TransferKey]:
+        """Withdrawn before P heard of them, each once: the workers, which have, may report them."""
+        unoffered, self._unoffered = self._unoffered, []
+        return unoffered
+
+    def _on_expecting(self, worker: str, key: TransferKey) -> None:
+        offer = self._offers.get(key)
+        if offer is None:  # said twice
+            return
+        offer.unaware.discard(worker)
+        if offer.unaware:
+            return
+        del self._offers[key]
+        if offer.withdrawn:
+            self._unoffered.append(key)
+        else:
+            self.desk.reserved(offer.endpoint, offer.ready, time.monotonic())
 
     def _receive(self, socket: Socket) -> None:
         while readable(socket):
             try:
-                message = wire.to_decode_scheduler.decode(socket.recv())
+                message = wire.to_decode_control.decode(socket.recv())
             except wire.DecodeError as error:
                 logger.warning("ignoring a malformed message on the transfer control channel: %s", error)
                 continue
             with self.lock:
+                if isinstance(message, wire.Expecting):
+                    worker = next(endpoint for endpoint, dealer in self._dealers.items() if dealer is socket)
+                    self._on_expecting(worker, message.key)
+                    continue
                 failed = self.desk.on_message(message, time.monotonic())
             if failed and isinstance(message, wire.Refused):
                 logger.warning("prefill refused transfer %s: %s", message.key.transfer_id, message.reason)
         self._changed()
 
-    def _deliver(self, peer: str, message: wire.ToPrefillScheduler | wire.FirstToken) -> None:
+    def _deliver(self, peer: str, message: wire.FromDecodeControl) -> None:
         if isinstance(message, wire.Ready):
             self._faults.reached("ready")
         try:

@@ -30,8 +30,8 @@ class _Entry:
     quiet_since: float = 0.0  # READY said, or heard of
 
 
-Outgoing = tuple[str, wire.ToPrefillScheduler | wire.FirstToken]
-"""(endpoint, message): to P's scheduler, or a first token to a worker of D's own."""
+Outgoing = tuple[str, wire.FromDecodeControl]
+"""(endpoint, message): to P's scheduler, or to a worker of D's own."""
 
 
 def _none(endpoint: str) -> float:

@@ -226,7 +226,11 @@ class PrefillDesk:
     # --- time -----------------------------------------------------------------------------------------------------
 
     def beat(self, now: float) -> None:
-        """To be called regularly: patience that is over, and the heartbeats to each D."""
+        """To be called regularly: patience that is over, and the heartbeats to each D.
+
+        They speak for the workers as well, without asking them: one whose link hangs ends its process, and with it
+        this one, so no transfer is listed for ever.
+        """
         for key in self._leases.lapsed(now):
             entry = self._entries[key]
             if entry.state is Prefill.OFFERED:

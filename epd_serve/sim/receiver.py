@@ -194,6 +194,6 @@ class Receiver:
                 if len(one.done_ranks) == len(self._endpoints):
                     self._end(message.key)
             return None
-        if isinstance(message, wire.FirstToken):  # a simulated D samples its own
+        if isinstance(message, wire.FirstToken | wire.Expect):  # a simulated D samples its own, and has no blocks
             return None
         return wire.Credit(message.seq)  # a probe or a packet of no meaning here

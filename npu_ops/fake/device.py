@@ -4,7 +4,8 @@
 executes what was queued, in order, each operation `latency_s` (and its bytes' time) after the one before: a write is
 visible to a transport, or to another stream, only when its stream got there. Waiting for nothing therefore reads old
 bytes, as on hardware. A gate orders such tests without sleeping: `device.run(gate.wait)` holds the calling thread's
-stream. Its transports are in `fabric.py` and `engine.py`.
+stream, for as long as the test likes. A call into a device may also never return (`hang`). Its transport is in
+`engine.py`.
 
 A broken rule raises `RuleBrokenError` and stays in `FakeDevice.broken`, whoever swallows the exception.
 """
@@ -23,13 +24,12 @@ import torch
 
 from npu_ops.blocks import BlockRun, Blocks, Indices, check_blocks, gather_by_index, scatter_by_index
 from npu_ops.buffers import PAGE, nothing_registered
-from npu_ops.fences import TimedFence
-from npu_ops.memory import NPU_ALIGNMENT, DeviceBlock, DeviceMemoryError, whole_words
+from npu_ops.fences import TimedFence, wait_until
+from npu_ops.memory import NPU_ALIGNMENT, DeviceBlock, DeviceMemoryError
 
 logger = logging.getLogger(__name__)
 
 _POISON = 0xA5
-_STUCK_S = 20.0
 
 
 class RuleBrokenError(DeviceMemoryError):
@@ -63,16 +63,16 @@ class FakeEvent:
     """A place in a stream."""
 
     def __init__(self) -> None:
-        self._reached = threading.Event()
         self.at_s: float | None = None
 
     def reach(self) -> None:
         self.at_s = time.perf_counter()
-        self._reached.set()
+
+    def query(self) -> bool:
+        return self.at_s is not None
 
     def wait(self) -> None:
-        if not self._reached.wait(_STUCK_S):
-            raise DeviceMemoryError(f"a stream did not get there within {_STUCK_S:g} s")
+        wait_until(self.query)
 
 
 class FakeTimedFence:
@@ -118,7 +118,6 @@ class FakeDevice:
         *,
         latency_s: float = 0.0,
         bytes_per_s: float = math.inf,
-        sums: bool = True,
         registers: bool = True,
     ) -> None:
         self.name = f"fake:{place}"
@@ -129,13 +128,25 @@ class FakeDevice:
         self.engine: object | None = None
         self.waits: list[FakeEvent] = []
         self.registered: list[tuple[int, int]] = []
-        self._sums, self._registers = sums, registers
+        self._registers = registers
+        self._hanging: set[str] = set()
+        self._released = threading.Event()
         self._bound = threading.local()
         self._blocks: list[DeviceBlock] = []
 
     def enter_thread(self) -> None:
+        self._hang_in("enter_thread")
         if not hasattr(self._bound, "stream"):
             self._bound.stream = _Stream()
+
+    def hang(self, *calls: str) -> None:
+        """From now on these calls, by the names that errors give them, return in no thread before `release`."""
+        self._hanging.update(calls)
+
+    def release(self) -> None:
+        """Ends every call that hangs; nothing hangs any more."""
+        self._hanging.clear()
+        self._released.set()
 
     def allocate(self, nbytes: int, alignment: int | None = None) -> DeviceBlock:
         self._stream("allocate")
@@ -158,11 +169,6 @@ class FakeDevice:
         if not self._is_mine(source):
             source = source.clone()  # pageable host memory is read at the call
         self._queue(stream, lambda: target.copy_(source), target.numel())
-
-    def clone(self, source: torch.Tensor) -> torch.Tensor:
-        block = self.allocate(source.numel())
-        self.copy(block.data, source)
-        return block.data
 
     def fence(self) -> Callable[[], None]:
         return self.timed_fence().wait
@@ -228,12 +234,6 @@ class FakeDevice:
             raise self.breaks("scatter to one block twice")
         self._queue(stream, lambda: scatter_by_index(rows, runs, source, Indices(torch.clone)), source.numel())
 
-    def total(self, source: torch.Tensor) -> int:
-        if not self._sums:
-            raise RuntimeError("no kernel for int32 into int64")
-        self._stream("total").event().wait()
-        return int(whole_words(source).sum(dtype=torch.int64).item()) % (1 << 64)
-
     def waited_for(self) -> bool:
         """Whether a thread waits for a fence that is not reached yet."""
         return any(event.at_s is None for event in list(self.waits))
@@ -258,7 +258,12 @@ class FakeDevice:
         self.broken.append(rule)
         return RuleBrokenError(f"{self.name}: {rule}")
 
+    def _hang_in(self, what: str) -> None:
+        if what in self._hanging:
+            self._released.wait()
+
     def _stream(self, what: str) -> _Stream:
+        self._hang_in(what)
         stream: _Stream | None = getattr(self._bound, "stream", None)
         if stream is None:
             raise self.breaks(f"{what} in thread {threading.current_thread().name}, which has not set the device")

@@ -10,6 +10,8 @@ The calls and what they return are those of `mooncake.engine.TransferEngine`, as
                 task, or will be, it does not say
     freeing     1 and -1 free the batch if each of its tasks was asked for and had ended, so never one of several
                 descriptors: it stays for good (`unfreed`). -2 frees nothing, the batch may be asked again
+    lists       `batch_transfer_sync_write` returns 0 when all of a list is there, else -1, and frees it; where a
+                descriptor is late or lost it gives up when all others have ended
     crash       asking for a batch that is none, or is freed: `EngineCrashedError`, which no product code can catch
 
 With `ascend` the rules of its Ascend Direct Transport hold on top of it:
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -110,6 +113,22 @@ class FakeTransferEngine:
                 task.status = FAILED
         self._tasks.put([task for task in tasks if task.status == PENDING])
         return number
+
+    def batch_transfer_sync_write(
+        self, session: str, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]
+    ) -> int:
+        """0 when all is there. It asks for the status itself until then."""
+        number = self.batch_transfer_async_write(session, sources, targets, sizes)
+        if number in (NO_BATCH, MINUS_ONE):
+            return REFUSED
+        tasks = self._batches.pop(number)
+        while self.pending and any(task.status == PENDING for task in tasks):
+            self.status_queries += 1
+            if self._network.by_hand:
+                self.run()
+            else:
+                time.sleep(1e-4)
+        return 0 if all(task.status == DONE for task in tasks) else REFUSED
 
     def transfer_check_status(self, number: int) -> int:
         if not self._entered("check a write"):

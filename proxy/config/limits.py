@@ -23,7 +23,7 @@ class Timeouts:
         encode_s: one encoder's answer for its share of a request's items.
         encode_silence_s: an encoder that reported before and has stopped to, while other instances report, hangs.
         stage_silence_s: the same of an instance that prefills or decodes, before the first byte, and after it where
-            another one can go on.
+            another one can go on; and for how long such a one may be down, though its connections are open.
         first_byte_s: from dispatch of P and D to the first streamed event.
         idle_s: between two streamed events.
         total_s: the whole request, media and queues included.

@@ -100,7 +100,7 @@ class ProxySettings:
         trust_request_mm_kwargs: let clients send `mm_processor_kwargs` and `media_io_kwargs`, as vLLM's flag of that
             name, which stages of vLLM 0.32 need, too.
         vllm_version: of the stages, which decides what fields there are; empty where it is not known or not one.
-        explain: answer `x-epd-explain: 1` with headers that name path, instances and moments.
+        explain: answer `x-epd-explain: 1` with headers that name path, instances and moments, to any client.
         observed: `/metrics` and `/instances` are on the clients' port, for want of an admin listener.
         stage_key: bearer token that the stages want which somebody else runs, or "".
         key_file: of the key of a deployment on several machines, on this one: what its stages want is made from it.
@@ -146,7 +146,7 @@ class ProxySettings:
     policy: str = "first-token"
     prefix_routing: bool = True
     key_limits: KeyLimits = field(default_factory=KeyLimits)
-    explain: bool = True
+    explain: bool = False
     strict_fields: bool = False
     xargs: tuple[str, ...] = ()
     trust_request_mm_kwargs: bool = False

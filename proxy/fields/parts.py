@@ -90,6 +90,8 @@ def _refs(messages: list[Any]) -> Iterator[MediaRef]:
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             raise RequestError(f"messages[{i}] must be an object.", param=f"messages[{i}]")
+        if isinstance(message.get("tool_calls"), int | float):  # vLLM makes a list of it before it looks at types
+            raise RequestError(f"messages[{i}].tool_calls must be a list.", param=f"messages[{i}].tool_calls")
         content = message.get("content")
         if content is None or isinstance(content, str):
             continue

@@ -1,6 +1,7 @@
 """The sieve in front of the stages: what no rule knows is left out and counted, or refused in strict mode.
 
-Works on a decoded body, in place. A body of known fields costs one set comparison for each of its objects.
+Works on a decoded body, in place. A body of known fields costs one set comparison for each of its objects, and a look
+at each field that is to be a list or an object: what is neither would reach code of vLLM's that counts on it.
 """
 
 from __future__ import annotations
@@ -16,19 +17,25 @@ from msgspec import Struct
 
 from epd_serve.errors import RequestError
 from proxy.fields.rules import IGNORED, NESTED, OUR_XARGS, PASSED, REFUSED, XARGS_REFUSED, Refusal, names_of
-from proxy.fields.vllm_fields import FIELDS, RELEASES
+from proxy.fields.vllm_fields import FIELDS, RELEASES, TYPES
+from proxy.strict_json import SHOWN_CHARS
 
 OTHER = "other"
-SHOWN_CHARS = 80
 MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that a client may send once the operator trusts clients with them."""
 
 
 @dataclass(frozen=True)
 class _Level:
-    """What an object may have. `inner`: names below which there is another level."""
+    """What an object may have.
+
+    Attributes:
+        allowed: names. inner: those below which there is another level.
+        types: letters (`proxy/fields/vllm_fields.py`) of the names for which a list or an object is taken.
+    """
 
     allowed: frozenset[str]
+    types: Mapping[str, str] = field(default_factory=dict)
     inner: Mapping[str, _Level] = field(default_factory=dict)
 
 
@@ -56,7 +63,7 @@ def rules_of(model: str, release: str = "", *, media_options: bool = False) -> R
     passed = names_of(PASSED) | (frozenset(MEDIA_OPTIONS) if media_options else frozenset())
     known = known_release(release)
     fields = FIELDS[model][known] if known else frozenset().union(*FIELDS[model].values())
-    return Rules(_level(NESTED[model], "", (fields & passed) - refused.keys()), refused)
+    return Rules(_level(NESTED[model], TYPES[model], "", (fields & passed) - refused.keys()), refused)
 
 
 def known_release(version: str) -> str:
@@ -79,13 +86,16 @@ class Sieve(Struct):
         """Leave in `body` what may reach a stage.
 
         Raises:
-            RequestError: 400, naming the field that is refused, or in strict mode unknown.
+            RequestError: 400, naming the field that is refused, of a type that vLLM does not take, or in strict mode
+                unknown.
         """
-        if _all_known(body, rules.top):
-            return
-        for name in [name for name in body if name not in rules.top.allowed]:
-            self._judge(name, body.pop(name), rules)
-        self._inner(body, rules.top, "", "")
+        if not _all_known(body, rules.top):
+            for name in [name for name in body if name not in rules.top.allowed]:
+                self._judge(name, body.pop(name), rules)
+            self._inner(body, rules.top, "", "")
+        if mistyped := _mistyped(body, rules.top):
+            where, letters = mistyped
+            raise RequestError(f"{where} must be {' or '.join(_WORDS[one] for one in letters)}.", param=where)
 
     def xargs(self, xargs: dict[str, Any], allowed: Collection[str]) -> None:
         """The same for `vllm_xargs`, of which only what the operator names reaches an engine."""
@@ -154,13 +164,34 @@ def _all_known(body: dict[str, Any], level: _Level) -> bool:
     return True
 
 
-def _level(nested: Mapping[str, str], path: str, allowed: frozenset[str]) -> _Level:
+def _mistyped(body: dict[str, Any], level: _Level) -> tuple[str, str] | None:
+    """Where the first value is that is none of what may be there, and the letters of what may."""
+    types, inner = level.types, level.inner
+    for name, value in body.items():
+        letters = types.get(name)
+        if letters is not None and _LETTERS[type(value)].isdisjoint(letters):
+            return name, letters
+        if name not in inner and letters != "L":
+            continue
+        is_list = type(value) is list
+        for number, one in enumerate(value if is_list else (value,)):
+            where = f"{name}[{number}]" if is_list else name
+            if type(one) is dict:
+                if name in inner and (mistyped := _mistyped(one, inner[name])):
+                    return f"{where}.{mistyped[0]}", mistyped[1]
+            elif is_list and letters == "L":
+                return where, "o"
+    return None
+
+
+def _level(nested: Mapping[str, str], types: Mapping[str, str], path: str, allowed: frozenset[str]) -> _Level:
     prefix = f"{path}." if path else ""
     inner = [one.removeprefix(prefix) for one in nested if one.startswith(prefix)]
     direct = [name for name in inner if "." not in name and name in allowed]
     return _Level(
         allowed,
-        {name: _level(nested, prefix + name, frozenset(nested[prefix + name].split())) for name in direct},
+        {name: types[prefix + name] for name in allowed if prefix + name in types},
+        {name: _level(nested, types, prefix + name, frozenset(nested[prefix + name].split())) for name in direct},
     )
 
 
@@ -168,5 +199,15 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
+_WORDS = {"o": "an object", "l": "a list", "L": "a list", "s": "a string", "n": "a number"}
+_LETTERS: dict[type, frozenset[str]] = {
+    dict: frozenset("o"),
+    list: frozenset("lL"),
+    str: frozenset("s"),
+    int: frozenset("n"),
+    float: frozenset("n"),
+    bool: frozenset("n"),
+    type(None): frozenset("lLosn"),
+}
 _IGNORED = names_of(IGNORED)
 _NAMED = frozenset().union(names_of(PASSED), *(names for model in FIELDS.values() for names in model.values()))

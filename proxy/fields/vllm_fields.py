@@ -55,6 +55,32 @@ _SPECS = {
     """,
 }
 
+_TYPES = {
+    "chat": """
+        allowed_token_ids=l bad_words=l chat_template_kwargs=o documents=L logit_bias=o logprob_token_ids=l messages=l
+        repetition_detection=o response_format=o stop=ls stop_token_ids=l stream_options=o structured_outputs=o
+        structured_outputs.choice=l structured_outputs.json=os tool_choice=os tools=L tools.function=o
+        tools.function.parameters=o vllm_xargs=o
+    """,
+    "completion": """
+        allowed_token_ids=l bad_words=l logit_bias=o logprob_token_ids=l prompt=ls repetition_detection=o
+        response_format=o stop=ls stop_token_ids=l stream_options=o structured_outputs=o structured_outputs.choice=l
+        structured_outputs.json=os vllm_xargs=o
+    """,
+    "response": """
+        chat_template_kwargs=o include=l input=ls logit_bias=o stop=ls stop_token_ids=l structured_outputs=o
+        structured_outputs.choice=l structured_outputs.json=os tools=l vllm_xargs=o
+    """,
+    "tokenize_text": """
+    """,
+    "tokenize_chat": """
+        chat_template_kwargs=o messages=l tools=L tools.function=o tools.function.parameters=o
+    """,
+    "detokenize": """
+        tokens=l
+    """,
+}
+
 
 def _in(release: str, spec: str) -> bool:
     first, _, last = spec.partition("@")[2].partition("..")
@@ -69,3 +95,9 @@ FIELDS: dict[str, dict[str, frozenset[str]]] = {
     for model, specs in _SPECS.items()
 }
 """Model → release → names."""
+
+TYPES: dict[str, dict[str, str]] = {
+    model: dict(spec.split("=") for spec in specs.split()) for model, specs in _TYPES.items()
+}
+"""Model → path of a field → what any release takes for it beside null: `o` an object, `l` a list, `L` a list of
+objects, `s` a string, `n` a number or a boolean. Those only for which a list or an object is taken."""

@@ -28,6 +28,7 @@ from proxy.stages.sse import (
     BLANK_LINE,
     DONE,
     DONE_EVENT,
+    compact,
     error_payload,
     is_comment,
     is_done,
@@ -129,6 +130,7 @@ async def relay(
             if keeps:
                 given.add_token(several[form.size :])
             continue
+        several = compact(several)
         if passing and is_plain(several):
             if going_on is not None:
                 several = going_on.dated(several)
@@ -193,7 +195,7 @@ async def show(
     sink = client.sink
     held, first = b"", None
     async for several in events:
-        rest = several
+        rest = several = compact(several)
         for event in split(several):
             rest = rest[len(event) :]
             failure = error_payload(event)

@@ -1,12 +1,14 @@
-"""Watches attempts that another one could follow: cancels those of which an instance has stopped to report.
+"""Watches attempts that another one could follow: cancels those of which an instance has stopped to report, or does not
+answer on /health any more.
 
-A stage that hangs keeps its connections open, so nothing else ends such a wait before its deadline. One look a second
-over all of them, since an instance falls silent without any news.
+A stage that hangs, or whose host has gone, keeps its connections open, so nothing else ends such a wait before its
+deadline. One look a second over all of them, since an instance falls silent without any news.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 from epd_serve.errors import StageError
@@ -24,7 +26,7 @@ class StallWatchdog:
     """One per process, in its event loop.
 
     Args:
-        silence_s: for how long an instance that reports may say nothing while others do.
+        silence_s: for how long an instance that reports may say nothing while others do, and any be said to be down.
         background: takes what goes wrong in a look; the next one follows all the same.
     """
 
@@ -56,8 +58,12 @@ class StallWatchdog:
 
     def _judge(self, cancel_scope: CancelScope[StageError], calls: Sequence[StageCall]) -> None:
         for call in calls[-1:] if calls[-1].judged else calls:
-            silent_s = 0.0 if call.ended else self._table.silence_s(*call.incarnation_id)
-            if silent_s > self._silence_s:
+            if call.ended:
+                continue
+            stage, silent_s = call.incarnation_id[0], self._table.silence_s(*call.incarnation_id)
+            down_s = self._table.down_s(*call.incarnation_id)
+            if max(silent_s, down_s) > self._silence_s:
                 call.failed()
-                stage = call.incarnation_id[0]
-                cancel_scope.cancel(StageDied(f"stage {stage} has stopped to report", stage=stage, ago_s=silent_s))
+                what = "has stopped to report" if silent_s > self._silence_s else "is down"
+                ago_s = max(silent_s, down_s) if down_s < math.inf else 0.0
+                cancel_scope.cancel(StageDied(f"stage {stage} {what}", stage=stage, ago_s=ago_s))

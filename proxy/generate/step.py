@@ -14,7 +14,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from epd_serve.errors import EpdError, StageError
 from epd_serve.instances import IncarnationId, Instance
@@ -24,7 +24,7 @@ from epd_serve.wire import FeatureMissing
 from proxy.config.settings import ProxySettings
 from proxy.encode.encoding import Encoding
 from proxy.encode.step import EncodeStep
-from proxy.errors import KvNotDelivered, StageDied, StageRefusal, StageTimeout, StageUnreachable
+from proxy.errors import KvNotDelivered, StageDied, StageFault, StageRefusal, StageTimeout, StageUnreachable
 from proxy.generate.attempt import Attempt
 from proxy.generate.delivery import (
     Delivery,
@@ -42,6 +42,8 @@ from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.table import InstanceTable
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_sink import ClientSink
+from proxy.stages.circuits import Circuits
+from proxy.stages.faults import Faults, faulty_body
 from proxy.stages.job import Job
 from proxy.stages.retry_budget import RetryBudget
 from proxy.stages.sse import DONE_EVENT
@@ -60,6 +62,7 @@ class _Progress(Struct):
     given: Given
     prompt_tokens: float
     encoding: Encoding | None = None
+    faults: Faults = field(default_factory=Faults)
     avoid: set[IncarnationId] = set()
     failures: int = 0
     probing_until: float | None = None
@@ -87,6 +90,7 @@ class GenerateStep:
         encode: EncodeStep,
         attempt: Attempt,
         dispatcher: AnnouncementDispatcher,
+        circuits: Circuits,
         metrics: Metrics,
         trace: Trace,
         budget: RetryBudget,
@@ -97,6 +101,7 @@ class GenerateStep:
         self._encode = encode
         self._attempt = attempt
         self._dispatcher = dispatcher
+        self._circuits = circuits
         self._metrics = metrics
         self._trace = trace
         self._budget = budget
@@ -175,6 +180,8 @@ class GenerateStep:
             if failure is None:
                 continue
             job.trial.check()
+            if isinstance(failure, StageFault) and delivery is Delivery.PIXELS:  # else it may be about a lost feature
+                self._judge(progress, failure, route)
             if _may_step_down(delivery, failure) and await self._step_down(
                 progress, delivery, failure, route, went_ahead=went_ahead
             ):
@@ -306,6 +313,13 @@ class GenerateStep:
         if isinstance(failure, StageDied) or not self._table.is_alive(*incarnation_id):
             ago_s = failure.ago_s if isinstance(failure, StageDied) else 0.0
             job.trial.died(incarnation_id, sent_at=sent_at, ago_s=ago_s)
+
+    def _judge(self, progress: _Progress, fault: StageFault, route: Route) -> None:
+        """Raises FaultyBody where another live instance failed with the same words."""
+        incarnation_id = _incarnation_of(fault, route)
+        if self._table.is_alive(*incarnation_id) and (alike := progress.faults.note(fault, incarnation_id)):
+            self._circuits.acquit(alike)
+            raise faulty_body(fault)
 
     def _retry_pause_s(self, progress: _Progress, failure: EpdError, route: Route) -> float:
         """Count a failure; how long to wait where the same instance is to be tried. Raises it if it was the last."""

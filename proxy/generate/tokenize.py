@@ -15,6 +15,7 @@ from typing import Any
 from epd_serve.errors import DeadlineError, NoInstanceError, OverloadedError, StageError
 from epd_serve.instances import IncarnationId
 from epd_serve.roles import Role
+from proxy.errors import StageFault
 from proxy.media.loader import LoadedItem
 from proxy.registry.table import InstanceTable
 from proxy.request.client_sink import ClientSink
@@ -23,6 +24,7 @@ from proxy.request.payload import encoded
 from proxy.routing.policy import preferred
 from proxy.stages.bodies import inlined_body
 from proxy.stages.client import StageClient
+from proxy.stages.faults import Faults, faulty_body
 
 TIMEOUT_S = 15.0
 """How long one stage may take: the longest prompt takes its tokenizer a second or two, and another stage has one too.
@@ -62,6 +64,7 @@ class TokenizeStep:
         payload, headers = encoded(body), {"x-request-id": request_id}
         tried: set[IncarnationId] = set()
         failure: StageError | DeadlineError | None = None
+        faults = Faults()
         while len(tried) <= self._retries:
             live = [one for role in Role if role.has_language_model for one in self._table.live(role)]
             untried = [one for one in live if one.incarnation_id not in tried]
@@ -77,4 +80,6 @@ class TokenizeStep:
                 return await self._stages.post(instance, request.endpoint, payload, headers, timeout_s=TIMEOUT_S)
             except (StageError, DeadlineError) as error:
                 failure = error
+                if isinstance(error, StageFault) and faults.note(error, instance.incarnation_id):
+                    raise faulty_body(error) from None
         raise failure or NoInstanceError("no live instance has a tokenizer; try again later")

@@ -15,7 +15,7 @@ from proxy.request.parse import Endpoint
 Json = dict[str, Any]
 
 CLIENT_ERRORS = {
-    400: "A field is wrong; `param` names it.",
+    400: "A field is wrong; `param` names it. Or two instances failed alike on this body (`same_fault`).",
     404: "No such model.",
     408: "The body came too slowly (`body_too_slow`).",
     413: "The body, a media item or what the request takes of the server's memory is too large.",
@@ -53,7 +53,8 @@ EXPLAIN: Json = {
     "in": "header",
     "required": False,
     "schema": {"type": "string", "enum": ["0", "1"]},
-    "description": "`1`: tell path, instances and moments of the request in `x-epd-*` headers of the answer.",
+    "description": "`1`: tell path, instances and moments of the request in `x-epd-*` headers of the answer, where the "
+    "server is to (`--proxy explain=true`).",
 }
 
 

@@ -12,7 +12,6 @@ from epd_serve.wire import (
     FeatureExpected,
     FeatureFailed,
     FeatureMissing,
-    FeaturePath,
     FeaturePending,
     FeatureReady,
     KvReport,
@@ -82,8 +81,6 @@ class AnnouncementDispatcher:
                     self._announcements.ask_whole(message.instance)
             case FeaturePending():
                 self.directory.renewed(message.keys, time.monotonic())
-            case FeaturePath():  # for encoders
-                pass
 
     async def missing_for(self, request_id: str) -> FeatureMissing | None:
         """What a consumer said about a request that has just failed. It may be a moment behind the failure."""

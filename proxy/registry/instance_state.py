@@ -58,7 +58,7 @@ class InstanceState:
         silent: it has reported before, and not for a while in which others have.
         draining: it is given nothing new; what it has goes on.
         suspended: requests go to others while there are others.
-        healthy_since: when it answered first, None while it does not.
+        healthy_since: when it answered first, None while it does not. down_since: when it was last said not to.
         warm: it has been up, so its KV links matter no more.
         kv, kv_reported_at: the last report of each worker that sends KV, and when it came; by rank.
     """
@@ -79,6 +79,7 @@ class InstanceState:
     kv: dict[int, KvReport] = field(default_factory=dict)
     kv_reported_at: dict[int, float] = field(default_factory=dict)
     healthy_since: float | None = None
+    down_since: float = field(default_factory=time.monotonic)
     warm: bool = False
 
     @property

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -96,6 +97,8 @@ class InstanceTable:
         """Send it nothing more. With `incarnation`, a late word about a previous incarnation is ignored."""
         state = self._states[instance_id]
         if incarnation is None or incarnation == state.instance.incarnation:
+            if state.healthy_since is not None:
+                state.down_since = time.monotonic()
             state.healthy_since = None
             self._set(state, False, reason)
             self._settle()
@@ -218,6 +221,14 @@ class InstanceTable:
         if state is None or state.instance.incarnation != incarnation:
             return 0.0
         return self._silences.silence_s(state)
+
+    def down_s(self, instance_id: str, incarnation: str) -> float:
+        """Returns for how long this incarnation has been said not to answer; 0 for one that answers, infinite for one
+        that has ended."""
+        state = self._states.get(instance_id)
+        if state is None or state.instance.incarnation != incarnation:
+            return math.inf
+        return 0.0 if state.healthy_since is not None else time.monotonic() - state.down_since
 
     def is_alive(self, instance_id: str, incarnation: str) -> bool:
         """Whether this incarnation is still there, as far as the launcher has said."""

@@ -29,6 +29,7 @@ REPETITION_LIMITS = {"max_pattern_size": 64, "min_pattern_size": 64, "min_count"
 
 _LENGTHS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens"})
 _OBJECTS = frozenset({*MEDIA_OPTIONS, "chat_template_kwargs"})
+_GRAMMARS = frozenset({"json_object", "json_schema", "structural_tag"})
 
 
 class Endpoint(StrEnum):
@@ -52,6 +53,13 @@ _MODELS = {
     Endpoint.RESPONSES: "response",
     Endpoint.DETOKENIZE: "detokenize",
 }
+
+
+_COMPARED = {
+    Endpoint.CHAT: ("prompt_logprobs", "top_logprobs"),
+    Endpoint.COMPLETIONS: ("prompt_logprobs", "logprobs"),
+}
+"""Numbers that vLLM 0.23 compares before it looks at their types."""
 
 
 class ParsedRequest(Struct, frozen=True):
@@ -106,6 +114,12 @@ def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -
         detection = _object(body, "repetition_detection")
         for name, most in REPETITION_LIMITS.items():
             _integer(detection, name, 0, most, within="repetition_detection.")
+    for name in _COMPARED.get(endpoint, ()):
+        if isinstance(body.get(name), str | list | dict):
+            raise RequestError(f"{name} must be a number.", param=name)
+    if endpoint is Endpoint.RESPONSES and body.get("truncation") is None:
+        body.pop("truncation", None)  # vLLM 0.32 takes null for it, and breaks off when it repeats it in a stream
+    _one_choice_of_tokens(body)
     stream = _boolean(body, "stream") and endpoint.generates
     media = _media(endpoint, body)
     _check_modalities(media, settings)
@@ -138,7 +152,8 @@ def _decode(raw: bytes | bytearray) -> dict[str, Any]:
     except RecursionError:
         raise RequestError("The request body is nested too deeply.", code="invalid_json") from None
     except ValueError as error:
-        raise RequestError(f"The request body is not valid JSON: {error}", code="invalid_json") from None
+        param = error.path if isinstance(error, strict_json.LoneSurrogateError) else None
+        raise RequestError(f"The request body is not valid JSON: {error}", param=param, code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError("The request body must be a JSON object.", code="invalid_json")
     return body
@@ -195,6 +210,18 @@ def _prompt(body: Mapping[str, Any]) -> None:
     prompt = body.get("prompt")
     if not isinstance(prompt, str | list) or prompt == []:
         raise RequestError("prompt must be a string or a non-empty list.", param="prompt")
+
+
+def _one_choice_of_tokens(body: Mapping[str, Any]) -> None:
+    """Where a list of tokens and a grammar agree on none, vLLM's engine ends the request with a 500."""
+    form = body.get("response_format")
+    grammar = body.get("structured_outputs") or (isinstance(form, dict) and str(form.get("type")) in _GRAMMARS)
+    if grammar and body.get("allowed_token_ids") is not None:
+        raise RequestError(
+            "allowed_token_ids cannot be used with response_format or structured_outputs: both say which tokens may "
+            "come next.",
+            param="allowed_token_ids",
+        )
 
 
 def _object(body: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -51,6 +51,15 @@ class Connection(Protocol):
     def owes(self) -> bool: ...
 
 
+def end_an_idle_one(connections: Iterable[Connection]) -> bool:
+    """End a connection between two requests, to make room for another. Returns whether there was one."""
+    for one in connections:
+        if one.idle and not one.owes and not one.transport.get_write_buffer_size() and not one.transport.is_closing():
+            one.transport.close()
+            return True
+    return False
+
+
 class IdleClients:
     """Asked again and again (`look`), it remembers since when each connection is just as it is now."""
 

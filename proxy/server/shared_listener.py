@@ -5,17 +5,24 @@ gateway's pool) would pile up in one process. So one that has more than the leas
 it takes the next. Nobody is relied on: after that it takes it. Until it has as many as that one it takes all that wait,
 as it does where it is alone: a busy event loop comes round a few dozen times a second, and with one connection each
 time, those who connect would wait for seconds.
+
+Each connection is a file, and so is each to a stage. So a process has a bound on how many it takes: beyond that, those
+who connect wait in the kernel, and connections on which nothing is asked make room for them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
+import resource
 import socket
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
+from proxy.server.idle_clients import end_an_idle_one
 from proxy.server.tls import HANDSHAKE_S, Certificate
 
 logger = logging.getLogger(__name__)
@@ -24,6 +31,20 @@ AT_ONCE = 128
 """Connections that are taken before others in the event loop have their turn."""
 
 OUT_OF_FILES_S = 1.0
+FULL_S = 0.05
+"""Until a process that has as many connections as it may looks whether one has ended."""
+
+FILES_PER_CONNECTION = 4
+"""Of a request: its client, prefill, decode; and one for encoders, media and whatever else is open."""
+
+
+def most_connections() -> int:
+    """How many one process may have, once it may open all the files that the system lets it."""
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems do not let it have what they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+        files = most_files
+    return sys.maxsize if files == resource.RLIM_INFINITY else max(1, files // FILES_PER_CONNECTION)
 
 
 class SharedListener:
@@ -33,11 +54,17 @@ class SharedListener:
         listening: non-blocking; closed by `stop`.
         least: connections of the process that has fewest of the others, None where there is no other.
         certificate: of a port that talks TLS.
+        most: connections that this process has at once.
     """
 
     def __init__(
-        self, listening: socket.socket, least: Callable[[], int | None], certificate: Certificate | None = None
+        self,
+        listening: socket.socket,
+        least: Callable[[], int | None],
+        certificate: Certificate | None = None,
+        most: int = sys.maxsize,
     ) -> None:
+        self._most = most
         self._certificate = certificate
         self._listening = listening
         self._least = least
@@ -78,6 +105,11 @@ class SharedListener:
 
     def _ready(self) -> None:
         least = self._least()
+        if self.connections >= self._most:
+            others_have_room = least is not None and least < self._most
+            if others_have_room or not end_an_idle_one(self._held):
+                self._pause(FULL_S)
+            return
         places = AT_ONCE if least is None else min(AT_ONCE, least + 1 - self.connections)
         if places < 1:
             self._pause(POLITE_S)
@@ -94,8 +126,8 @@ class SharedListener:
         self._take(1)
 
     def _take(self, most: int) -> None:
-        """So many of those that wait."""
-        while most and self._take_next():
+        """So many of those that wait, as far as there is room."""
+        while most and self.connections < self._most and self._take_next():
             most -= 1
 
     def _take_next(self) -> bool:

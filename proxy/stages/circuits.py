@@ -2,13 +2,15 @@
 
 Lives in the proxy's event loop. What a verdict does to one circuit is `proxy/stages/circuit.py`'s business; here is
 what counts as one: an answer, a refusal included, speaks for the instance; a broken connection, a 5xx or a deadline
-against it; a cancellation, and KV that one instance could not hand to another, for neither.
+against it, unless another instance fails on the same body with the same words (`acquit`); a cancellation, and KV that
+one instance could not hand to another, for neither.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
@@ -44,6 +46,11 @@ class Circuits:
         circuit = self._circuits.get((instance_id, incarnation))
         return circuit.state(_now()) if circuit is not None else State.CLOSED
 
+    def acquit(self, incarnation_ids: Iterable[IncarnationId]) -> None:
+        """They failed for their request's sake: such a failure is an answer, as a refusal is."""
+        for incarnation_id in incarnation_ids:
+            self._succeeded(incarnation_id)
+
     def _began(self, call: StageCall) -> None:
         circuit = self._circuits.get(call.incarnation_id)
         if circuit is not None:
@@ -56,11 +63,11 @@ class Circuits:
             circuit.ended(call)
             self._tell(call.incarnation_id, circuit)
 
-    def _succeeded(self, call: StageCall) -> None:
-        circuit = self._circuits.pop(call.incarnation_id, None)
+    def _succeeded(self, incarnation_id: IncarnationId) -> None:
+        circuit = self._circuits.pop(incarnation_id, None)
         if circuit is not None:
             circuit.succeeded()
-            self._tell(call.incarnation_id, circuit)
+            self._tell(incarnation_id, circuit)
 
     def _failed(self, call: StageCall) -> None:
         if call.incarnation_id not in self._circuits and len(self._circuits) >= MAX_CIRCUITS:
@@ -107,7 +114,7 @@ class StageCall:
         """It answers: for a stream that is known at the first event."""
         if not self.judged:
             self.judged = True
-            self._circuits._succeeded(self)
+            self._circuits._succeeded(self.incarnation_id)
 
     def failed(self) -> None:
         """It failed, though it may have begun well. Any number of times."""

@@ -30,7 +30,7 @@ from proxy.page.routes import About, Page
 from proxy.pipeline import Pipeline
 from proxy.records.records import Question
 from proxy.registry.table import InstanceTable
-from proxy.server.shared_listener import SharedListener
+from proxy.server.shared_listener import SharedListener, most_connections
 from proxy.server.tls import Certificate
 from proxy.server.uvicorn_server import serve
 from proxy.workers.metrics_aggregation import exposition, own_counts
@@ -286,7 +286,7 @@ async def _serve(
     if setup.settings.tls_cert_file:
         certificate = Certificate(setup.settings.tls_cert_file, setup.settings.tls_key_file)
         background.start("certificate", certificate.watch)
-    shared = SharedListener(listening, lambda: counters.least_connections(row), certificate)
+    shared = SharedListener(listening, lambda: counters.least_connections(row), certificate, most_connections())
     own_row = OwnRow(counters, row, ledger, shared, pipeline)
     worker_roster = WorkerRoster(table)
 

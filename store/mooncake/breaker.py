@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 State = Literal["up", "down"]
 
+_LONGEST_PAUSE_S = 60.0
+"""Between probes that are refused."""
+
 
 def _nothing() -> None: ...
 
@@ -52,7 +55,6 @@ class Guard:
         failures_to_open: int = 2,
         probe_after_s: float = 1.0,
         is_open: bool = False,
-        begin_thread: Callable[[], None] = _nothing,
     ) -> None:
         """
         Args:
@@ -61,16 +63,14 @@ class Guard:
             timeout_s: deadline of a call that names none.
             threads: calls at one time; when all are stuck, further calls fail at once.
             failures_to_open: late or unavailable calls in a row after which the breaker opens.
-            probe_after_s: pause before each probe.
+            probe_after_s: pause before each probe; longer and longer ones while probes are refused.
             is_open: begin open, and probe without a pause.
-            begin_thread: called first in every thread made here (an NPU must be set in each thread that touches it).
         """
         self.name = name
         self.timeout_s = timeout_s
         self.openings = 0
         self.late_calls = 0
         self._probe = probe
-        self._begin_thread = begin_thread
         self._probe_after_s = probe_after_s
         self._failures_to_open = failures_to_open
         self._most = threads
@@ -180,7 +180,6 @@ class Guard:
         return False
 
     def _work(self) -> None:
-        self._begin_thread()
         while True:
             with self._lock:
                 self._idle += 1
@@ -229,21 +228,19 @@ class Guard:
         ).start()
 
     def _probe_until_up(self, pause_s: float) -> None:
-        self._begin_thread()
         reason = ""
         while not self._closed.wait(pause_s):
-            pause_s = self._probe_after_s
             try:
                 self._probe()
-            except StoreError as error:
-                if str(error) != reason:
-                    reason = str(error)
-                    log.info("%s is still down: %s", self.name, reason)
-                continue
             except Exception as error:  # without its probe the breaker would stay open for ever
+                # What is away may be back any moment; what refuses will again, and a try may cost a whole client.
+                away = isinstance(error, StoreUnavailableError)
+                doubled_s = min(2 * max(pause_s, self._probe_after_s), _LONGEST_PAUSE_S)
+                pause_s = self._probe_after_s if away else doubled_s
                 if str(error) != reason:
                     reason = str(error)
-                    log.exception("%s: the probe failed", self.name)
+                    level, named = logging.INFO if away else logging.WARNING, isinstance(error, StoreError)
+                    log.log(level, "%s is still down: %s", self.name, reason, exc_info=not named)
                 continue
             with self._lock:
                 self._failures = 0

@@ -100,7 +100,7 @@ class MooncakeClient:
 
         Raises:
             StoreUnavailableError: the master is not there.
-            StoreError: Mooncake does not load.
+            StoreError: Mooncake does not load, or sets up no client here.
         """
         module = load_mooncake(config.host)
         _reach(config.master, config.timeout_s)
@@ -116,7 +116,7 @@ class MooncakeClient:
                 config.master,
             )
         if code != 0:
-            raise StoreUnavailableError(f"Mooncake: no connection to the master at {config.master} ({code})")
+            raise StoreError(f"Mooncake: its client of the master at {config.master} does not come up ({code})")
         self._placement: Any = module.ReplicateConfig()
         if config.segment_bytes:
             self._placement.preferred_segment = self._store.get_hostname()

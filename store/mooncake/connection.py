@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from store.checksum import Bytes
-from store.errors import StoreUnavailableError
+from store.errors import StoreError, StoreUnavailableError
 from store.mooncake.breaker import Guard
 from store.mooncake.client import MooncakeClient, MooncakeConfig, load_mooncake
 
@@ -33,14 +33,11 @@ class Connection:
         guard: its breaker. client: None until it has connected for the first time, and after `close`.
     """
 
-    def __init__(
-        self, config: MooncakeConfig, memory: Iterable[Bytes], *, begin_thread: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, config: MooncakeConfig, memory: Iterable[Bytes]) -> None:
         """Begins to connect.
 
         Args:
             memory: registered with the connection, as long as it lasts.
-            begin_thread: called first in every thread that calls Mooncake.
 
         Raises:
             StoreError: Mooncake is not installed.
@@ -60,7 +57,6 @@ class Connection:
             failures_to_open=config.failures_to_open,
             probe_after_s=config.probe_after_s,
             is_open=True,
-            begin_thread=begin_thread,
         )
 
     def register(self, address: int, nbytes: int) -> None:
@@ -130,7 +126,11 @@ class Connection:
     def _connect(self) -> MooncakeClient:
         client = MooncakeClient(self.config)
         with self._lock:
-            for address, nbytes in self._registered:
-                client.register(address, nbytes)
+            try:
+                for address, nbytes in self._registered:
+                    client.register(address, nbytes)
+            except StoreError:
+                client.close()
+                raise
             self.client = client
         return client

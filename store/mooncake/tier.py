@@ -38,11 +38,8 @@ class MooncakeStore:
     `on_failure` says when.
     """
 
-    def __init__(self, config: MooncakeConfig, *, begin_thread: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, config: MooncakeConfig) -> None:
         """Begins to connect, in the background; until that succeeds every call raises StoreUnavailableError.
-
-        `begin_thread` is called first in every thread that calls Mooncake: where registered memory is an NPU's, each
-        has to set the device.
 
         Raises:
             StoreError: Mooncake is not installed.
@@ -50,19 +47,17 @@ class MooncakeStore:
         self.config = config
         self._scratch = Scratch(config.threads)
         self._counts = dict.fromkeys(("puts", "hits", "misses", "corrupt"), 0)
-        self.connection = Connection(config, [self._scratch.memory], begin_thread=begin_thread)
+        self.connection = Connection(config, [self._scratch.memory])
 
     @classmethod
-    def connect(
-        cls, config: MooncakeConfig, *, wait_s: float = 10.0, begin_thread: Callable[[], None] = lambda: None
-    ) -> Self:
+    def connect(cls, config: MooncakeConfig, *, wait_s: float = 10.0) -> Self:
         """Connects, and waits for it.
 
         Raises:
             StoreUnavailableError: not within `wait_s`.
             StoreError: Mooncake is not installed.
         """
-        store = cls(config, begin_thread=begin_thread)
+        store = cls(config)
         if not store.guard.wait_until_up(wait_s):
             store.close()
             raise StoreUnavailableError(f"no Mooncake master at {config.master} within {wait_s} s")

@@ -123,7 +123,7 @@ async def nodes(
             master = setup.master_address
         following = [asyncio.create_task(made.follow(name)) for name in hosts]
         stack.callback(lambda: [task.cancel() for task in following])
-        app = create_app(replace(build_proxy_settings(blueprint), key_file=str(key)), made.table)
+        app = create_app(replace(build_proxy_settings(blueprint), key_file=str(key), explain=True), made.table)
         made.url = await stack.enter_async_context(served(app))
         made.client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=made.url, timeout=PATIENCE_S, trust_env=False)

@@ -96,7 +96,8 @@ class Serving(Endpoint):
         self.root = Path(tempfile.mkdtemp(prefix="epd-e2e-", dir="/tmp"))
         self.log = self.root / "launcher.log"
         argv = [sys.executable, "-m", "deploy.cli", "serve", "--layout", layout, "--device", "cpu"]
-        argv += ["--port", str(port), "--run-root", str(self.root / "run"), "--proxy", PATIENT, *flags]
+        argv += ["--port", str(port), "--run-root", str(self.root / "run"), "--proxy", PATIENT]
+        argv += ["--proxy", "explain=true", *flags]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -34,9 +34,8 @@ def seen(file: Path, instance: str, *peers: Peer) -> Peers:
     return made
 
 
-def test_encoders_and_those_who_take_features_hear_each_other(file: Path) -> None:
+def test_who_takes_features_is_told_where_encoders_announce(file: Path) -> None:
     assert seen(file, "P0", E0, P0, D0).encoders() == {E0.events}
-    assert seen(file, "E0", E0, P0, D0, D1).takers_of_features() == {"P0": P0.events, "D0": D0.events}
 
 
 def test_who_sends_kv_is_told_the_workers_of_all_who_take_it_now(file: Path) -> None:

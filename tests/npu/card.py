@@ -3,7 +3,10 @@
 EPD_TEST_DEVICE   npu (default), cuda, or cpu to rehearse the tests without a card
 EPD_TEST_DEVICES  use so many devices at most; on cpu, where devices are virtual, so many there are (default 3)
 MODEL             a checkpoint to serve instead of a small model with random weights
-EAGER             1: without graphs (--enforce-eager), to tell whether these are what fails
+EAGER             1: without graphs (--enforce-eager) alone, 0: with graphs alone; else some parts both ways (plan.py).
+                  A CPU has no graphs: there both ways are the same
+TEXTVQA, AISBENCH folders of the TextVQA subset and of an environment with AISBench: with MODEL, accuracy is judged
+OUT               a folder that the report is copied to while it grows
 EPD_TEST_START_S  deadline for a launch to become ready (default 900)
 """
 
@@ -17,6 +20,9 @@ from epd_serve.demo.presets import builtin_model_dir, write_preset
 from npu_ops.discovery import DeviceInventory, discover
 
 KINDS = ("npu", "cuda", "cpu")
+GRAPHS, EAGER = "graphs", "eager"
+MODES = {"": (GRAPHS, EAGER), "0": (GRAPHS,), "1": (EAGER,)}
+"""How stages run, by the variable EAGER."""
 VIRTUAL_DEVICES = 3
 PRESET = {"npu": "npu", "cuda": "npu", "cpu": "demo"}
 """What is served without MODEL: random weights with heads that a card's kernels take; the trained demo model on CPU."""
@@ -30,6 +36,8 @@ class Card:
         ids: devices that may be used, as `discover` numbers them. names: their products.
         note: why there is none, else "".
         given_model: a checkpoint's path or hub name, or "" for the small model of `PRESET`.
+        textvqa, aisbench: folders, or "".
+        modes: that are asked for; of a part, one of them.
     """
 
     kind: str
@@ -37,8 +45,20 @@ class Card:
     names: tuple[str, ...]
     note: str
     given_model: str
-    eager: bool
+    modes: tuple[str, ...]
     start_s: float
+    textvqa: str
+    aisbench: str
+
+    @property
+    def eager(self) -> bool:
+        """Stages are started without graphs."""
+        return self.modes == MODES["1"]
+
+    @property
+    def mode(self) -> str:
+        """What rows say of it."""
+        return EAGER if self.eager or self.kind == "cpu" else GRAPHS
 
     @property
     def label(self) -> str:
@@ -66,11 +86,14 @@ def read_card() -> Card:
     """From the environment and the machine.
 
     Raises:
-        ValueError: EPD_TEST_DEVICE is no kind of device; or as `discover`, for a device that is not there.
+        ValueError: EPD_TEST_DEVICE is no kind of device, EAGER neither 0 nor 1; or as `discover`, for a device that is
+            not there.
     """
     kind = os.environ.get("EPD_TEST_DEVICE") or "npu"
     if kind not in KINDS:
         raise ValueError(f"EPD_TEST_DEVICE={kind} is unknown: one of {', '.join(KINDS)}")
+    if (eager := os.environ.get("EAGER", "")) not in MODES:
+        raise ValueError(f"EAGER={eager} is unknown: 1 for without graphs alone, 0 for with graphs alone")
     most = int(os.environ.get("EPD_TEST_DEVICES") or 0)
     found = discover(kind)
     if kind == "cpu":
@@ -83,6 +106,8 @@ def read_card() -> Card:
         names=found.names[:count],
         note=found.note,
         given_model=os.environ.get("MODEL", ""),
-        eager=os.environ.get("EAGER", "") == "1",
+        modes=MODES[eager],
         start_s=float(os.environ.get("EPD_TEST_START_S") or 900),
+        textvqa=os.environ.get("TEXTVQA", ""),
+        aisbench=os.environ.get("AISBENCH", ""),
     )

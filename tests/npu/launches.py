@@ -45,8 +45,17 @@ class CardServing(Serving):
 
 
 def stage_events(timeline: Timeline, request: str) -> dict[tuple[str, str], float]:
-    """When what happened to a request, by role and event (the last of several): proxy and stages share names."""
-    return {(stamp.instance.rstrip("0123456789"), stamp.event): stamp.t for stamp in timeline.stamps(request)}
+    """When what happened to a request, by role and event (the last of several): proxy and stages share names.
+
+    What took time is there twice: as EVENT when it was over, as EVENT_begun when it began.
+    """
+    found: dict[tuple[str, str], float] = {}
+    for stamp in timeline.stamps(request):
+        role = stamp.instance.rstrip("0123456789")
+        found[role, stamp.event] = stamp.t
+        if "t0" in stamp.more:
+            found[role, f"{stamp.event}_begun"] = stamp.more["t0"]
+    return found
 
 
 @contextlib.contextmanager

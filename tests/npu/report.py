@@ -11,6 +11,7 @@ Owns what must not leave the machine: values of variables that look like secrets
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -29,6 +30,7 @@ LOG_BYTES = 512 << 10  # a longer one keeps its beginning, where versions and fl
 LOG_HEAD_BYTES = 64 << 10
 ARCHIVE_BYTES = 16 << 20
 SHOWN_ROWS = 40  # of a part, on the page
+_SAID = ("part", "name", "value", "device", "on", "stages")  # by its place on the page
 FINISHED = ("passed", "failed", "skipped")
 TOOL_S = 30.0
 PACKAGES = (
@@ -59,7 +61,32 @@ class Report:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._copies: Path | None = None
         folder.mkdir(parents=True, exist_ok=True)
+
+    def copy_to(self, folder: str | None) -> None:
+        """Where `copy` brings it; None: nowhere. Raises OSError where nothing can be written."""
+        if folder:
+            self._copies = Path(folder)
+            (self._copies / self.folder.name).mkdir(parents=True, exist_ok=True)
+
+    def copy(self, archive: Path) -> None:
+        """Bring the copies of archive and folder, but for scratch, up to date. Raises OSError."""
+        if self._copies is None:
+            return
+        for file in (archive, *self.folder.rglob("*")):
+            own = file.relative_to(self.folder.parent)
+            with contextlib.suppress(FileNotFoundError):  # gone meanwhile, or not made yet
+                about, target = file.stat(), self._copies / own
+                if not file.is_file() or own.parts[1:2] == ("scratch",):
+                    continue
+                if (
+                    not target.exists()
+                    or (at := target.stat()).st_size != about.st_size
+                    or at.st_mtime < about.st_mtime
+                ):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, target)
 
     def row(self, **line: Any) -> None:
         self._append("rows.jsonl", line)
@@ -111,7 +138,7 @@ class Report:
             said = one.get("outcome", "interrupted")
             lines.append(f"{name:14}{said:12}{one.get('seconds', 0):7.0f} s  {_first_line(one.get('why', ''))}")
         for name, own in rows.items():
-            lines += ["", f"{name}   [{own[0]['on']}]"]
+            lines += ["", f"{name}   [{own[0]['on']}; {own[0].get('stages', '')}]"]
             lines += [_shown_row(row) for row in own[:SHOWN_ROWS]]
             lines += [f"  … {len(own) - SHOWN_ROWS} more in rows.jsonl"] * (len(own) > SHOWN_ROWS)
         text = "\n".join(lines) + "\n"
@@ -187,7 +214,7 @@ def _first_line(text: str) -> str:
 
 
 def _shown_row(row: dict[str, Any]) -> str:
-    more = {name: value for name, value in row.items() if name not in ("part", "name", "value", "device", "on")}
+    more = {name: value for name, value in row.items() if name not in _SAID}
     told = ", ".join(f"{name} {str(value)[:160]}" for name, value in more.items())
     return f"  {row['name']:44} {str(row['value'])[:200]}" + (f"  ({told})" if told else "")
 

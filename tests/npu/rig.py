@@ -60,7 +60,8 @@ class Rig:
     def row(self, name: str, value: object, **more: Any) -> None:
         """One thing seen, with what it was seen on."""
         more = {**self._about, **more}
-        told = {"part": self.part, "name": name, "value": value, "device": self.card.kind, "on": self.card.label}
+        told = {"part": self.part, "name": name, "value": value, "device": self.card.kind}
+        told |= {"on": self.card.label, "stages": self.card.mode}
         self.report.row(**told, **more)
         print(f"{name} = {json.dumps(value, default=str)[:300]}" + (f"   {more}" if more else ""), flush=True)
 

@@ -27,7 +27,7 @@ from deploy.host.parent_death_exec import parent_death_exec
 from deploy.host.reaper import reap_dead
 from npu_ops.discovery import discover
 from npu_ops.properties import read_properties
-from tests.npu.card import Card, read_card
+from tests.npu.card import EAGER, Card, read_card
 from tests.npu.part import FAILED, PASSED, SKIPPED
 from tests.npu.plan import BUDGET_S, PARTS, Part, chosen, lines
 from tests.npu.report import ROOT, Report
@@ -38,6 +38,7 @@ TALKATIVE = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 OUTCOMES = {PASSED: "passed", FAILED: "failed", SKIPPED: "skipped"}
 DOCTOR_S = 120.0
 LOOK_EVERY_S = 0.2
+COPY_EVERY_S = 3.0  # so much of it a run that is cut off may lack
 ENDING_S = 60.0  # a part's launches take their stages down in that time
 SWEEP_S = 20.0
 
@@ -45,7 +46,8 @@ SWEEP_S = 20.0
 def main(words: list[str], build: Path = ROOT / "build") -> int:
     arguments = parsed(words)
     try:
-        card, parts = read_card(), chosen(arguments.parts)
+        card = read_card()
+        parts = chosen(arguments.parts, card.modes)
     except ValueError as error:
         print(error)
         return 2
@@ -55,12 +57,17 @@ def main(words: list[str], build: Path = ROOT / "build") -> int:
     if not card.ids:
         print(f"no {card.kind} device here ({card.note}). Rehearse without a card: make test-npu EPD_TEST_DEVICE=cpu")
         return 2
-    report = Report(arguments.out or build / f"{card.kind}-report")
+    report = Report(build / f"{card.kind}-report")
+    try:
+        report.copy_to(arguments.out)
+    except OSError as error:
+        print(f"OUT={arguments.out} cannot be written: {error.strerror}")
+        return 2
     run = _Run(card, report, time.monotonic() + arguments.budget_s)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: run.ended.set())
     run.machine()
-    for part in chosen(arguments.parts, needed=False) if arguments.again else ():
+    for part in chosen(arguments.parts, card.modes, needed=False) if arguments.again else ():
         report.forget(part.name, files=True)
         report.part(part.name, outcome="to be repeated")
     for part in parts:
@@ -76,7 +83,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--again", action="store_true", help="also when they are finished")
     parser.add_argument("--plan", action="store_true", help="minutes per part; runs nothing")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the report's folder (default build/KIND-report)")
+    parser.add_argument("--out", default=os.environ.get("OUT"), metavar="DIR", help="copied there while it grows")
     return parser.parse_args(words)
 
 
@@ -138,13 +145,22 @@ class _Run:
         """The page and the archive, as of now: a run that is killed leaves those of the part before."""
         text = self.report.summarise(f"{self.card.label}, {len(self.card.ids)} device(s): what was asked of it")
         self.report.pack(self._archive)
+        self._copy()
         return text
+
+    def _copy(self) -> None:
+        """A place that takes no more ends no run: the report is whole where it is made."""
+        try:
+            self.report.copy(self._archive)
+        except OSError as error:
+            print(f"not copied: {error}", flush=True)
 
     def _run(self, part: Part, limit_s: float) -> tuple[str, str]:
         own = self.report.folder / "parts" / part.name
         own.mkdir(parents=True, exist_ok=True)
         (own / "outcome.json").unlink(missing_ok=True)
-        environment = {**os.environ, **TALKATIVE, MARK: self._mark}
+        mode = {"EAGER": "1" if part.mode == EAGER else "0"}
+        environment = {**os.environ, **TALKATIVE, **mode, MARK: self._mark}
         # It is tied to us: a run that is killed leaves no part behind.
         command = [sys.executable, "-m", "tests.npu.part", part.name, part.entry, str(self.report.folder)]
         with (own / "log.txt").open("wb") as log:
@@ -158,8 +174,11 @@ class _Run:
                 start_new_session=True,
             )
             until = time.monotonic() + limit_s
+            copied = time.monotonic()
             while process.poll() is None and time.monotonic() < until and not self.ended.wait(LOOK_EVERY_S):
-                pass
+                if time.monotonic() > copied + COPY_EVERY_S:
+                    self._copy()
+                    copied = time.monotonic()
             ran_out = process.poll() is None
             _end(process)
         if ran_out and self.ended.is_set():

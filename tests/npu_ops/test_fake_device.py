@@ -12,7 +12,7 @@ from npu_ops.fake.device import FakeDevice, RuleBrokenError
 from tests.waiting import PATIENCE_S, wait_for
 
 ONES = torch.ones(64, dtype=torch.uint8)
-CALLS = ["allocate", "copy", "fence", "wait", "to_host", "total", "run"]
+CALLS = ["allocate", "copy", "fence", "wait", "to_host", "run"]
 CALLS += ["timed_fence", "wait for a timed fence", "download", "upload"]
 
 
@@ -74,7 +74,6 @@ def test_a_thread_that_has_not_set_the_device_is_refused(device: FakeDevice, cal
         "fence": device.fence,
         "wait": wait,
         "to_host": lambda: device.to_host(block.data),
-        "total": lambda: device.total(block.data),
         "run": lambda: device.run(lambda: None),
         "timed_fence": device.timed_fence,
         "wait for a timed fence": timed.wait,

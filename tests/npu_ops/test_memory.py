@@ -7,11 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from npu_ops.fake.device import FakeDevice
-from npu_ops.memory import DeviceMemory, DeviceMemoryError, proves_total
+from npu_ops.memory import DeviceMemory, DeviceMemoryError
 from npu_ops.torch_memory import HostMemory, open_memory
 
 
@@ -34,7 +32,6 @@ def test_a_copy_is_there_after_its_fence(memory: DeviceMemory) -> None:
     memory.copy(block.data, torch.arange(256, dtype=torch.uint8))
     memory.fence()()
     assert block.data.tolist() == list(range(256))
-    assert memory.to_host(memory.clone(block.data)).tolist() == list(range(256))
 
 
 def test_bytes_go_to_the_device_and_come_back(memory: DeviceMemory) -> None:
@@ -65,29 +62,6 @@ def test_fences_tell_the_time_between_them(memory: DeviceMemory) -> None:
     assert first.seconds_since(second) == -apart
 
 
-@given(st.binary(min_size=1, max_size=300))
-def test_the_sum_of_words_is_that_of_the_reference(data: bytes) -> None:
-    words = len(data) // 4
-    expected = sum(int.from_bytes(data[4 * i : 4 * i + 4], "little", signed=True) for i in range(words)) % (1 << 64)
-    assert HostMemory().total(torch.frombuffer(bytearray(data), dtype=torch.uint8)) == expected
-
-
-def test_a_device_proves_that_it_can_sum(memory: DeviceMemory) -> None:
-    assert proves_total(memory) is None
-
-
-def test_a_device_that_cannot_sum_or_sums_wrongly_is_not_trusted() -> None:
-    without = FakeDevice(sums=False)
-    without.enter_thread()
-    assert "cannot sum" in (proves_total(without) or "")
-
-    class Narrow(HostMemory):
-        def total(self, source: torch.Tensor) -> int:
-            return super().total(source) & 0xFFFFFFFF
-
-    assert "instead of" in (proves_total(Narrow()) or "")
-
-
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(DeviceMemoryError, match="cpu, cuda or npu"):
         open_memory("tpu")
@@ -99,7 +73,6 @@ def test_cuda_memory_keeps_the_same_contract() -> None:
     model_s_stream = torch.cuda.current_stream()
     cuda.enter_thread()
     assert torch.cuda.current_stream() != model_s_stream
-    assert proves_total(cuda) is None
     block, there = cuda.allocate(4096), torch.arange(4096, dtype=torch.int32).to(torch.uint8)
     assert block.address % cuda.alignment == 0
     first = cuda.timed_fence()
@@ -111,7 +84,6 @@ def test_cuda_memory_keeps_the_same_contract() -> None:
     back = torch.zeros_like(there)
     cuda.download(back, block.data)
     assert torch.equal(back, there)
-    assert torch.equal(cuda.to_host(cuda.clone(block.data)), there)
 
 
 class Recorded:
@@ -123,14 +95,11 @@ class Recorded:
         outer = self
 
         class Event:
-            def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
-                assert enable_timing and blocking
+            def __init__(self, *, enable_timing: bool = False) -> None:
+                assert enable_timing
 
             def record(self) -> None:
                 outer.calls.append("record")
-
-            def synchronize(self) -> None:
-                outer.calls.append("synchronize")
 
             def query(self) -> bool:
                 return outer.reached
@@ -177,16 +146,16 @@ def test_a_fence_of_an_npu_is_an_event_with_a_time(npu: Recorded) -> None:
     memory = open_memory("npu")
     first, second = memory.timed_fence(), memory.timed_fence()
     assert second.seconds_since(first) is None, "not reached: nobody waits for a measurement"
-    second.wait()
     npu.reached = True
+    second.wait()
     assert second.seconds_since(first) == 2.5
-    assert npu.calls == ["record", "record", "synchronize"]
+    assert npu.calls == ["record", "record"]
 
 
 def test_pageable_memory_bounces_to_an_npu_and_back_and_page_locked_memory_does_not(
     npu: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory, locked = open_memory("npu"), set[int]()
+    memory, locked, npu.reached = open_memory("npu"), set[int](), True
 
     def buffer(nbytes: int) -> torch.Tensor:
         made = torch.zeros(nbytes, dtype=torch.uint8)
@@ -199,7 +168,7 @@ def test_pageable_memory_bounces_to_an_npu_and_back_and_page_locked_memory_does_
     memory.upload(block, there)
     memory.download(back, block)
     assert torch.equal(back, there) and len(locked) == 2, "two halves, made once"
-    assert npu.calls == ["record", "record", "synchronize", "synchronize"]
+    assert npu.calls == ["record", "record"]
     memory.upload(block, buffer(5000))
     memory.download(there, block.view(50, 100).view(-1))
     assert len(locked) == 3 and not there.any()

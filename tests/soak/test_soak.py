@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak import abuse, burst, duplicates, kills, leave, memory, neighbours, placement, real_time, streams, table5
+from tests.soak import (
+    abuse,
+    burst,
+    duplicates,
+    fuzz,
+    kills,
+    leave,
+    memory,
+    neighbours,
+    placement,
+    real_time,
+    streams,
+    table5,
+)
 from tests.soak.harness import Soak
 
 SOAKS = tuple(
@@ -16,6 +29,12 @@ SOAKS = tuple(
 @pytest.mark.parametrize("soak", SOAKS, ids=lambda soak: soak.name)
 def test_its_goals_are_met(soak: Soak) -> None:
     assert soak.missed(soak.run(["--quick"]), speed=False) == []
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_no_body_is_a_server_error_behind_simulated_and_real_stages() -> None:
+    assert fuzz.SOAK.missed(fuzz.SOAK.run(["--quick"]), speed=False) == []
 
 
 @pytest.mark.slow

@@ -88,8 +88,7 @@ class Announcer:
             now = time.monotonic()
             if now >= renewed + RENEW_S:
                 renewed = now
-                if keys := self._pending():
-                    self._send(wire.FeaturePending(keys, self._incarnation))
+                self._renew()
             if now >= reported + (_REPORT_CHANGE_S if self._changed.is_set() else _REPORT_IDLE_S):
                 reported = now
                 self._changed.clear()
@@ -97,6 +96,13 @@ class Announcer:
             next_report = reported + (_REPORT_CHANGE_S if self._changed.is_set() else _REPORT_IDLE_S)
             self._wake.wait(max(0.0, min(renewed + RENEW_S, next_report) - now))
             self._wake.clear()
+
+    def _renew(self) -> None:
+        try:
+            if keys := self._pending():
+                self._send(wire.FeaturePending(keys, self._incarnation))
+        except Exception:  # the next renewal is 200 ms away; a thread that ends would look like a dead encoder
+            logger.exception("no renewal")
 
     def _send(self, message: wire.Announcement) -> None:
         encoded = wire.encode(message)

@@ -13,7 +13,7 @@ skips no encode, and P recomputes what is lost.
                   build_connector_meta name the bytes to load; pins go when the request is among the finished
     D scheduler   the same for a request that was preempted; until then ensure_cache_available keeps what it would need,
                   and before that defers a new request whose features are still being made, so that it holds no blocks
-    P worker      start_load_caches copies from where the features lie into vLLM's encoder cache
+    P worker      start_load_caches copies from the arena into vLLM's encoder cache
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from epd_serve.engine import compat
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.encoder_scheduler import EncoderScheduler
 from epd_serve.engine.ec.feature_admission import FeatureAdmission
-from epd_serve.engine.ec.loading import FeatureReader, load
+from epd_serve.engine.ec.loading import ArenaReader, load
 from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep
 from epd_serve.engine.ec.store_access import open_local_store, open_reader
 from epd_serve.kv.params import receive_params
-from epd_serve.trace import Trace
+from epd_serve.trace import DeviceTrace, Trace
 from epd_serve.wake import idle_waiter
 from epd_serve.wiring import StageWiring
+from npu_ops.torch_memory import memory_here
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,13 +67,14 @@ class FeatureConnector(ECConnectorBase):
         self._consumer: FeatureConsumer | None = None
         self._encoder: EncoderScheduler | None = None
         self._producer: FeatureProducer | None = None
-        self._reader: FeatureReader | None = None
+        self._reader: ArenaReader | None = None
+        self._loaded: DeviceTrace | None = None  # with the reader
         self.admission: FeatureAdmission | None = None  # of a consumer's scheduler side
         self._cache_is_handed_over = compat.hands_over_encoder_cache()
         self._trace = Trace(wiring.trace_path, wiring.instance)
         if role is ECConnectorRole.SCHEDULER:
             if self.is_consumer:
-                self._consumer = FeatureConsumer(wiring, ranks=vllm_config.parallel_config.tensor_parallel_size)
+                self._consumer = FeatureConsumer(wiring)
                 self.admission = FeatureAdmission(
                     self._consumer,
                     # Who only prefills is retried from the start.
@@ -89,7 +91,9 @@ class FeatureConnector(ECConnectorBase):
             if compat.tp_rank() == 0:  # every rank computes the whole feature; one of them stores it
                 self._producer = FeatureProducer(wiring, vllm_config.device_config.device)
         else:
-            self._reader = open_reader(wiring, vllm_config.device_config.device, compat.tp_rank())
+            self._reader = open_reader(wiring, vllm_config.device_config.device)
+            kind = torch.device(vllm_config.device_config.device).type
+            self._loaded = DeviceTrace(self._trace, memory_here(kind))
 
     # --- scheduler side -------------------------------------------------------------------------------------------
 
@@ -157,11 +161,11 @@ class FeatureConnector(ECConnectorBase):
             self._producer.step(self._bound_step(), kwargs["encoder_cache"])
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        """Copy this step's features from where they lie. The scheduler side holds their pins, so they are there."""
-        assert self._reader is not None
+        """Copy this step's features from the arena. The scheduler side holds their pins, so they are there."""
+        assert self._reader is not None and self._loaded is not None
         begun = time.monotonic()
         for slot in load(self._reader, self._bound_step().loads, encoder_cache):
-            self._trace.stamp(slot.key, "feature_loaded", t0=begun, on_device=slot.on_device)
+            self._loaded.stamp(slot.key, "feature_loaded", t0=begun)
             begun = time.monotonic()
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
@@ -172,7 +176,7 @@ class FeatureConnector(ECConnectorBase):
         return None, None
 
     def shutdown(self) -> None:
-        for part in (self._consumer, self._encoder, self._producer, self._reader):
+        for part in (self._consumer, self._encoder, self._producer, self._reader, self._loaded):
             if part is not None:
                 part.close()
 

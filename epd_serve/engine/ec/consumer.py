@@ -16,28 +16,27 @@ from epd_serve import wire
 from epd_serve.engine.ec.announcer import Announcer
 from epd_serve.engine.ec.expected_features import ExpectedFeatures
 from epd_serve.engine.ec.feature_desk import Admission, FeatureDesk
-from epd_serve.engine.ec.feature_source import Held
 from epd_serve.engine.ec.feature_table import FeatureTable
 from epd_serve.engine.ec.kept_features import KeptFeatures
 from epd_serve.engine.ec.listener import FeatureListener
 from epd_serve.engine.ec.pins import Pin, Pins
 from epd_serve.engine.ec.request_facts import proxy_request_id
-from epd_serve.engine.ec.store_access import open_source, open_store
+from epd_serve.engine.ec.store_access import open_store, remote_counters
 from epd_serve.wiring import StageWiring
+from store.arena.lease import Lease
 from store.feature_pool import FeaturePool
 
 logger = logging.getLogger(__name__)
 
 
 class FeatureConsumer:
-    """One per scheduler of P, PD or D. `ranks`: workers of this instance."""
+    """One per scheduler of P, PD or D. Owns the pool."""
 
-    def __init__(self, wiring: StageWiring, pool: FeaturePool | None = None, *, ranks: int = 1) -> None:
+    def __init__(self, wiring: StageWiring, pool: FeaturePool | None = None) -> None:
         self._wiring = wiring
         self._pool = pool if pool is not None else open_store(wiring)
         self._announcer = Announcer(wiring, self._report, list)
-        self._source = open_source(wiring, self._pool, ranks, self._announcer.announce)
-        capacity = self._source.capacity_bytes
+        capacity = self._pool.stats().capacity_bytes
         # Only who prefills is worth prefetching for: D needs features after a preemption alone, and looks them up then.
         prefetches = wiring.prefills and wiring.feature_prefetch == "event"
         table: FeatureTable[Pin] = FeatureTable(
@@ -48,10 +47,10 @@ class FeatureConsumer:
         self._held_back: set[str] = set()  # requests of D
         self._lock = threading.Lock()  # guards the three above, and the desk's table
         self._pins = Pins()
-        self._kept = KeptFeatures(self._source.lease_local, self._pins.drop, max_bytes=capacity // 4)
+        self._kept = KeptFeatures(self._pool.lease_local, self._pins.drop, max_bytes=capacity // 4)
         self._listener = FeatureListener(
             wiring,
-            self._source,
+            self._pool,
             self._desk,
             self._expected,
             self._lock,
@@ -131,7 +130,7 @@ class FeatureConsumer:
         if news:
             self._listener.ring()
 
-    def pinned(self, key: str) -> Held | None:
+    def pinned(self, key: str) -> Lease | None:
         """A feature that is here, verified and pinned; it stays until the requests that need it have finished."""
         with self._lock:
             pin = self._desk.table.pinned(key)
@@ -167,7 +166,7 @@ class FeatureConsumer:
         self._announcer.close()
         with self._lock:
             self._desk.table.close()
-        self._source.close()  # ends the leases
+        self._pool.close()  # ends the leases
 
     def _report(self) -> wire.StoreReport:
         stats = self._pool.stats()
@@ -182,5 +181,5 @@ class FeatureConsumer:
             stats.leased,
             pool=self._pool.pool_state,
             waiting_puts=self._listener.without_room,
-            counters={**counters, **self._kept.counters(), **self._source.counters()},
+            counters={**counters, **self._kept.counters(), **remote_counters(self._pool)},
         )

@@ -1,12 +1,10 @@
-"""A slab of registered device memory and the book of who uses which part of it.
+"""Who uses which part of a slab of device memory: the book that features in it are placed by. Nothing uses it yet.
 
 `SlabBook` is pure: offsets, pins, names, least recent use. A feature that nobody pins may lie anywhere between pinned
 ones, and any run of unpinned bytes can become room for a new feature; so unpinned features never fragment the slab,
 and `reserve` fails only when no run between pins is long enough. Beyond the watermark the least recently used are
 dropped in advance, so that most reservations find a gap at once. A place whose transfer is not known to have ended
 stays pinned: that is the quarantine.
-
-`DeviceSlab` is the memory: one aligned allocation, registered once (an NPU's transport registers 256 regions at most).
 """
 
 from __future__ import annotations
@@ -15,14 +13,6 @@ import bisect
 import operator
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from npu_ops.memory import DeviceMemory, DeviceMemoryError
-
-if TYPE_CHECKING:
-    import torch
-
-    from epd_serve.engine.ec.device_tier import DeviceTier
 
 _GRANULE = 512  # what torch's device allocators align to: views of any dtype and wide copies stay aligned
 
@@ -171,26 +161,3 @@ def _span(nbytes: int) -> int:
 
 
 _offset = operator.attrgetter("offset")
-
-
-class DeviceSlab:
-    """The memory behind a book. Made in a thread that has entered the device.
-
-    Raises:
-        DeviceMemoryError: no memory, or an address that the transport could not take.
-    """
-
-    def __init__(self, memory: DeviceMemory, tier: DeviceTier, nbytes: int) -> None:
-        self.nbytes = -(-nbytes // memory.alignment) * memory.alignment
-        self._block = memory.allocate(self.nbytes)
-        if self._block.address % memory.alignment:
-            raise DeviceMemoryError(f"{memory.name}: {self._block.address:#x} is not {memory.alignment}-aligned")
-        tier.register(self._block.address, self.nbytes)
-
-    def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Flat bytes of a part."""
-        assert offset >= 0 and offset + nbytes <= self.nbytes
-        return self._block.data[offset : offset + nbytes]
-
-    def address(self, offset: int) -> int:
-        return self._block.address + offset

@@ -1,8 +1,7 @@
 """The writer of an encoder: puts features where consumers can get them and says so afterwards, never before.
 
-Where they can leave past the host (`feature_exit.py`) they do, and go into the arena only while somebody needs them
-there. Else the arena comes first, because consumers of the same host need no more; then the second tier, in a thread of
-its own (`publishing.py`). A full store is back-pressure: the writer waits for room, what is behind it waits too, and
+The arena comes first, because consumers of the same host need no more; then the second tier, in a thread of its own
+(`publishing.py`). A full store is back-pressure: the writer waits for room, what is behind it waits too, and
 the model's thread where the queue is full (`write_queue.py`). None waits for good: a feature that finds no room in time
 is announced as failed, and whoever needs it recomputes it.
 """
@@ -15,7 +14,6 @@ import time
 
 import torch
 
-from epd_serve.engine.ec.feature_exit import DirectExit, NoDirectExit
 from epd_serve.engine.ec.publishing import SecondTierPublisher, Tell
 from epd_serve.engine.ec.write_queue import Job, WriteQueue
 from epd_serve.trace import Trace
@@ -46,13 +44,11 @@ class FeatureWriter:
         tell: Tell,
         trace: Trace,
         queue: WriteQueue,
-        direct: DirectExit | None = None,
         *,
         memory: DeviceMemory | None = None,
         put_timeout_s: float = PUT_TIMEOUT_S,
     ) -> None:
         self._pool, self._tell, self._trace = pool, tell, trace
-        self._direct = direct if direct is not None else NoDirectExit()
         self._memory = memory if memory is not None else HostMemory()
         self._put_timeout_s = put_timeout_s
         self._queue = queue
@@ -97,41 +93,33 @@ class FeatureWriter:
             self._tell(job.key, "put_dropped", reason="the encoder's queue to the store is full")
 
     def _write(self) -> None:
-        self._memory.enter_thread()  # a stream of its own: copies do not queue behind the next step
         while (job := self._queue.get()) is not None:
             try:
+                self._memory.enter_thread()  # a stream of its own: copies do not queue behind the next step
                 self._leave(job)
             except StoreError as error:
                 logger.warning("feature %s was not stored: %s", job.key, error)
-                self._tell(job.key, "put_failed", reason=str(error))
-            except Exception as error:  # one bad feature must not end the writer
+                self._tell_failed(job.key, error)
+            except Exception as error:  # without its writer every save would hold up the model's thread
                 logger.exception("feature %s was not stored", job.key)
-                self._tell(job.key, "put_failed", reason=str(error) or type(error).__name__)
+                self._tell_failed(job.key, error)
             finally:
                 self._full_since = None
                 self._queue.done(job)
             del job  # its feature counts no longer, and nothing here may keep the memory until the next one comes
 
     def _leave(self, job: Job) -> None:
-        if direct := self._leaves_directly(job):
-            self._tell(job.key, "put_directly", direct, pooled=True, in_arena=False)
-            if not self._direct.arena_needed:
-                return
         job.written()
         nbytes = self._store(job) if job.feature is not None else self._stored(job.key)
-        self._tell(job.key, "put", nbytes, pooled=bool(direct))
+        self._tell(job.key, "put", nbytes)
         if self._second_tier is not None:
             self._second_tier.submit(job.key, nbytes)
 
-    def _leaves_directly(self, job: Job) -> int:
-        """Its bytes, if it left past the host."""
-        if job.feature is None or not self._direct.put(job.key, job.feature, job.written, again=job.again):
-            return 0
-        nbytes: int = job.feature.nbytes
-        if job.again and not self._direct.arena_needed:
-            self._forget(job.key)
-        self._trace.stamp(job.key, "feature_put", nbytes=nbytes, on_device=True)
-        return nbytes
+    def _tell_failed(self, key: str, error: Exception) -> None:
+        try:
+            self._tell(key, "put_failed", reason=str(error) or type(error).__name__)
+        except Exception:  # whoever waits for it recomputes it at their deadline
+            logger.exception("nobody is told that feature %s was not stored", key)
 
     def _stored(self, key: str) -> int:
         lease = self._pool.lease_local(key, verify=False)

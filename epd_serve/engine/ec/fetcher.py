@@ -1,8 +1,7 @@
 """Fetches features from the second tier in a few threads, so that none of them holds up another, nor the listener.
 
 Owns the threads; what is fetched next is `fetch_queue.py`'s decision, what a result means the listener's. Each fetch is
-announced on the instance's traffic board: KV packets that can wait leave the network to it. It is so for both ways, to
-the arena and to device memory, since a fetch of ours lasts as long as the workers'.
+announced on the instance's traffic board: KV packets that can wait leave the network to it.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from epd_serve.engine.ec.feature_source import Held
 from epd_serve.engine.ec.fetch_queue import FetchQueue
 from epd_serve.engine.traffic import TrafficBoard
+from store.arena.lease import Lease
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ class Fetched:
     """How a fetch ended: the feature, held, or `why` there is none (`missing`, `no_room`, `corrupt`, `unavailable`)."""
 
     key: str
-    held: Held | None
+    held: Lease | None
     why: str = ""
 
 
@@ -41,7 +40,7 @@ class Fetcher:
 
     def __init__(
         self,
-        fetch: Callable[[str], Held | None],
+        fetch: Callable[[str], Lease | None],
         wanted: Callable[[str, bool], bool],
         ended: Callable[[Fetched], None],
         *,

@@ -16,7 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from epd_serve.engine.ec.feature_source import Held
+from store.arena.lease import Lease
 from store.errors import StoreError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class KeptFeatures:
         max_bytes: of all that is kept.
     """
 
-    def __init__(self, lease: Callable[[str], Held | None], drop: Callable[[Held], None], *, max_bytes: int) -> None:
+    def __init__(self, lease: Callable[[str], Lease | None], drop: Callable[[Lease], None], *, max_bytes: int) -> None:
         self._lease = lease
         self._drop = drop
         self._max_bytes = max_bytes
@@ -39,7 +39,7 @@ class KeptFeatures:
         self._keys_of: dict[str, frozenset[str]] = {}
         self._wanted: list[str] = []
         self._users: Counter[str] = Counter()
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, Lease] = {}
         self._bytes = 0
         self._counts: Counter[str] = Counter()
 

@@ -3,8 +3,8 @@
 EPD-Serve §3.2, event-driven asynchronous prefetching: the event carries only the key; the listener fetches, verifies
 the checksum, pins, and only then does the scheduler promise the feature. What is here is read in place by the worker;
 what has to come from the second tier is fetched by threads of its own (`fetcher.py`), so that neither a slow fetch nor
-a network that is gone holds up other features. Which way it comes: `feature_source.py`. A feature is looked up three
-times: on arrival of its request, on its event, and once more before recomputing.
+a network that is gone holds up other features. A feature is looked up three times: on arrival of its request, on its
+event, and once more before recomputing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import zmq
 from epd_serve import wire
 from epd_serve.engine.ec.expected_features import ExpectedFeatures
 from epd_serve.engine.ec.feature_desk import FeatureDesk
-from epd_serve.engine.ec.feature_source import FeatureSource, Held
 from epd_serve.engine.ec.fetcher import Fetched, Fetcher
 from epd_serve.engine.ec.kept_features import KeptFeatures
 from epd_serve.engine.ec.lookups import RELOOK_S, Lookups
@@ -32,7 +31,9 @@ from epd_serve.sockets import milliseconds
 from epd_serve.trace import Trace
 from epd_serve.wake import WakeLine, idle_waiter
 from epd_serve.wiring import StageWiring
+from store.arena.lease import Lease
 from store.errors import CorruptFeatureError, StoreError
+from store.feature_pool import FeaturePool
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,12 @@ _OUTAGE_GRACE_S = 0.5  # a second tier that is gone: an encoder of this host may
 
 
 class FeatureListener:
-    """Owns the listener thread and its sockets. `lock` guards `desk` and `expected`, never a call of the source."""
+    """Owns the listener thread and its sockets. `lock` guards `desk` and `expected`, never a call of the pool."""
 
     def __init__(
         self,
         wiring: StageWiring,
-        source: FeatureSource,
+        pool: FeaturePool,
         desk: FeatureDesk[Pin],
         expected: ExpectedFeatures,
         lock: threading.Lock,
@@ -55,7 +56,7 @@ class FeatureListener:
         *,
         max_bytes: int,
     ) -> None:
-        self._wiring, self._source, self._changed = wiring, source, changed
+        self._wiring, self._pool, self._changed = wiring, pool, changed
         self._desk, self._table, self._expected, self._lock = desk, desk.table, expected, lock
         self._pins, self._kept = pins, kept
         self._trace = Trace(wiring.trace_path, wiring.instance)
@@ -68,9 +69,9 @@ class FeatureListener:
         self._wake = WakeLine()
         self._closing = False
         self._fetcher: Fetcher | None = None
-        if source.state != "none":
+        if pool.pool_state != "none":
             self._fetcher = Fetcher(
-                source.fetch,
+                pool.fetch,
                 self._accepts,
                 self._fetch_ended,
                 max_bytes=max_bytes,
@@ -136,8 +137,6 @@ class FeatureListener:
         announced: dict[str, int] = {}
         now = time.monotonic()
         for event in events.at_hand():
-            if isinstance(event, wire.FeatureReady | wire.StoreReport):
-                self._source.hear(event)
             if isinstance(event, wire.StoreReport):
                 self._heed(event, now)
             if isinstance(event, wire.FeatureReady):
@@ -175,18 +174,17 @@ class FeatureListener:
     def _ready(self, event: wire.FeatureReady, now: float) -> bool:
         """Whether to look this key up now. An event is a hint: it may be lost, late, twice, or about another host."""
         here = event.host in ("", self._wiring.arena_id)
-        pooled = event.pooled and self._source.reaches(event)
         with self._lock:
             self._desk.counters["events"] += 1
             self._desk.counters["late_events"] += self._table.announced(event.key)
-            if not here and not pooled:
+            if not here and not event.pooled:
                 if self._fetcher is None:
                     self._table.failed(event.key, "not_pooled", now)
                 else:  # its encoder has it and is about to put it where we can reach it
                     self._table.hampered(event.key, "not_pooled", now + self._wiring.feature_wait_s)
                 return False
             worth_it = self._table.accepts(event.key)
-        self._lookups.hurry(event.key, remote=pooled)
+        self._lookups.hurry(event.key, remote=event.pooled)
         self._changed()
         return worth_it
 
@@ -217,7 +215,7 @@ class FeatureListener:
     def _look_here(self, key: str) -> bool:
         """Pin it if it is here. True: nothing more to do for it."""
         try:
-            held = self._source.lease_local(key)
+            held = self._pool.lease_local(key)
         except CorruptFeatureError as error:
             logger.error("%s; it is fetched from elsewhere or recomputed", error)
             with self._lock:
@@ -249,7 +247,7 @@ class FeatureListener:
             cause = self._table.cause(key)
         if self._look_here(key):
             return
-        if self._fetcher is None or cause in ("unavailable", "no_room") or self._source.state == "down":
+        if self._fetcher is None or cause in ("unavailable", "no_room") or self._pool.pool_state == "down":
             self._not_found(key)
         else:
             self._last_look.add(key)
@@ -262,7 +260,7 @@ class FeatureListener:
         self._changed()
         idle_waiter.wake()
 
-    def _arrived(self, key: str, held: Held) -> None:
+    def _arrived(self, key: str, held: Lease) -> None:
         with self._lock:
             # Counted once: the copy that a fetch brings may be found here before the fetch reports it.
             self._desk.counters["prefetched"] += self._table.accepts(key) and not self._table.requested(key)

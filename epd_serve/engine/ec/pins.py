@@ -1,4 +1,4 @@
-"""Pins of a consumer: features that any thread may let go of, and that one thread gives back to where they lie."""
+"""Pins of a consumer: features that any thread may let go of, and that one thread gives back to the store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import threading
 from dataclasses import dataclass
 
-from epd_serve.engine.ec.feature_source import Held
+from store.arena.lease import Lease
 from store.errors import StoreError
 
 logger = logging.getLogger(__name__)
@@ -17,13 +17,13 @@ class Pins:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._dropped: list[Held] = []
+        self._dropped: list[Lease] = []
 
     @property
     def dropped(self) -> bool:
         return bool(self._dropped)
 
-    def drop(self, held: Held) -> None:
+    def drop(self, held: Lease) -> None:
         with self._lock:
             self._dropped.append(held)
 
@@ -47,7 +47,7 @@ class Pins:
 class Pin:
     """A verified feature that is held (`feature_item.Pin`)."""
 
-    held: Held
+    held: Lease
     pins: Pins
 
     @property

@@ -18,11 +18,10 @@ import torch
 
 from epd_serve import wire
 from epd_serve.engine.ec.announcer import Announcer
-from epd_serve.engine.ec.feature_source import remote_counters
 from epd_serve.engine.ec.feature_writer import FeatureWriter
 from epd_serve.engine.ec.loading import ArenaReader, load
 from epd_serve.engine.ec.step import FeatureStep
-from epd_serve.engine.ec.store_access import open_exit, open_store
+from epd_serve.engine.ec.store_access import open_store, remote_counters
 from epd_serve.engine.ec.write_queue import WriteQueue
 from epd_serve.trace import DeviceTrace, Trace
 from epd_serve.wiring import StageWiring
@@ -57,9 +56,8 @@ class FeatureProducer:
         self._counters: Counter[str] = Counter()
         # Bound here: an encoder nobody hears must not start.
         self._announcer = Announcer(wiring, self._report, self._pending)
-        self._direct = open_exit(wiring, device, self._announcer.changed)
         queue = WriteQueue(wiring.feature_queue_bytes)
-        self._writer = FeatureWriter(self._pool, self._tell, self._trace, queue, self._direct, memory=memory)
+        self._writer = FeatureWriter(self._pool, self._tell, self._trace, queue, memory=memory)
         self._announcer.start()
 
     def step(self, step: FeatureStep, cache: dict[str, torch.Tensor] | None = None) -> None:
@@ -106,7 +104,6 @@ class FeatureProducer:
         self._writer.close()
         self._device_trace.close()
         self._announcer.close()
-        self._direct.close()
         self._pool.close()
 
     def _load(self, step: FeatureStep) -> None:
@@ -135,9 +132,7 @@ class FeatureProducer:
                 self._ready.discard(key)
         self._writer.put(key, self._cache[key], again=again)
 
-    def _tell(
-        self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, in_arena: bool = True, reason: str = ""
-    ) -> None:
+    def _tell(self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, reason: str = "") -> None:
         """The writer's word about a key: counted as `event`, and announced."""
         with self._lock:
             self._counters[event] += 1
@@ -149,8 +144,9 @@ class FeatureProducer:
         if reason:
             self._announcer.announce(wire.FeatureFailed(key, reason))
         elif nbytes:
-            host = self._wiring.arena_id if in_arena else wire.NO_ARENA
-            self._announcer.announce(wire.FeatureReady(key, nbytes, self._wiring.incarnation, host, pooled, metadata))
+            self._announcer.announce(
+                wire.FeatureReady(key, nbytes, self._wiring.incarnation, self._wiring.arena_id, pooled, metadata)
+            )
         self._announcer.changed()
 
     def _remember(self, key: str, metadata: dict[str, Any]) -> None:
@@ -182,6 +178,5 @@ class FeatureProducer:
             pool=self._pool.pool_state,
             waiting_puts=self._writer.waiting_puts,
             encoding=encoding,
-            feature_path=self._direct.path,
-            counters={**counters, **remote_counters(self._pool), **self._direct.counters()},
+            counters={**counters, **remote_counters(self._pool)},
         )

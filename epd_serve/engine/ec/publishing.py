@@ -24,14 +24,9 @@ _MAX_WAITING = 1024
 
 
 class Tell(Protocol):
-    """What became of a key. `reason`: it failed. `nbytes` > 0: it is readable, on other hosts too if `pooled`.
+    """What became of a key. `reason`: it failed. `nbytes` > 0: it is readable, on other hosts too if `pooled`."""
 
-    `in_arena`: False when it went past the host.
-    """
-
-    def __call__(
-        self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, in_arena: bool = True, reason: str = ""
-    ) -> None: ...
+    def __call__(self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, reason: str = "") -> None: ...
 
 
 @dataclass(order=True)
@@ -85,7 +80,11 @@ class SecondTierPublisher:
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
-            retry = self._attempt(task)
+            try:
+                retry = self._attempt(task)
+            except Exception:  # the thread goes on: the next feature may fare better
+                logger.exception("feature %s is not in the second tier", task.key)
+                retry = False
             with self._turn:
                 self._current = None
                 if retry:
@@ -108,9 +107,6 @@ class SecondTierPublisher:
             there = self._publish(task.key)
         except StoreError as error:
             logger.warning("feature %s is not in the second tier: %s", task.key, error)
-        except Exception:  # the thread goes on: the next feature may fare better
-            logger.exception("feature %s is not in the second tier", task.key)
-            return False
         else:
             self._tell(task.key, "published" if there else "publish_failed", task.nbytes if there else 0, pooled=there)
             return False  # not there: the arena has evicted it meanwhile

@@ -5,28 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from epd_serve.engine.ec.device_ledger import DevicePin
-from epd_serve.engine.ec.feature_source import Held
+from store.arena.lease import Lease
 
 
 @dataclass(frozen=True)
 class FeatureSlot:
-    """Where a pinned feature's bytes lie: in a slot of the arena, or (`on_device`) in the slab of every worker."""
+    """Where a leased feature's bytes lie in the arena."""
 
     key: str
     offset: int
     nbytes: int
     shape: tuple[int, ...]
     dtype: str
-    on_device: bool = False
     slot: int = 0
 
     @classmethod
-    def of(cls, held: Held) -> FeatureSlot:
-        if isinstance(held, DevicePin):
-            return cls(held.key, held.offset, held.nbytes, held.shape, held.dtype, on_device=True)
-        meta = held.meta
-        return cls(meta.key, held.offset, meta.nbytes, meta.shape, meta.dtype, slot=held.slot)
+    def of(cls, lease: Lease) -> FeatureSlot:
+        meta = lease.meta
+        return cls(meta.key, lease.offset, meta.nbytes, meta.shape, meta.dtype, slot=lease.slot)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ to get KV is told from where.
 
 A request's KV, in the order things happen:
 
-    D scheduler   get_num_new_matched_tokens → (prompt tokens missing, True); update_state_after_alloc sends READY
+    D scheduler   get_num_new_matched_tokens → (prompt tokens missing, True); update_state_after_alloc sends READY, once
+                  D's workers have answered that they expect the transfer
     P scheduler   get_num_new_matched_tokens → (None, False) until READY came, but for one request at a time, which
                   update_state_after_alloc lets go ahead; build_connector_meta names the blocks
     P worker      handle_preemptions stops what is being sent from blocks that this step hands to others

@@ -128,7 +128,7 @@ class DecodeScheduler:
         self._take_tokens()
         step, self._step = self._step, DecodeStep()
         with self._control.lock:
-            step.failed = self._desk.take_failures()
+            step.failed = self._desk.take_failures() + self._control.take_unoffered()
         step.failed += self._unoffered
         self._unoffered = []
         self._offer_held()
@@ -161,6 +161,7 @@ class DecodeScheduler:
             self._unoffered.append(held.ready.key)  # P never heard of its blocks: the worker may report it at once
         if params is not None:
             with self._control.lock:
+                self._control.withdraw(params.key)
                 self._desk.gone(params.key, time.monotonic())
             self._control.flush()
 
@@ -181,7 +182,7 @@ class DecodeScheduler:
 
     def _offer(self, endpoint: str, ready: wire.Ready) -> None:
         with self._control.lock:
-            self._desk.reserved(endpoint, ready, time.monotonic())
+            self._control.offer(endpoint, ready)
         self._control.flush()
 
     def _offer_held(self) -> None:

@@ -12,12 +12,13 @@ Four rules keep a hole from passing for KV, and KV out of blocks that D has give
 * blocks belong to one life of D: once another life answers, transfers of the former one end;
 * a transfer that failed is over, which P's scheduler takes for its last write, only when no write that was given up
   until then can still land. Writes of transfers that fail later do not keep it, nor is it kept if nothing was sent.
+
+P's scheduler says to D that a transfer is alive as long as the links' threads work: one that hangs ends the stage.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -32,12 +33,14 @@ from epd_serve.engine.kv.link_outbox import Outbox
 from epd_serve.engine.kv.link_peer import Peer
 from epd_serve.engine.kv.link_record import LinkRecord, Outcome
 from epd_serve.engine.kv.transport import LinkError, SendSide
+from epd_serve.engine.vital_thread import VitalThread
 from epd_serve.kv.faults import Faults
 from epd_serve.kv.grouping import LinkCost
 from epd_serve.kv.plan import LayerPacket
 from epd_serve.kv.slices import SLICE_BYTES, packet_bytes
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
+from npu_ops.fences import DeviceHungError
 from npu_ops.memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
@@ -100,12 +103,13 @@ class Link:
             on_credit=self._record.credited,
             node=node,
             key_file=key_file,
+            on_turn=self._beat,
         )
         self._peer = Peer(endpoint, self._connection, self._fates, self._record.lost, self._changed)
         slice_bytes = min(slice_bytes, *(side.largest_move for side in sides))
         self._outbox = Outbox(slice_bytes, lambda nbytes: self._cost.now().seconds(nbytes))
         self._failed: list[tuple[DoneJob, list[int]]] = []  # per side, how many writes were given up until then
-        self._thread = threading.Thread(target=self._run, name="epd-kv-link", daemon=True)
+        self._thread = VitalThread(f"epd-kv-link to {endpoint}", self._run)
         self._thread.start()
 
     # --- any thread -----------------------------------------------------------------------------------------------
@@ -154,6 +158,10 @@ class Link:
             **asdict(self._record.counters),
         )
 
+    def look(self) -> None:
+        """Ends the stage if the link's thread hangs. To be called about once a second, by one thread."""
+        self._thread.look()
+
     def close(self) -> None:
         """Send what is queued if the link is up, then end."""
         self._connection.closing.set()
@@ -162,9 +170,13 @@ class Link:
 
     # --- the link's thread ----------------------------------------------------------------------------------------
 
+    def _beat(self) -> None:
+        self._thread.beat()
+
     def _run(self) -> None:
         self._device.enter_thread()
         while not self._finished():
+            self._beat()
             job = self._next()
             outcome: Outcome = "failed"
             try:
@@ -176,7 +188,9 @@ class Link:
                     self._peer.wait(job)
             except LinkError as error:
                 self._fail(job, str(error))
-            except Exception as error:  # a dead thread would hold P's blocks and let D wait for ever
+            except DeviceHungError:  # what it has been given may still run, and read any of this memory
+                raise
+            except Exception as error:  # this peer's, or this packet's: the stage has other links
                 logger.exception("KV link to %s", self._endpoint)
                 self._fail(job, f"{type(error).__name__}: {error}")
             if isinstance(job, DoneJob):

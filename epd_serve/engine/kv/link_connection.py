@@ -26,6 +26,7 @@ from epd_serve.wake import WakeLine
 logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.1
+_TURN_S = 1.0
 
 Probe = Callable[[SendSide, SendMessage, AwaitMessage], None]
 
@@ -40,6 +41,7 @@ class Connection:
         probe: tries an open transport; raises LinkError where it does not carry bytes.
         on_credit: called when a staged packet has arrived, after its side knows.
         node: of P. key_file: of the deployment's key, where the endpoint is a TCP port.
+        on_turn: called every second of a wait for D: each has a deadline of its own.
 
     Attributes:
         target: instance and incarnation of D that answers; "" while closed.
@@ -61,6 +63,7 @@ class Connection:
         on_credit: Callable[[int], None],
         node: str = "local",
         key_file: str = "",
+        on_turn: Callable[[], None] = lambda: None,
     ) -> None:
         self.target = ""
         self.side = sides[0]
@@ -78,6 +81,7 @@ class Connection:
         self._on_credit = on_credit
         self._node = node
         self._key_file = key_file
+        self._on_turn = on_turn
         self._socket: Socket | None = None
         self._hangup: Socket | None = None  # readable once D's end has closed
         self._poller = zmq.Poller()
@@ -224,8 +228,10 @@ class Connection:
     def _poll(self, until: float) -> wire.ToPrefillWorker | None:
         """One answer of D if one is here, or comes before `until` or a ring."""
         while True:
+            self._on_turn()
             self._deliver_late()
-            next_s = min(until, self._late[0][0] if self._late else until) - time.monotonic()
+            now = time.monotonic()
+            next_s = min(until, self._late[0][0] if self._late else until, now + _TURN_S) - now
             ready = dict(self._poller.poll(max(0, milliseconds(next_s + 0.001))))  # rounded up: never early
             if rung := self.wake.listener in ready:
                 self.wake.answer()

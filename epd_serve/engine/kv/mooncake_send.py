@@ -43,7 +43,7 @@ class MooncakeSendSide:
 
     Args:
         endpoint: this worker's; may start at its first use, and raises LinkError where it cannot.
-        protocol: Mooncake's, for reports.
+        protocol: Mooncake's.
     """
 
     name = "mooncake"
@@ -56,7 +56,9 @@ class MooncakeSendSide:
         self.label = f"mooncake/{protocol}"
         self._layers = layers
         self._endpoint = endpoint
-        self._writes = Writes(lambda: endpoint().engine, timeout_s, MooncakeReceiveSide.quarantine_s)
+        self._writes = Writes(
+            lambda: endpoint().engine, timeout_s, MooncakeReceiveSide.quarantine_s, lists=protocol == "ascend"
+        )
         self._session = ""
         self._scratch = (0, 0)
         self._paths: list[list[_Path]] = []  # per layer, per region

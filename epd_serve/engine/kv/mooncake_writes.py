@@ -1,10 +1,15 @@
 """One-sided writes of one Mooncake link: each is followed to its own end, and none is forgotten while it may land.
 
-A batch per write. Mooncake's `transfer_check_status` asks for the first task of a batch only, so of a batch of several
-it says done while the others move; and it frees a batch only when all of its tasks were asked for, so such a batch
-stays in memory for good. `batch_transfer_sync_write` asks for all, but spins on a core until they are there, and gives
-up the whole batch with its first failure, so that nobody learns what becomes of the rest. Measured over TCP on two
-cores, 8 MiB in 32 writes: 2.8 ms and 3.2 ms of CPU so, 7.6 ms and 7.6 ms of CPU by the synchronous call.
+A batch per write over `tcp` and `rdma`. Mooncake's `transfer_check_status` asks for the first task of a batch only, so
+of a batch of several it says done while the others move; and it frees a batch only when all of its tasks were asked
+for, so such a batch stays in memory for good. `batch_transfer_sync_write` asks for all, but spins on a core until they
+are there, and gives up the whole batch with its first failure, so that nobody learns what becomes of the rest. Measured
+over TCP on two cores, 8 MiB in 32 writes: 2.8 ms and 3.2 ms of CPU so, 7.6 ms and 7.6 ms of CPU by the synchronous
+call.
+
+Over `ascend` a batch per list: there a batch is one synchronous transfer on one of eight threads, so a packet of 128
+blocks would be 128 of them. `batch_transfer_sync_write` is what vllm-ascend calls, too. It has Mooncake's own deadline
+(`ASCEND_TRANSFER_TIMEOUT`); of a list that failed, all counts as failed.
 
 What may still land after a write has failed:
 
@@ -22,7 +27,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +64,7 @@ class Writes:
         engine: Mooncake's; asked for when there is something to write.
         timeout_s: for how long none of the writes may end.
         quarantine_s: for how long a write may land of which nothing is known.
+        lists: write in lists, each by one synchronous call.
         clock, sleep: in seconds.
 
     Attributes:
@@ -72,8 +78,11 @@ class Writes:
         quarantine_s: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        *,
+        lists: bool = False,
     ) -> None:
         self._engine = engine
+        self._lists = lists
         self._timeout_s, self._quarantine_s = timeout_s, quarantine_s
         self._clock, self._sleep = clock, sleep
         self.given_up = 0
@@ -93,6 +102,9 @@ class Writes:
         self._look_after()
         if (landing := self._landing(self.given_up)) >= _MOST_LEFT:
             raise LinkError(f"{landing} writes that were given up may still land")
+        if self._lists:
+            self._run_lists(engine, session, list(writes), harmless=harmless)
+            return
         under_way = deque[int]()
         try:
             for source, target, nbytes in writes:
@@ -105,9 +117,7 @@ class Writes:
             while under_way:
                 self._finish_oldest(engine, session, under_way)
         finally:
-            until = self._clock() + (0.0 if harmless else self._quarantine_s)
-            self._left += [_Left(number, batch, until) for number, batch in enumerate(under_way, self.given_up)]
-            self.given_up += len(under_way)
+            self._leave(under_way, harmless=harmless)
 
     def may_land(self, given_up: int) -> bool:
         """Whether one of the first so many that were given up may still change memory that somebody uses."""
@@ -119,6 +129,19 @@ class Writes:
         now = self._clock()
         for left in self._left:
             left.lands_until = min(left.lands_until, now)
+
+    def _run_lists(self, engine: Any, session: str, writes: Sequence[Write], *, harmless: bool) -> None:
+        for start in range(0, len(writes), UNDER_WAY):
+            sources, targets, sizes = map(list, zip(*writes[start : start + UNDER_WAY], strict=True))
+            status = engine.batch_transfer_sync_write(session, sources, targets, sizes)
+            if status != 0:
+                self._leave([0], harmless=harmless)
+                raise LinkError(f"a list of {len(sizes)} writes to {session} failed with status {status}")
+
+    def _leave(self, batches: Collection[int], *, harmless: bool) -> None:
+        until = self._clock() + (0.0 if harmless else self._quarantine_s)
+        self._left += [_Left(number, batch, until) for number, batch in enumerate(batches, self.given_up)]
+        self.given_up += len(batches)
 
     def _landing(self, given_up: int) -> int:
         now = self._clock()

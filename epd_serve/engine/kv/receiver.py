@@ -1,8 +1,10 @@
 """D's worker side: the listener that receives packets and DONE, and the exactly-once reports to vLLM.
 
-vLLM asserts on an unknown or doubled report, so a transfer is reported when two things have met: the step that told
-this worker about the request (`expect`), and its end, of which `epd_serve.kv.arrivals` keeps account. Once reported its
-blocks are vLLM's again: late packets of it are dropped, and the report waits for one that is being written.
+Packets are written of transfers that D's scheduler has announced (`Expect`, before P hears of their blocks) and that
+are not reported yet; all others are dropped and counted. vLLM asserts on an unknown or doubled report, so a transfer is
+reported when two things have met: the step that told this worker about the request (`expect`), and its end, of which
+`epd_serve.kv.arrivals` keeps account. The report waits for a packet of it that is being written: then its blocks are
+vLLM's again.
 """
 
 from __future__ import annotations
@@ -22,15 +24,19 @@ import zmq
 from epd_serve import wire
 from epd_serve.engine.kv.regions import ShapesDifferError, pieces_of
 from epd_serve.engine.kv.transport import LinkError, ReceiveSide
+from epd_serve.engine.vital_thread import HUNG_S, VitalThread
 from epd_serve.kv.arrivals import Arrivals, Worker
 from epd_serve.kv.faults import Faults
 from epd_serve.sockets import bind, milliseconds, open_socket
 from epd_serve.trace import Trace
 from epd_serve.wake import WakeLine, idle_waiter
 from epd_serve.wire import TransferKey
+from npu_ops.fences import DeviceHungError
 from npu_ops.memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
+
+_IDLE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -98,10 +104,11 @@ class Receiver:
         self._device = device
         self._faults = faults
         self._lock = threading.Lock()
-        # `_lock` guards it; of what is over, reading needs `_copying` only.
+        # `_lock` guards it; of what may arrive, reading needs `_copying` only.
         self._arrivals = Arrivals[Expected](one_sided=any(side.quarantine_s > 0 for side in sides))
         self._copying = threading.Lock()  # held while a packet is written; taken after _lock
         self._peers: dict[bytes, _Peer] = {}
+        self._unexpected = 0  # parts of packets that were dropped
         self._late: list[tuple[float, int, bytes, bytes]] = []  # heap of answers that a fault delays
         self._number = itertools.count()
         self._closing = threading.Event()
@@ -111,7 +118,7 @@ class Receiver:
         self._poller = zmq.Poller()
         self._poller.register(self._wake.listener, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
-        self._thread = threading.Thread(target=self._listen, name="epd-kv-receiver", daemon=True)
+        self._thread = VitalThread("epd-kv-receiver", self._listen)
         self._thread.start()
 
     # --- model runner thread --------------------------------------------------------------------------------------
@@ -130,12 +137,20 @@ class Receiver:
                 self._arrivals.give_up(key)
 
     def take_finished(self) -> tuple[list[Expected], list[Expected]]:
-        """(received, failed) since the last call, each transfer once."""
+        """(received, failed) since the last call, each transfer once.
+
+        Raises:
+            DeviceHungError: a packet is being written, without end, and may be in blocks that would be given back.
+        """
+        self._thread.look()
         with self._lock:
             taken = self._arrivals.take(ok=True)  # all their packets are written: nothing to wait for
             if self._arrivals.has_ended():
-                with self._copying:  # after this report the blocks are reused: no write of a packet may be under way
-                    taken += self._arrivals.take(ok=False)
+                # After this report the blocks are reused: no write of a packet may be under way.
+                if not self._copying.acquire(timeout=HUNG_S):
+                    raise DeviceHungError(f"a KV packet has been under way to the device for {HUNG_S:g} s")
+                taken += self._arrivals.take(ok=False)
+                self._copying.release()
         for item, end in taken:
             if not end.ok:
                 logger.warning("KV transfer %s of %s failed: %s", item.key.transfer_id, item.request, end.reason)
@@ -151,10 +166,13 @@ class Receiver:
     def _listen(self) -> None:
         self._device.enter_thread()
         while not self._closing.is_set():
+            self._thread.beat()
             try:
                 self._turn()
             except wire.DecodeError as error:
                 logger.warning("ignoring a malformed message on the KV data channel: %s", error)
+            except DeviceHungError:  # what it has been given may still be written, to blocks that are others' then
+                raise
             except Exception:  # a dead thread would leave every transfer of this worker to its deadline
                 logger.exception("the KV data channel")
         self._router.close()
@@ -165,8 +183,8 @@ class Receiver:
         while self._late and self._late[0][0] <= time.monotonic():
             _, _, peer, data = heapq.heappop(self._late)
             self._router.send_multipart([peer, data])
-        timeout = milliseconds(max(0.0, self._late[0][0] - time.monotonic())) + 1 if self._late else None
-        if self._router in dict(self._poller.poll(timeout)):
+        wait_s = max(0.0, self._late[0][0] - time.monotonic()) if self._late else _IDLE_S
+        if self._router in dict(self._poller.poll(milliseconds(wait_s) + 1)):
             frames = self._router.recv_multipart()
             self._handle(frames[0], wire.to_decode_worker.decode(frames[-1]))
 
@@ -178,6 +196,10 @@ class Receiver:
             self._answer(peer, wire.Credit(message.seq))
         elif isinstance(message, wire.Probe):
             self._answer(peer, self._probe(peer, message))
+        elif isinstance(message, wire.Expect):
+            with self._lock:
+                self._arrivals.announce(message.key)
+            self._router.send_multipart([peer, wire.encode(wire.Expecting(message.key))])
         elif isinstance(message, wire.FirstToken):
             with self._lock:
                 self._arrivals.complete(message.key)
@@ -241,11 +263,16 @@ class Receiver:
             if packet.seq <= known.last_seq:
                 return  # delivered twice
             known.last_seq = packet.seq
-            known.staged.update({key for key, _ in packet.parts})
         with self._copying:
-            # Late packets of transfers that were given up: their blocks are reused.
-            dropped = {key for key, _ in packet.parts if self._arrivals.is_over(key)}
+            keys = {key for key, _ in packet.parts}
+            # Of transfers that are over, or never were: their blocks are others'.
+            dropped = {key for key in keys if not self._arrivals.may_arrive(key)}
+            if known is not None:
+                known.staged.update(keys - dropped)
             reason = _failure_of(lambda: self._side(peer).packet(peer, packet, dropped))
+        if dropped:
+            self._unexpected += len(dropped)
+            logger.info("dropped KV of %s, which nobody expects (%d so far)", _names(dropped), self._unexpected)
         if reason:
             logger.error("KV link: %s", reason)
             with self._lock:
@@ -264,6 +291,10 @@ class Receiver:
         idle_waiter.wake()
 
 
+def _names(keys: Iterable[TransferKey]) -> str:
+    return ", ".join(sorted(key.transfer_id for key in keys))
+
+
 def _place(worker: Worker) -> Worker:
     """A worker in all its lives."""
     source, rank = worker
@@ -276,6 +307,8 @@ def _failure_of(action: Callable[[], None]) -> str:
         action()
     except (LinkError, ShapesDifferError) as error:
         return str(error)
+    except DeviceHungError:
+        raise
     except Exception as error:  # what a device or a mapping says concerns this link, not the worker
         logger.exception("the KV data channel")
         return f"{type(error).__name__}: {error}"

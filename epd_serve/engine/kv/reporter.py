@@ -1,4 +1,4 @@
-"""Says how the links of one sending worker are: a thread with a PUB socket that sends `KvReport`s.
+"""Looks how the links of one sending worker are, and says so: a thread with a PUB socket that sends `KvReport`s.
 
 Owns the pace: on change at most every 200 ms, else every second, because an idle worker does not step; what somebody
 waits for, within 50 ms. What a report
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter:
-    """Silent where the wiring names no address (`kv_publish`).
+    """Looks, and is silent, where the wiring names no address (`kv_publish`).
 
     Args:
         snapshot: the links as they are now; called in the reporter's thread. Must not block.
@@ -55,8 +55,7 @@ class Reporter:
 
     def start(self) -> None:
         """From now on `snapshot` is called."""
-        if self._socket is not None:
-            self._thread.start()
+        self._thread.start()
 
     def changed(self) -> None:
         """Something a report tells has changed. From any thread; costs next to nothing."""
@@ -77,18 +76,20 @@ class Reporter:
             self._socket.close()
 
     def _run(self) -> None:
-        assert self._socket is not None
         while not self._closing.is_set():
             self._changed.clear()  # before the snapshot: what changes from here on is in the next one
             self._urgent.clear()
-            self._send(self._socket)
+            self._send()
             self._closing.wait(self._urgent_s)
             self._urgent.wait(self._change_s - self._urgent_s)
             self._changed.wait(self._idle_s - self._change_s)
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
 
-    def _send(self, socket: Socket) -> None:
+    def _send(self) -> None:
         try:
-            socket.send(wire.encode(self._snapshot()))
+            report = wire.encode(self._snapshot())
+            if self._socket is not None:
+                self._socket.send(report)
         except Exception:  # the next report is a second away; a thread that ends would look like a dead worker
             logger.exception("no KV report")

@@ -235,6 +235,11 @@ class Sender:
         """All links as they are now. Any thread."""
         return [link.snapshot() for link in self._open_links()]
 
+    def look(self) -> None:
+        """Ends the stage if a link hangs. To be called about once a second, by one thread."""
+        for link in self._open_links():
+            link.look()
+
     def close(self) -> None:
         for link in self._open_links():
             link.close()

@@ -200,6 +200,7 @@ class PrefillWorker:
 
     def _turn(self) -> wire.KvReport:
         """The reporter's, at least once a second."""
+        self._sending().look()
         self._follow_peers()
         return self._report()
 

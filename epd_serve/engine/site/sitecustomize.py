@@ -1,4 +1,8 @@
-"""Lets `import torchvision` succeed beside a CPU-only torch. Owns that one repair; nothing else may live here.
+"""Lets `import torchvision` succeed beside a CPU-only torch, and torch run below a path with a space. Owns these two
+repairs; nothing else may live here.
+
+torch 2.13 gives its own folder unquoted to the C++ linker, so that whatever is compiled in such a place fails, and
+kills an engine at the first request for logprobs: there torch compiles nothing.
 
 The registry's torchvision wheel is linked against CUDA. Beside a CPU torch its C extension cannot load, and
 `import torchvision` dies with "operator torchvision::nms does not exist" although all that image processors need are
@@ -18,6 +22,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+if " " in sys.prefix:
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 _SCHEMAS = ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
             "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # fmt: skip
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 from epd_serve.engine.template.messages import NUMBER
 from epd_serve.lifeline import die_with_parent, end_by
+from epd_serve.packets import close_all, receive_packet, send_packet
 
 _ASKER = struct.Struct("=i")  # pid of who asks
-_MAX_DESCRIPTORS = 250  # the kernel takes 253 in a message
 _TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -40,9 +40,7 @@ def ask_for_process(root: socket.socket, descriptors: list[int]) -> None:
     Raises:
         ValueError: too many descriptors. OSError: the root has gone.
     """
-    if len(descriptors) > _MAX_DESCRIPTORS:
-        raise ValueError(f"{len(descriptors)} file descriptors cannot be handed to a new process")
-    socket.send_fds(root, [_ASKER.pack(os.getpid())], descriptors)
+    send_packet(root, _ASKER.pack(os.getpid()), descriptors)
 
 
 @dataclass
@@ -50,7 +48,7 @@ class StageRoot:
     """Serves until the API server ends, and does not come back then; comes back in every process that it forks.
 
     Attributes:
-        requests: where the stage's processes ask for others.
+        requests: where the stage's processes ask for others; one end of a `packet_pair`.
     """
 
     requests: socket.socket
@@ -98,9 +96,7 @@ class StageRoot:
 
     def _on_request(self) -> list[int] | None:
         """Fork what is asked for. In the new process: its descriptors; in the root: None."""
-        message, descriptors, _, _ = socket.recv_fds(
-            self.requests, _ASKER.size, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-        )
+        message, descriptors = receive_packet(self.requests)
         (asker,) = _ASKER.unpack(message)
         status, *passed = descriptors
         if asker in self.forks:
@@ -109,8 +105,7 @@ class StageRoot:
             _say(status, pid)
         else:  # it has ended meanwhile
             os.close(status)
-        for descriptor in passed:
-            os.close(descriptor)
+        close_all(passed)
         return None
 
     def _collect(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def fake_environment(folder: Path, version: str = VERSION) -> Path:
     python = (
         '#!/bin/sh\nfor last; do :; done\n[ -f "$last/tokenizer.json" ] || { echo no tokenizer in $last; exit 1; }\n'
     )
-    command = f'#!/bin/sh\nexec {sys.executable} {fake_ais_bench.__file__} "$@"\n'
+    command = f'#!/bin/sh\nexec {shlex.join([sys.executable, str(fake_ais_bench.__file__)])} "$@"\n'
     for name, text in (("python", python), ("ais_bench", command)):
         path = folder / "bin" / name
         path.write_text(text)

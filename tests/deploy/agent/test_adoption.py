@@ -14,6 +14,7 @@ import pytest
 from deploy.agent.second_tier import recorded_pool
 from deploy.agent.specs import orders
 from deploy.host import processes
+from deploy.host.logs import KEPT_BYTES
 from deploy.host.rundir import read_groups
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
@@ -53,6 +54,15 @@ async def test_what_serves_goes_on_and_is_never_told_to_do_otherwise(world: Worl
     assert told[-1]["D0"].up_s > before["D0"].up_s and told[-1]["D0"].start_s == before["D0"].start_s
     (node,) = await world.runtime.nodes()
     assert set(node.start_s) == {Role.E, Role.P, Role.D}, "how long starts take is known, too"
+
+
+async def test_the_log_of_a_stage_that_writes_on_is_kept_small(world: World) -> None:
+    await world.up(BARE_P)
+    log = world.run_path / "P0.log"
+    with log.open("ab") as file:
+        file.write(b"something, again and again\n" * (3 * KEPT_BYTES // 27))
+    await until(lambda: log.stat().st_blocks * 512 < 2 * KEPT_BYTES)
+    assert log.stat().st_size > 2 * KEPT_BYTES, "it goes on where it was"
 
 
 async def test_a_start_goes_on(world: World) -> None:

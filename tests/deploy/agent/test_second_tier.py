@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import urllib.request
 from collections.abc import Callable
@@ -113,6 +114,10 @@ async def test_the_master_of_a_layout_without_features_begins_with_the_first_ins
             await asyncio.gather(*map(agent.start, first))
             await until(lambda: run_all(*(one.id for one in first)))
             assert recorded_pool(run.path) == ("", "")
+            assert setup.master is not None
+            for port in (setup.master.settings.rpc_port, setup.master.settings.metrics_port):
+                with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                    other.bind((setup.master.settings.host, port))
             await agent.start(encoder)
             await until(lambda: run_all("mooncake_master", encoder.id, *(one.id for one in first)))
             assert recorded_pool(run.path)[0] == setup.master_address

@@ -45,7 +45,7 @@ def _blueprint(layout: str, core_share: str, free_bytes: int, **options: Any) ->
     cards = [DeviceProperties(index, "910B3", total_bytes=CARD_BYTES, free_bytes=free_bytes) for index in range(8)]
     memory = share_memory(divided.plans, made.facts, inventory, made.stage_args, properties=cards)
     plans = memory.shared(divided.plans)
-    ways = draw_ways(made.config, "npu", plans, pooled=True)
+    ways = draw_ways(made.config, "npu", plans)
     return replace(
         made,
         machines=Machines((Machine("local", inventory, tuple(cards)),)),
@@ -88,13 +88,6 @@ def test_flags_and_options_that_reach_a_stage_make_it_another() -> None:
     assert plain["P0"] == seeded["P0"] and plain["D0"] != seeded["D0"]
     assert plain["P0"] != on_cpu("P-D", kv_grouping="fixed:3")["P0"]
     assert plain["P0"] == on_cpu("P-D", port=9999, workers=3)["P0"]
-
-
-def test_which_way_features_come_makes_an_instance_another() -> None:
-    direct, by_host = on_npus("E-P-D")["D0"], on_npus("(E-P)-D-E", mooncake_master="127.0.0.1:5")["D0"]
-    assert direct.stage is not None and by_host.stage is not None
-    assert (direct.stage.wiring.feature_path, by_host.stage.wiring.feature_path) == ("device", "host")
-    assert direct.digest != by_host.digest
 
 
 def test_names_of_neighbours_do_not_count_and_their_shares_do() -> None:

@@ -16,7 +16,7 @@ from deploy.launch.ready_message import curl, endpoint_url, ready_message
 from deploy.memory.shared_memory import SharedMemory, fit_shared_memory, wanted_mib
 from deploy.options.config import DeployConfig
 from deploy.options.proxy_overrides import proxy_overrides
-from deploy.options.ways import Ways, draw_ways
+from deploy.options.ways import draw_ways
 from deploy.plan.blueprint import draw
 from deploy.plan.machines import Machine, Machines
 from deploy.plan.proxy_settings import build_proxy_settings
@@ -183,7 +183,7 @@ def test_flags_of_the_mm_store_reach_the_proxy_and_the_stages() -> None:
     assert (settings.tenant_header, settings.shared_features) == ("X-Team", True)
     assert settings.arena == RUN.arena
     wiring = plan.wiring("P0")
-    assert (wiring.recompute_limit, wiring.feature_prefetch, wiring.feature_path) == (5, "demand", "host")
+    assert (wiring.recompute_limit, wiring.feature_prefetch) == (5, "demand")
     assert (wiring.mooncake_master, wiring.mooncake_segment_bytes) == ("", 0)
 
 
@@ -194,26 +194,12 @@ def test_encoders_give_memory_to_the_second_tier_and_the_others_only_use_it() ->
     assert (prefill.mooncake_master, prefill.mooncake_segment_bytes) == ("127.0.0.1:5", 0)
 
 
-def test_on_the_device_path_consumers_have_agents_and_announce_which_way_they_are_reached() -> None:
-    plan = wired("E-P-D")
-    direct = Ways(dict.fromkeys(("E0", "P0", "D0"), "device"))
-    plan = replace(plan, blueprint=replace(plan.blueprint, ways=direct)).with_master("127.0.0.1:5")
-    e, p, d = (plan.wiring(name) for name in ("E0", "P0", "D0"))
-    assert (e.feature_path, p.feature_path, d.feature_path) == ("device", "device", "device")
-    assert {peer.events for peer in plan.peers()} == {e.publish, p.publish, d.publish}
-    assert [wiring.feature_worker_endpoint for wiring in (e, p, d)] == [
-        "",
-        RUN.ipc("P0.features{rank}"),
-        RUN.ipc("D0.features{rank}"),
-    ]
-
-
 def on_npus(layout: str, **options: Any) -> Wired:
-    """As if the plans' devices were NPUs, with a second tier."""
+    """As if the plans' devices were NPUs."""
     plan = wired(layout, **options)
-    ways = draw_ways(plan.blueprint.config, "npu", plan.blueprint.plans, pooled=True)
+    ways = draw_ways(plan.blueprint.config, "npu", plan.blueprint.plans)
     machines = Machines((Machine("local", replace(plan.blueprint.inventory, kind="npu"), ()),))
-    return replace(plan, blueprint=replace(plan.blueprint, ways=ways, machines=machines)).with_master("127.0.0.1:5")
+    return replace(plan, blueprint=replace(plan.blueprint, ways=ways, machines=machines))
 
 
 def test_pairs_on_one_npu_know_it_and_take_shared_memory_while_others_do_not(tmp_path: Path) -> None:
@@ -225,13 +211,6 @@ def test_pairs_on_one_npu_know_it_and_take_shared_memory_while_others_do_not(tmp
     assert seen.changed()
     assert [seen.beside(run.ipc(f"{name}.kvw0")) for name in ("D0", "D1")] == [True, False]
     assert [quarantine_of_peers(one, "npu")(p.kv_endpoint) for one in (beside, away)] == [0.0, 30.0]
-
-
-def test_an_encoder_beside_one_taker_serves_all_of_them_through_the_arena() -> None:
-    plan = on_npus("(E-P)-P-D")
-    wirings = {name: plan.wiring(name) for name in ("E0", "P0", "P1", "D0")}
-    assert {one.feature_path for one in wirings.values()} == {"host"}
-    assert not any(one.feature_worker_endpoint for one in wirings.values())
 
 
 def test_the_proxy_knows_where_the_arena_will_be_before_there_are_encoders() -> None:
@@ -371,10 +350,3 @@ def test_on_a_node_of_several_every_socket_is_a_port_of_the_instances_own_block(
     assert d.kv_workers == tuple(f"tcp://{written}:{port}" for port in (21006, 21007))
     assert plan.site.ports_of(orders(plan.blueprint)[1]) == 8 == 21008 - 21001 + 1
     assert [peer_of(one).node for one in (p, d)] == ["a", "a"]
-
-
-def test_what_workers_of_one_instance_say_to_each_other_stays_in_the_run_directory() -> None:
-    plan = of_several_nodes("E-P-D")
-    direct = Ways(dict.fromkeys(("E0", "P0", "D0"), "device"))
-    plan = replace(plan, blueprint=replace(plan.blueprint, ways=direct)).with_master("10.0.0.4:5")
-    assert plan.wiring("P0").feature_worker_endpoint == RUN.ipc("P0.features{rank}")

@@ -46,6 +46,8 @@ def test_layout_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["layuot", "E-P-D"], "unknown COMMAND 'layuot'; did you mean 'layout'?"),
         ([], "COMMAND"),
         (["serve", "--layuot", "E-PD"], "unknown flag '--layuot'; did you mean '--layout'?"),
+        (["serve", "--feature-path", "device"], "flag '--feature-path' is no longer there: features pass through host"),
+        (["serve", "--feature-path=auto"], "flag '--feature-path' is no longer there: features pass through host"),
         (["serve", "--device", "nup"], "unknown --device 'nup'; did you mean 'npu'?"),
         (["serve", "--port", "x"], "invalid int value"),
         (["serve", "/no/such/model", "--device", "cpu"], "model directory /no/such/model does not exist"),

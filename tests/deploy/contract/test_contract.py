@@ -217,8 +217,8 @@ def test_a_field_that_a_release_adds_is_named_until_somebody_judges_it(manifests
 
 def test_a_field_that_a_release_adds_deep_within_is_named(manifests):
     asked = ("request", "vllm.entrypoints.openai.engine.protocol.FunctionDefinition")
-    fields = manifests[OLDEST].ask(*asked)["fields"]
-    lines = requests(manifests, {asked: {"fields": {**fields, "source_url": ""}}})
+    row = manifests[OLDEST].ask(*asked)
+    lines = requests(manifests, {asked: {**row, "fields": {**row["fields"], "source_url": ""}}})
 
     assert len(lines) == 2 and "chat.tools.function.source_url is a field" in lines[0]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from deploy.doctor.checks import examine
 from deploy.doctor.facts import Facts, MasterFacts, Namesake
 from deploy.doctor.finding import Level
 from deploy.doctor.packages import read_namesakes, try_import
@@ -98,7 +99,7 @@ def test_an_import_that_fails_or_hangs_ends_with_its_reason() -> None:
     ("packages", "check", "level", "words"),
     [
         ((), "mooncake", Level.WARNING, "not installed"),
-        ((OLD_MOONCAKE,), "mooncake", Level.WARNING, "0.3.11.post1"),
+        ((OLD_MOONCAKE,), "mooncake", Level.OK, "0.3.11.post1"),  # enough for KV
         ((MooncakePackage("mooncake-transfer-engine", "0.3.13.post1"),), "mooncake", Level.ERROR, "0.3.13.post1"),
         ((MooncakePackage("mooncake", ""),), "mooncake", Level.OK, "built from source"),
         (
@@ -109,7 +110,7 @@ def test_an_import_that_fails_or_hangs_ends_with_its_reason() -> None:
         ),
     ],
 )
-def test_mooncake_has_to_be_the_build_for_npus_and_new_enough(
+def test_mooncake_has_to_be_the_build_for_npus(
     packages: tuple[MooncakePackage, ...], check: str, level: Level, words: str
 ) -> None:
     one = found(with_packages(NPU, mooncake=packages), check)
@@ -130,6 +131,17 @@ def test_without_libibverbs_mooncake_does_not_load() -> None:
         (MasterFacts(True, "its --help names no flags"), "names no flags"),
     ],
 )
-def test_a_master_that_cannot_serve_us_is_warned_of(master: MasterFacts, words: str) -> None:
-    one = found(replace(NPU, master=master), "mooncake_master")
+def test_a_master_that_cannot_serve_us_is_warned_of_where_there_is_a_second_tier(
+    master: MasterFacts, words: str
+) -> None:
+    installed = (MooncakePackage("mooncake-transfer-engine-non-cuda", "0.3.13.post1"),)
+    one = found(with_packages(replace(CPU, master=master), mooncake=installed), "mooncake_master")
     assert one.level is Level.WARNING and words in one.seen
+    told = examine(replace(NPU, master=master)).values()
+    assert "mooncake_master" not in {one.check for group in told for one in group}
+
+
+def test_a_mooncake_that_is_too_old_for_the_second_tier_is_warned_of() -> None:
+    older = (MooncakePackage("mooncake-transfer-engine-non-cuda", "0.3.11.post1"),)
+    one = found(with_packages(CPU, mooncake=older), "mooncake")
+    assert one.level is Level.WARNING and "second tier" in one.why

@@ -41,6 +41,8 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("layuot: E-PD", "unknown key 'layuot'; did you mean 'layout'"),
+        ("feature_path: host", "key 'feature_path' is no longer there: features pass through host memory"),
+        ("feature-path: device", "no way past it is offered; leave it out"),
         ("port: high", "port is 'high'; expected int"),
         ("port: true", "port is True; expected int"),
         ("allow_private_media: 1", "expected bool"),

@@ -10,7 +10,7 @@ from deploy.options.mm_store import choose_pool, what_is_missing
 from deploy.options.mooncake_package import PACKAGES
 from epd_serve.errors import ConfigError
 
-MISSING = "Mooncake is not installed; pip install mooncake-transfer-engine-npu"
+MISSING = "Mooncake is not installed; pip install mooncake-transfer-engine-non-cuda"
 
 
 @pytest.fixture
@@ -29,29 +29,52 @@ def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("cpu", {}, False),
         ("cuda", {}, False),
-        ("npu", {}, True),
+        ("npu", {}, False),
         ("npu", {"mm_store": "arena"}, False),
         ("cpu", {"mm_store": "mooncake"}, True),
         ("cpu", {"mooncake_master": "10.0.0.1:50051"}, True),
     ],
 )
-def test_auto_is_the_arena_alone_except_on_npus_and_with_a_given_master(
+def test_auto_is_the_arena_alone_on_one_host_of_every_device_unless_a_master_is_given(
     device: str, options: dict[str, str], pooled: bool
 ) -> None:
     assert choose_pool(DeployConfig(**options), device, features_travel=True) == (pooled, ())
 
 
-@pytest.mark.usefixtures("not_installed")
-def test_auto_without_mooncake_stays_with_the_arena_and_says_so() -> None:
-    pooled, (warning,) = choose_pool(DeployConfig(), "npu", features_travel=True)
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_several_nodes_auto_has_the_second_tier(device: str) -> None:
+    assert choose_pool(DeployConfig(), device, features_travel=True, several=True) == (True, ())
+    alone = DeployConfig(mm_store="arena")
+    assert choose_pool(alone, device, features_travel=True, several=True) == (False, ())
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("options", [{"mm_store": "mooncake"}, {"mooncake_master": "10.0.0.1:50051"}])
+def test_a_second_tier_that_is_asked_for_beside_npus_is_refused_with_what_is_missing(options: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"a device set in every thread.*use --mm-store arena") as refused:
+        choose_pool(DeployConfig(**options), "npu", features_travel=True)
+    assert next(iter(options)).replace("_", "-") in refused.value.message
+
+
+@pytest.mark.usefixtures("installed")
+def test_nodes_with_npus_have_an_arena_each_and_it_is_said_what_that_means() -> None:
+    pooled, (warning,) = choose_pool(DeployConfig(), "npu", features_travel=True, several=True)
     assert not pooled
-    assert warning == f"features go through host memory alone: {MISSING}"
+    assert warning.startswith("features go through a node alone, and are computed again on others: Mooncake Store does")
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_auto_without_mooncake_stays_with_the_arenas_and_says_so() -> None:
+    pooled, (warning,) = choose_pool(DeployConfig(), "cpu", features_travel=True, several=True)
+    assert not pooled
+    assert warning == f"features go through a node alone, and are computed again on others: {MISSING}"
 
 
 @pytest.mark.usefixtures("not_installed")
 def test_mooncake_asked_for_and_missing_is_refused_with_the_command() -> None:
     with pytest.raises(ConfigError, match="--mm-store mooncake: Mooncake is not installed; pip install"):
-        choose_pool(DeployConfig(mm_store="mooncake"), "npu", features_travel=True)
+        choose_pool(DeployConfig(mm_store="mooncake"), "cpu", features_travel=True)
 
 
 def test_a_layout_without_encoders_needs_no_second_tier() -> None:

@@ -22,8 +22,8 @@ from deploy.options.mooncake_package import (
 from deploy.options.versions import numbers
 from epd_serve.errors import ConfigError
 
-OLD = {"mooncake-transfer-engine-npu": "0.3.11.post1"}  # in the image of vllm-ascend 0.23
-NEW = {"mooncake-transfer-engine-npu": "0.3.13.post1"}
+OLD = {"mooncake-transfer-engine-non-cuda": "0.3.11.post1"}
+NEW = {"mooncake-transfer-engine-non-cuda": "0.3.13.post1"}
 Installs = Callable[[dict[str, str]], None]
 
 
@@ -63,28 +63,28 @@ def test_a_build_from_source_without_a_version_is_believed(installs: Installs, m
 
 def test_auto_stays_with_the_arena_where_the_master_is_too_old_and_names_the_command(installs: Installs) -> None:
     installs(OLD)
-    pooled, (warning,) = choose_pool(DeployConfig(), "npu", features_travel=True)
+    pooled, (warning,) = choose_pool(DeployConfig(), "cpu", features_travel=True, several=True)
     assert not pooled
     assert "0.3.11.post1 has no mooncake_master whose ports can be bound" in warning
-    assert "pip install mooncake-transfer-engine-npu==0.3.13.post1" in warning
+    assert "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1" in warning
 
 
 def test_a_second_tier_asked_for_is_refused_where_the_master_is_too_old(installs: Installs) -> None:
     installs(OLD)
-    with pytest.raises(ConfigError, match=r"pip install mooncake-transfer-engine-npu==0\.3\.13\.post1"):
-        choose_pool(DeployConfig(mm_store="mooncake"), "npu", features_travel=True)
+    with pytest.raises(ConfigError, match=r"pip install mooncake-transfer-engine-non-cuda==0\.3\.13\.post1"):
+        choose_pool(DeployConfig(mm_store="mooncake"), "cpu", features_travel=True)
 
 
 def test_a_master_that_runs_elsewhere_is_the_operators_and_the_clients_limits_are_warned_of(installs: Installs) -> None:
     installs(OLD)
-    pooled, (warning,) = choose_pool(DeployConfig(mooncake_master="10.0.0.1:50051"), "npu", features_travel=True)
+    pooled, (warning,) = choose_pool(DeployConfig(mooncake_master="10.0.0.1:50051"), "cpu", features_travel=True)
     assert pooled
     assert "keeps limits of its own" in warning
 
 
 def test_the_newer_release_serves_without_a_word(installs: Installs) -> None:
     installs(NEW)
-    assert choose_pool(DeployConfig(), "npu", features_travel=True) == (True, ())
+    assert choose_pool(DeployConfig(), "cpu", features_travel=True, several=True) == (True, ())
     assert client_warnings(pooled=True, kv_over_tcp=True) == ()
 
 

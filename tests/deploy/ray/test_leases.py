@@ -25,7 +25,7 @@ IDS = pytest.mark.slow  # Ray starts a worker that says which devices they are
 async def leases(
     kind: str, placement: str = "pack", left_out: Collection[str] = (), acquire_s: float = 10.0
 ) -> AsyncIterator[RayLeases]:
-    notes = GcsNotes("leases")
+    notes = await GcsNotes("leases").load()
     everything = RayLeases("leases", kind, placement, notes)
     for node in await everything.free():  # a moment after others have given it back
         await until(partial(_has_free, everything, node, EACH[kind]), "all devices")
@@ -82,10 +82,12 @@ async def test_the_next_controller_finds_what_is_leased_and_gives_back_the_rest(
     async with leases("cpu") as held:
         places = await held.acquire([Wish("cpu", CPUS - 1), Wish("cpu", CPUS)])
         await held._notes.kept()
-        unnoted = RayLeases("leases", "cpu", "pack", GcsNotes("elsewhere"))  # its controller dies before it notes them
+        unnoted = RayLeases(
+            "leases", "cpu", "pack", await GcsNotes("elsewhere").load()
+        )  # its controller dies before it notes them
         unnoted._places = dict(held._places)
         await unnoted.acquire([Wish("cpu", 1)])
-        after = RayLeases("leases", "cpu", "pack", GcsNotes("leases"))
+        after = RayLeases("leases", "cpu", "pack", await GcsNotes("leases").load())
         await after.tidy()
         assert await after.places() == places
 

@@ -15,9 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.ray.nodes import RayNodes
+from bench.ray.nodes import RayNodes, ray_nodes
 from deploy.host.ports import free_ports
 from deploy.ray.cluster import deployments
+from deploy.ray.private import kv_get, kv_list
 from tests.deploy.client_keys import client_keys
 from tests.deploy.launch.test_sim_launch import profile_file
 from tests.waiting import wait_for
@@ -92,13 +93,12 @@ def waits_for(pid: int, number: signal.Signals) -> bool:
 
 def assert_nothing_is_left(connected: RayNodes, folder: Path, name: str) -> None:
     import ray
-    from ray.experimental import internal_kv
     from ray.util.placement_group import placement_group_table
 
     def left() -> list[Any]:
         named = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
         groups = [one["name"] for one in placement_group_table().values() if one["state"] != "REMOVED"]
-        notes = internal_kv._internal_kv_list(b"", namespace=f"epd-serve/{name}".encode())
+        notes = kv_list(b"", namespace=f"epd-serve/{name}".encode())
         found = [one for one in [*named, *groups] if one.startswith(f"epd-serve/{name}")]
         return [*found, *notes, *(folder / "run").glob("[0-9a-f]*")]
 
@@ -151,11 +151,26 @@ def test_front_doors_of_a_cluster_go_by_the_keys_as_their_file_has_them_now(
         wait_for(lambda: one.says_to("two") == 200, "the new key")
         assert one.says_to("one") == 401
         (tmp_path / "keys").write_text("broken")
+        notes = {
+            name: kv_get(name, namespace=b"epd-serve/keyed") for name in kv_list(b"", namespace=b"epd-serve/keyed")
+        }
+        (key,) = {file.read_bytes().strip() for file in (tmp_path / "run").glob("*/key")}
+        assert json.loads(notes[b"asked.json"])["config"]["name"] == "keyed"
+        assert not any(key in note for note in notes.values())
         os.kill(one.status()["parts"]["controller"]["pid"], signal.SIGKILL)
         wait_for(lambda: one.status()["state"] == "steady", "the next controller")
         client_keys(tmp_path / "keys", "three")
         wait_for(lambda: one.says_to("three") == 200, "the next key")
         assert one.says_to("two") == 401
+
+
+@pytest.mark.slow
+def test_a_cluster_that_wants_no_token_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with ray_nodes(1, cpus=2, token=False) as open_cluster:
+        one = Served(open_cluster, tmp_path, "open", "EPD")
+        wait_for(lambda: one.process.poll() is not None or "Ready in" in one.said.read_text(), "its refusal")
+        said = one.said.read_text()
+        assert one.process.poll() == 2 and "RAY_AUTH_MODE=token" in said and "get-auth-token" in said, said
 
 
 @pytest.mark.slow

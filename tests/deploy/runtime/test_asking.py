@@ -14,8 +14,8 @@ import pytest
 from deploy.runtime.answering import EPOCH, Answering, Asker
 from deploy.runtime.asking import SupersededError
 from deploy.runtime.client import AgentClient
-from deploy.runtime.messages import Call, Done, Know, Seen, Watch, to_agent
-from deploy.runtime.stream import unix_socket
+from deploy.runtime.messages import Call, Done, Know, Nodes, Seen, Watch, to_agent
+from deploy.runtime.stream import Request, line_of, unix_socket
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
 from tests.waiting import PATIENCE_S, until
@@ -110,6 +110,30 @@ async def test_lines_for_the_operator_reach_who_watches(tmp_path: Path) -> None:
             answering.say("a line")
             await until(lambda: lines == ["a line"])
         await client.disconnect()
+
+
+async def test_one_who_reads_nothing_is_told_no_more_and_heard_no_further_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.runtime.answering.UNREAD_BYTES", 256 << 10)
+    answers = Answers(tmp_path)
+    async with answers.served() as answering:
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "agent.sock", limit=1)
+        writer.write(line_of(Request(1, Watch())))
+        await until(lambda: answers.asked)
+        for _ in range(20_000):
+            answering.say("a line of a hundred letters".ljust(100))
+        (theirs,) = answering._connected
+        assert 64 << 10 < theirs.transport.get_write_buffer_size() < 512 << 10
+        for number in (2, 3, 4):
+            writer.write(line_of(Request(number, Nodes())))
+        await until(lambda: Nodes() in answers.asked)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert answers.asked.count(Nodes()) == 1
+        while answers.asked.count(Nodes()) < 3:
+            assert await within(reader.read(1 << 20))
+        writer.close()
 
 
 async def test_who_cannot_be_reached_is_tried_less_and_less_often() -> None:

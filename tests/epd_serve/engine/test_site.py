@@ -34,6 +34,18 @@ def test_start_up_imports_no_torch():
     assert run("import sys; print({'torch', 'torchvision'} & set(sys.modules))") == "set()"
 
 
+@pytest.mark.parametrize(("prefix", "disabled"), [("/opt/My Work/.venv", "1"), ("/opt/work/.venv", None)])
+def test_below_a_path_with_a_space_torch_compiles_nothing(prefix: str, disabled: str | None) -> None:
+    script = f"""
+import os, runpy, sys
+os.environ.pop("TORCHDYNAMO_DISABLE", None)
+sys.prefix = {prefix!r}
+runpy.run_path({str(SITE / "sitecustomize.py")!r})
+print(os.environ.get("TORCHDYNAMO_DISABLE"))
+"""
+    assert run(script) == str(disabled)
+
+
 @needs_torchvision
 @pytest.mark.slow  # torchvision takes seconds to import; every stage of the short end-to-end tests starts like this
 def test_torchvision_imports_its_operators_are_declared_once_and_the_repair_takes_itself_away():

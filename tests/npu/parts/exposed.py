@@ -1,13 +1,16 @@
 """What a request sees of E→P and P→D beside an 8B model's compute: exposed time and overlap at 1, 8 and 16 at once.
 
 One launch of (E-P-D). P→D: prompts of exact lengths, adaptive against bulk and layerwise groups in turns
-(`bench/micro/pd/stages.py`). E→P: pictures that nobody has seen; a feature is exposed for as long as its request is in
-P's scheduler and the feature, encoded by then, is not:
+(`bench/micro/pd/stages.py`). E→P: pictures that nobody has seen. A feature is there when it lies in P's device memory,
+by that device's own account (`feature_loaded`); pinned in the host's memory it is half way. The step that computes the
+prompt begins with the copy, so that is exposed as a whole; before it a feature is exposed for as long as its request is
+in P's scheduler and the feature, encoded by then, is not pinned:
 
-    transfer  = feature pinned at P - encoded
-    exposed   = max(0, feature pinned - the later of: encoded, request in P's scheduler)
+    copy      = feature loaded - load begun
+    transfer  = feature pinned - encoded + copy
+    exposed   = max(0, feature pinned - the later of: encoded, request in P's scheduler) + copy
     overlap   = 1 - exposed / transfer
-    to prefill = prefill begun - encoded: with D's blocks, which it reserves when it hears of the feature, and P's queue
+    to device = feature loaded - encoded: with D's blocks, which it reserves when it hears of the feature, and P's queue
 """
 
 from __future__ import annotations
@@ -72,25 +75,29 @@ def _features(rig: Rig, launch: Served, client: httpx.Client, numbers: list[int]
         one for at in range(0, len(numbers), together) for one in _pictures(launch, client, numbers[at : at + together])
     ]
     wait_for(lambda: all(map(_told, _events(launch, asked))), "the stamps of all", STAMPS_S)
-    transfer, exposed, encode, to_prefill = [], [], [], []
-    for of in _events(launch, asked):
-        encoded, pinned = of["E", "encoded"], of["P", "feature_pinned"]
-        encode.append(1e3 * (encoded - of["E", "encode_start"]))
-        transfer.append(1e3 * (pinned - encoded))
-        exposed.append(1e3 * max(0.0, pinned - max(encoded, of["P", "prefill_arrived"])))
-        to_prefill.append(1e3 * (of["P", "prefill_start"] - encoded))
-    told = {
-        "transfer_ms": round(statistics.median(transfer), 3),
-        "exposed_ms": round(statistics.median(exposed), 3),
-        "overlap": round(1 - statistics.median(exposed) / statistics.median(transfer), 4),
-        "encode_ms": round(statistics.median(encode), 2),
-        "encoded_to_prefill_ms": round(statistics.median(to_prefill), 2),
+    each = [feature_times_ms(of) for of in _events(launch, asked)]
+    told = {name: statistics.median(times[name] for times in each) for name in each[0]}
+    told["overlap"] = 1 - told["exposed_ms"] / told["transfer_ms"]
+    seen = {name: round(value, 4) for name, value in told.items()}
+    rig.row("E→P", seen, at_once=together, pictures=len(numbers), pixels=SIDE * SIDE)
+
+
+def feature_times_ms(of: dict[tuple[str, str], float]) -> dict[str, float]:
+    """The times above of one request with one picture, by what `stage_events` says of it."""
+    encoded, pinned, loaded = of["E", "encoded"], of["P", "feature_pinned"], of["P", "feature_loaded"]
+    copy = loaded - of["P", "feature_loaded_begun"]
+    times = {
+        "encode": encoded - of["E", "encode_start"],
+        "copy": copy,
+        "transfer": pinned - encoded + copy,
+        "exposed": max(0.0, pinned - max(encoded, of["P", "prefill_arrived"])) + copy,
+        "encoded_to_device": loaded - encoded,
     }
-    rig.row("E→P", told, at_once=together, pictures=len(numbers), pixels=SIDE * SIDE)
+    return {f"{name}_ms": 1e3 * seconds for name, seconds in times.items()}
 
 
 def _told(of: dict[tuple[str, str], float]) -> bool:
-    p_s = ("feature_pinned", "prefill_arrived", "prefill_start")
+    p_s = ("feature_pinned", "feature_loaded", "prefill_arrived")
     return {("E", "encode_start"), ("E", "encoded"), *(("P", event) for event in p_s)} <= of.keys()
 
 

@@ -22,6 +22,7 @@ from epd_serve.engine.kv.witness import RECEIVED, SENT, WITNESS_ENV
 from epd_serve.phases.stamps import Timeline, read_stamps
 from tests.e2e.bodies import Body, about, chat, conversation, png, text_of
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
+from tests.e2e.serving import recomputed as recomputed_of
 from tests.npu.answers import ONE_AT_A_TIME, TOGETHER, answered, difference, first_difference, is_near_tie
 from tests.npu.launches import CardServing, served, stage_events
 from tests.npu.parts.plain import Reference, reference
@@ -48,9 +49,20 @@ def pd_mooncake(rig: Rig) -> None:
     _pd(rig, "mooncake")
 
 
+def e_pd(rig: Rig) -> None:
+    with served(rig, "(E-PD)") as launch:
+        same_tokens(launch, reference(rig))
+        asked = answered(launch, _fresh(0), EXPLAIN)[1].headers["x-epd-path"]
+        rig.check(asked == "E-PD", "pictures go E-PD", asked)
+        recomputed, encoded = recomputed_of(launch.settled_counters("PD0")), launch.settled_counters("E0")["encoded"]
+        rig.check(
+            recomputed == 0 and encoded > 0, "features come from E, none is recomputed", f"{encoded}, {recomputed}"
+        )
+
+
 def ep_d(rig: Rig) -> None:
     with served(rig, "(E-P)-D") as launch:
-        same_tokens(launch, reference(rig.report))
+        same_tokens(launch, reference(rig))
         features(launch)
         transfers(launch)
 
@@ -66,7 +78,7 @@ def _pd(rig: Rig, transport: str) -> None:
     started = ("--stage-template", "never") if transport == "shm" else ()
     with served(rig, "P-D", "--kv-transport", transport, *started) as launch:
         rig.row("kv_link", _link(launch))
-        same_tokens(launch, reference(rig.report))
+        same_tokens(launch, reference(rig))
         transfers(launch)
         checksums(launch)
 
@@ -116,7 +128,8 @@ def features(launch: CardServing) -> None:
         ("encode_ms", ("E", "encode_start"), ("E", "encoded")),
         ("feature_put_ms", ("E", "encoded"), ("E", "feature_put")),
         ("feature_event_to_pinned_ms", ("P", "feature_event"), ("P", "feature_pinned")),
-        ("encoded_to_prefill_ms", ("E", "encoded"), ("P", "prefill_start")),
+        ("feature_load_ms", ("P", "feature_loaded_begun"), ("P", "feature_loaded")),
+        ("encoded_to_device_ms", ("E", "encoded"), ("P", "feature_loaded")),
     ):
         taken = [1e3 * (of[end] - of[begin]) for of in events if begin in of and end in of]
         rig.row(name, [round(ms, 2) for ms in taken])

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from npu_ops.blocks import BlockRun, Blocks, gather_by_copies, proves_blocks, scatter_by_copies
-from npu_ops.memory import DeviceMemory, proves_total
+from npu_ops.memory import DeviceMemory
 from npu_ops.torch_memory import open_memory
 from store.arena import Arena
 from tests.npu.rig import Rig
@@ -82,7 +82,7 @@ def _round_trip(rig: Rig, memory: DeviceMemory) -> None:
         memory.copy(following.data, last.data)
         last = following
     memory.fence()()
-    same = torch.equal(memory.to_host(last.data), sent) and torch.equal(memory.clone(last.data).cpu(), sent)
+    same = torch.equal(memory.to_host(last.data), sent)
     rig.check(same, "copies within the device are done at their fence")
 
 
@@ -114,7 +114,7 @@ def _fence_between_threads(rig: Rig, memory: DeviceMemory) -> None:
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     thread.join(FENCE_S)
-    why = "it hangs: before CANN 8.5.RC1 event.synchronize() may" if thread.is_alive() else "other bytes"
+    why = "it hangs" if thread.is_alive() else "other bytes"
     rig.check(bool(found) and torch.equal(found[0], sent), "a fence of one thread is waited for by another", why)
 
 
@@ -196,8 +196,6 @@ def _registered_arena(rig: Rig, memory: DeviceMemory) -> None:
 
 def _proofs(rig: Rig, memory: DeviceMemory) -> None:
     """Where one fails the slow way is taken: right all the same. This says why it failed."""
-    why = proves_total(memory)
-    rig.check(why is None, "sums on the device can be trusted", str(why))
     if not memory.host_visible:
         why = proves_blocks(memory, memory.device)  # type: ignore[attr-defined]
         rig.check(why is None, "a card moves blocks by one kernel per row", str(why))

@@ -183,7 +183,7 @@ async def test_a_proxy_that_hears_its_stages_first_believes_that_the_stage_was_i
         c["PD0"].script.append(breaks)
         assert (await c.ask()).status_code == 200
         assert kinds(c, "PD0") == ["metadata!"] == kinds(c, "PD1"), "its feature is not computed again elsewhere"
-        c["PD0"].usual = c["PD1"].usual = refuses(500, "boom")
+        c["PD0"].usual = c["PD1"].usual = refuses(500, "Internal server error")
         assert (await c.ask()).status_code == 502
         assert [*kinds(c, "PD0"), *kinds(c, "PD1")].count("pixels") >= 1, "but not for ever"
 

@@ -25,7 +25,7 @@ from tests.proxy.fakes import (
     streams,
     text_body,
 )
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 CHAT = Endpoint.CHAT.value
 
@@ -157,6 +157,42 @@ async def test_an_instance_that_falls_silent_loses_its_requests_to_others(monkey
             await asyncio.sleep(0.02)
         assert (await requests).status_code == 200
         await c["PD0"].until(lambda stage: stage.cancelled == 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_stages_that_report_nothing_the_one_that_is_down_loses_its_requests_to_others(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.generate.stall_watchdog.CHECK_EVERY_S", 0.02)
+    async with cluster("PD0", "PD1", config=settings(timeouts=replace(QUICK, stage_silence_s=0.2))) as c:
+        c["PD0"].usual = hangs
+        request = asyncio.create_task(c.client.post(CHAT, json=text_body(stream=stream)))
+        await c["PD0"].until(lambda stage: stage.active == 1)
+        c.table.mark_down("PD0", "hung: no answer on /health")  # its connections stay open
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await request).status_code == 200
+        await c["PD0"].until(lambda stage: stage.cancelled == 1)
+
+
+async def test_an_instance_that_is_down_for_a_moment_keeps_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.generate.stall_watchdog.CHECK_EVERY_S", 0.02)
+    async with cluster("PD0", "PD1", config=settings(timeouts=replace(QUICK, stage_silence_s=0.5))) as c:
+        released = asyncio.Event()
+
+        async def slow(*arguments: object) -> None:
+            await released.wait()
+            await streams(chunk("a"), b"data: [DONE]\n\n")(*arguments)  # type: ignore[arg-type]
+
+        c["PD0"].script.append(slow)
+        request = asyncio.create_task(c.client.post(CHAT, json=text_body(stream=True)))
+        await c["PD0"].until(lambda stage: stage.active == 1)
+        for _ in range(2):
+            c.table.mark_down("PD0", "/health answers nothing")
+            await until(lambda: c.table.down_s("PD0", c.instances["PD0"].incarnation) > 0.3)
+            c.table.mark_up("PD0")
+        released.set()
+        assert (await request).status_code == 200
+        assert (len(c["PD0"].calls), len(c["PD1"].calls)) == (1, 0)
 
 
 async def test_a_proxy_that_drains_refuses_what_is_new_and_finishes_what_runs() -> None:

@@ -57,7 +57,7 @@ def test_requests_made_from_the_document_get_the_answers_it_promises(url: str, n
 
 @pytest.mark.parametrize("endpoint", list(GOOD))
 def test_damaged_bodies_are_refused_in_openai_s_shape(url: str, endpoint: Endpoint) -> None:
-    fuzz_by_damage(url, endpoint, examples=20)
+    fuzz_by_damage(url, endpoint, examples=150)
 
 
 @pytest.mark.slow

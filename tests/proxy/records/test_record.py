@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.records.record import MAX_EVENTS, MAX_MOMENTS, Record
 from proxy.registry.instance_state import Work
 from proxy.routing.policy import UNMEASURED_RATE
@@ -70,8 +71,9 @@ async def test_a_refusal_is_explained_as_far_as_it_came() -> None:
     assert "x-epd-path" not in response.headers
 
 
-async def test_an_operator_can_keep_it_to_himself() -> None:
-    async with cluster("PD0", config=settings(explain=False)) as c:
+async def test_nobody_is_told_unless_the_operator_says_so() -> None:
+    unsaid = ProxySettings(("m",), ModelIdentity("m")).explain
+    async with cluster("PD0", config=settings(explain=unsaid)) as c:
         assert not told((await c.client.post(CHAT, json=text_body(), headers=ASK)).headers)
 
 

@@ -253,7 +253,7 @@ async def test_what_stages_announce_reaches_the_directory_the_table_and_the_metr
         encoder, other = (await c.client.get("/instances")).json()["instances"]
         assert encoder["store"] == {
             "capacity_bytes": 1000, "used_bytes": 400, "leased": 2, "pool": "up", "waiting_puts": 1, "encoding": 3,
-            "counters": counters, "feature_path": "host", "seq": 9,
+            "counters": counters, "seq": 9,
         }  # fmt: skip
         assert other["store"] is None
         text = (await c.client.get("/metrics")).text

@@ -50,7 +50,37 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
     ("no model", CHAT, {"messages": []}, 400, "model"),
     ("unknown model", CHAT, text_body(model="gpt-9"), 404, "model"),
     ("a model that is no string", CHAT, text_body(model=3), 400, "model"),
-    ("a lone surrogate", CHAT, b'{"model": "\\ud800"}', 404, "model"),
+    ("a lone surrogate", CHAT, b'{"model": "\\ud800"}', 400, "model"),
+    ("a lone surrogate as role", CHAT, text_body(messages=[{"role": "\ud800"}]), 400, "messages[0].role"),
+    ("a lone surrogate to stop at", CHAT, text_body(stop="\ud800"), 400, "stop"),
+    ("a lone surrogate as a name", CHAT, text_body(vllm_xargs={"\ud800": 1}), 400, "vllm_xargs.\\ud800"),
+    *(
+        (f"{name} of a wrong type", path, body, 400, name)
+        for path, body, name in (
+            (CHAT, text_body(structured_outputs=[]), "structured_outputs"),
+            (CHAT, text_body(structured_outputs="1"), "structured_outputs"),
+            (CHAT, text_body(structured_outputs={"choice": "a"}), "structured_outputs.choice"),
+            (CHAT, text_body(response_format="json_object"), "response_format"),
+            (CHAT, text_body(stream=True, stream_options=True), "stream_options"),
+            (CHAT, text_body(tools={"type": "function"}), "tools"),
+            (CHAT, text_body(tools=[{"type": "function", "function": {"name": "f"}}, 1]), "tools[1]"),
+            (CHAT, text_body(tools=[{"type": "function", "function": "f"}]), "tools[0].function"),
+            (CHAT, text_body(messages=[{"role": "assistant", "tool_calls": 0}]), "messages[0].tool_calls"),
+            (CHAT, text_body(prompt_logprobs="1"), "prompt_logprobs"),
+            (CHAT, text_body(top_logprobs=[1]), "top_logprobs"),
+            (COMPLETIONS, completion(prompt="x", structured_outputs=1.5), "structured_outputs"),
+            (COMPLETIONS, completion(prompt="x", logprobs={}), "logprobs"),
+            (Endpoint.RESPONSES.value, {"model": "demo", "input": "x", "tools": False}, "tools"),
+            ("/tokenize", {"messages": [{"role": "user"}], "tools": 1}, "tools"),
+        )
+    ),
+    (
+        "a grammar beside a list of tokens",
+        CHAT,
+        text_body(response_format={"type": "json_object"}, allowed_token_ids=[1]),
+        400,
+        "allowed_token_ids",
+    ),
     ("no messages", CHAT, {"model": "demo"}, 400, "messages"),
     ("empty messages", CHAT, text_body(messages=[]), 400, "messages"),
     ("a message that is no object", CHAT, text_body(messages=["x"]), 400, "messages[0]"),
@@ -109,8 +139,7 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
     ("a URL that does not parse", CHAT, image("http://[::1/x.png"), 400, ITEM),
     ("a port that is none", CHAT, image("http://example.com:99999/x.png"), 400, ITEM),
     ("a port that is no number", CHAT, image("http://example.com:t0ken/x.png"), 400, ITEM),
-    ("a lone surrogate in the path of a URL", CHAT, image("http://example.com/\ud800"), 400, ITEM),
-    ("a lone surrogate before the host of a URL", CHAT, image("http://\ud800@example.com/"), 400, ITEM),
+    ("a lone surrogate in a URL", CHAT, image("http://example.com/\ud800"), 400, f"{ITEM}.url"),
     ("credentials in the URL", CHAT, image("http://a:b@example.com/x.png"), 400, ITEM),
     ("a data URL without base64", CHAT, image("data:image/png,abc"), 400, ITEM),
     ("bad base64", CHAT, image("data:image/png;base64,@@@@"), 400, ITEM),
@@ -223,20 +252,42 @@ async def test_what_is_unusual_but_fine_passes() -> None:
         {"type": "image_url", "image_url": {"url": data_url(JPEG, "image/jpeg"), "detail": "high"}},
         {"type": "input_audio", "input_audio": audio},
     ]
-    unusual: dict[str, Any] = {"kv_transfer_params": None, "n": None, "user": "\ud800", "prompt": []}
+    unusual: dict[str, Any] = {"kv_transfer_params": None, "n": None, "user": "\U0001f600", "prompt": []}
     body = text_body(messages=[{"role": "user", "content": parts}], **unusual)
     async with cluster("EPD0") as c:
         raw = json.dumps(body).encode()
         response = await c.client.post(CHAT, content=raw)
         assert response.status_code == 200, response.text
         sent = c["EPD0"].calls[0].body
-        assert sent["user"] == "\ud800"
+        assert sent["user"] == "\U0001f600"
         content = sent["messages"][0]["content"]
     assert content[:2] == ["plain text", {"type": "text", "text": "x"}]
     assert [part["type"] for part in content[2:]] == ["image_url", "image_url", "image_url", "input_audio"]
     assert content[2]["uuid"] == content[3]["uuid"] != content[4]["uuid"]
     assert content[3]["detail"] == "auto" and content[4]["image_url"]["detail"] == "high"
     assert content[5]["input_audio"] == audio and content[5]["uuid"]
+
+
+async def test_what_vllm_takes_for_another_type_passes() -> None:
+    lax = {
+        "seed": "1",
+        "top_k": 3.0,
+        "logprobs": "true",
+        "stop": None,
+        "tools": None,
+        "structured_outputs": {"json": "{}"},
+    }
+    async with cluster("EPD0") as c:
+        assert (await c.client.post(CHAT, json=text_body(**lax))).status_code == 200
+        assert c["EPD0"].calls[0].body.items() >= lax.items()
+        strings = {"prompt": "x", "stop": "a", "logit_bias": {"1": "2"}, "allowed_token_ids": ["1"]}
+        assert (await c.client.post(COMPLETIONS, json=completion(**strings))).status_code == 200
+
+
+async def test_a_truncation_that_is_null_is_left_out_of_a_response() -> None:
+    async with cluster("EPD0") as c:
+        await c.client.post(Endpoint.RESPONSES.value, json={"model": "demo", "input": "x", "truncation": None})
+        assert "truncation" not in c["EPD0"].calls[0].body
 
 
 async def test_bodies_of_requests_in_progress_are_bounded_together() -> None:

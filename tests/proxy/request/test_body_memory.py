@@ -24,7 +24,7 @@ BODIES = {
     "a large image": b'{"a": "data:image/png;base64,' + b"A" * (2 * LARGE_BYTES) + b'"}',
     "bombs behind a large string": b'["' + b"A" * (2 * LARGE_BYTES) + b'"' + b',{"a":0}' * COUNT + b"]",
     "bombs that look like a string": b'["\\"","A",' + b'{"a":0},' * 5 * COUNT + b'"' + b"A" * LARGE_BYTES + b'"]',
-    "only the standard library takes it": b'["\\ud800",' + b'{"a":0},' * COUNT + b"0]",
+    "only the standard library takes it": b'\xef\xbb\xbf["\\u0041",' + b'{"a":0},' * COUNT + b"0]",
 }
 
 

@@ -16,9 +16,7 @@ def body(*sources: Any, text: str = "") -> dict[str, Any]:
     return {"messages": [{"content": [{"image_url": {"url": one}} for one in sources]}], "text": text}
 
 
-@pytest.mark.parametrize(
-    "text", ["", "ünïcode", 'quote " and \\', "\ud800"], ids=["none", "wide", "escapes", "a surrogate"]
-)
+@pytest.mark.parametrize("text", ["", "ünïcode", 'quote " and \\'], ids=["none", "wide", "escapes"])
 def test_what_a_stage_reads_is_what_the_strings_say(text: str) -> None:
     items = [Inlined(b"data:image/png;base64,", BIG), Inlined(b"", memoryview(b"xxBASE64")[2:])]
     pieces = encoded(body(*items, items[0], text=text))

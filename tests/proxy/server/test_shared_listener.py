@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from proxy.server.shared_listener import AT_ONCE, SharedListener
+from proxy.server.shared_listener import AT_ONCE, FILES_PER_CONNECTION, SharedListener
 from tests.proxy.fakes import bound
 from tests.waiting import until
 
 
 class Held(asyncio.Protocol):
-    """Notes that its connection has begun."""
+    """Notes that its connection has begun, and that it has ended."""
+
+    idle = owes = False
+    transport: asyncio.Transport
 
     def __init__(self, held: set[asyncio.BaseProtocol]) -> None:
         self._held = held
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
         self._held.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._held.discard(self)
 
 
 class Protocols:
@@ -86,3 +96,66 @@ async def test_what_nobody_else_takes_it_takes_after_a_moment(listening: socket.
     listener.stop()
     for client in clients:
         client.close()
+
+
+async def test_one_that_has_as_many_as_it_may_leaves_the_rest_until_one_ends(listening: socket.socket) -> None:
+    clients = connected(listening, 6)
+    listener, protocols = SharedListener(listening, lambda: None, most=4), Protocols()
+    listener.start(protocols, protocols.held)
+    await until(lambda: len(protocols.held) == 4)
+    await turns(20)
+    assert listener.connections == 4
+    first = next(one for one in protocols.held if isinstance(one, Held))
+    first.transport.close()
+    await until(lambda: first not in protocols.held and len(protocols.held) == 4)
+    listener.stop()
+    for client in clients:
+        client.close()
+
+
+async def test_where_there_is_no_room_a_connection_on_which_nothing_is_asked_makes_some(
+    listening: socket.socket,
+) -> None:
+    listener, protocols = SharedListener(listening, lambda: None, most=4), Protocols()
+    listener.start(protocols, protocols.held)
+    clients = connected(listening, 4)
+    await until(lambda: len(protocols.held) == 4)
+    idle = next(one for one in protocols.held if isinstance(one, Held))
+    idle.idle = True
+    clients += connected(listening, 2)
+    await until(lambda: idle not in protocols.held and len(protocols.held) == 4)
+    await turns(20)
+    assert listener.connections == 4, "the last one waits: the others are busy"
+    listener.stop()
+    for client in clients:
+        client.close()
+
+
+async def test_a_full_one_ends_no_connection_while_another_process_has_room(
+    listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused: list[float] = []
+    monkeypatch.setattr(SharedListener, "_pause", lambda self, pause_s: paused.append(pause_s))
+    listener, protocols = SharedListener(listening, lambda: 1, most=2), Protocols()
+    listener.start(protocols, protocols.held)
+    clients = connected(listening, 2)
+    await until(lambda: len(protocols.held) == 2)
+    for one in protocols.held:
+        assert isinstance(one, Held)
+        one.idle = True
+    clients += connected(listening, 1)
+    await until(lambda: paused)
+    assert len(protocols.held) == 2
+    listener.stop()
+    for client in clients:
+        client.close()
+
+
+def test_a_process_opens_all_files_that_it_may_and_takes_a_part_of_them_for_clients() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 400));"
+        "from proxy.server.shared_listener import most_connections;"
+        "print(most_connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(400 // FILES_PER_CONNECTION), "400"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -117,6 +118,23 @@ def test_our_own_refusals_do_not_open_it(dependency: Dependency) -> None:
         with pytest.raises(StoreError, match="full"):
             guard.call(refuse)
     assert guard.state == "up"
+
+
+def test_what_is_away_is_asked_at_a_steady_pace_and_what_refuses_less_and_less_often() -> None:
+    away, refused = [0.0] * 16, [time.monotonic()]
+
+    def probe() -> None:
+        if away:
+            away.pop()
+            raise StoreUnavailableError("no master")
+        refused.append(time.monotonic())
+        if len(refused) < 7:
+            raise StoreError("registering failed")
+
+    guard = Guard("it", probe, timeout_s=PATIENCE_S, probe_after_s=0.01, is_open=True)
+    assert guard.wait_until_up(PATIENCE_S), "sixteen pauses that double would take longer"
+    assert guard.close(PATIENCE_S)
+    assert refused[-1] - refused[-2] >= 0.01 * 2**5
 
 
 def test_a_probe_that_fails_in_a_way_nobody_named_is_repeated() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import importlib
+import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -17,6 +19,7 @@ import torch
 from epd_serve.engine import compat
 from epd_serve.engine.ec.partial_prefill import SpareBlocks
 from epd_serve.roles import Role
+from npu_ops.fake.device import FakeDevice
 from store.arena import Arena
 from tests.epd_serve.engine.ec.stages import Stages, feature, needed
 from tests.waiting import wait_for
@@ -139,6 +142,35 @@ def test_a_consumer_loads_what_it_promised_and_unpins_it_at_the_end(make: Make, 
     assert scheduler.request_finished(asked) == (False, None)
     scheduler.build_connector_meta(output("r"))
     wait_for(lambda: arena.stats().leased == 0)
+
+
+def test_a_feature_is_stamped_as_loaded_when_the_device_has_it(
+    make: Make, arena: Arena, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's thread runs ahead of its device: that it has queued the copy is no admission."""
+    device, copied, trace = FakeDevice(), threading.Event(), stages.folder / "P0.jsonl"
+    device.enter_thread()
+    for module in ("connector", "store_access"):
+        monkeypatch.setattr(f"epd_serve.engine.ec.{module}.memory_here", lambda kind: device)
+    scheduler = make(Role.P, ECConnectorRole.SCHEDULER)
+    worker = make(Role.P, ECConnectorRole.WORKER, trace_path=str(trace))
+    asked = request("r", "k")
+    put(arena, "k")
+    wait_for(lambda: scheduler.ensure_cache_available(asked, 0))
+    assert scheduler.has_cache_item("k")
+    scheduler.update_state_after_alloc(asked, 0)
+    worker.bind_connector_metadata(scheduler.build_connector_meta(output()))
+    device.run(copied.wait)
+    worker.start_load_caches({})
+    wait_for(device.waited_for)
+    assert "feature_loaded" not in trace.read_text()
+    queued_s = time.monotonic()
+    copied.set()
+    wait_for(lambda: "feature_loaded" in trace.read_text())
+    stamp = json.loads(trace.read_text())
+    assert (stamp["subject"], stamp["event"]) == ("k", "feature_loaded")
+    assert stamp["t0"] < queued_s < stamp["t"]
+    assert not device.broken
 
 
 def test_what_is_here_is_pinned_when_its_request_arrives_whatever_that_waits_for(make: Make, arena: Arena) -> None:

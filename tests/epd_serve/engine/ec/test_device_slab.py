@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from epd_serve.engine.ec.device_slab import DeviceSlab, Place, SlabBook
-from npu_ops.fake.device import FakeDevice, RuleBrokenError
-from npu_ops.fake.fabric import FakeFabric, FakePort
-from npu_ops.memory import DeviceMemoryError
+from epd_serve.engine.ec.device_slab import Place, SlabBook
 
 KIB = 1 << 10
 CAPACITY = 64 * KIB
@@ -113,25 +109,3 @@ def test_a_slab_full_of_features_of_all_sizes_still_takes_the_largest(sizes: lis
     for index, nbytes in enumerate(sizes):
         idle(book, f"k{index}", nbytes)
     assert book.reserve(CAPACITY) is not None
-
-
-def test_a_slab_is_registered_once_and_aligned() -> None:
-    device = FakeDevice()
-    device.enter_thread()
-    port = FakePort(FakeFabric(), device)
-    slab = DeviceSlab(device, port, 3 << 20)  # type: ignore[arg-type]
-    assert slab.nbytes == 4 << 20 and slab.address(0) % device.alignment == 0 and not device.broken
-    with pytest.raises(AssertionError):
-        slab.view(slab.nbytes - 1, 2)
-
-
-def test_a_slab_at_a_wrong_address_is_not_handed_to_the_transport() -> None:
-    class Careless(FakeDevice):
-        def allocate(self, nbytes: int, alignment: int | None = None):  # type: ignore[no-untyped-def]
-            return super().allocate(nbytes, 512)
-
-    device = Careless()
-    device.enter_thread()
-    with pytest.raises(DeviceMemoryError, match="aligned") as caught:
-        DeviceSlab(device, FakePort(FakeFabric(), device), 1 << 20)  # type: ignore[arg-type]
-    assert not isinstance(caught.value, RuleBrokenError)

@@ -40,7 +40,7 @@ def test_a_feature_is_stored_only_when_the_device_has_written_it(arena: Arena, d
     right, gate = feature(), threading.Event()
     writer = FeatureWriter(
         FeaturePool(Arena.attach(arena.path)),
-        lambda key, event, nbytes=0, *, pooled=False, in_arena=True, reason="": told.append(event + reason),
+        lambda key, event, nbytes=0, *, pooled=False, reason="": told.append(event + reason),
         Trace("", "E0"),
         WriteQueue(1 << 20),
         memory=device,

@@ -78,6 +78,7 @@ class Setting:
     """What tests vary. `transports`: in P's order of preference. `grouping`: as `--kv-grouping` has it."""
 
     transports: tuple[str, ...] = ("shm",)
+    protocol: str = "ascend"  # Mooncake's
     timeout_s: float = STUCK_S  # of a silent peer; long, because a machine that pauses is none
     grouping: str = "fixed:2"
     staging_bytes: int = 256 << 10
@@ -269,7 +270,10 @@ class Pair:
             WatchedShm(layers, str(self._folder / "staging"), self._setting.staging_bytes, self.p_device, memory)
             if name == "shm"
             else MooncakeSendSide(
-                layers, self._engine(layers, self.p_device), "ascend", timeout_s=self._setting.timeout_s
+                layers,
+                self._engine(layers, self.p_device),
+                self._setting.protocol,
+                timeout_s=self._setting.timeout_s,
             )
             for name in self._setting.transports
         ]
@@ -296,4 +300,4 @@ class Pair:
             return FakeTransferEngine(self.network, device)
 
         scratch = device.allocate(LARGEST_PROBE_BYTES)
-        return OnDemand(lambda: MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, scratch, factory))
+        return OnDemand(lambda: MooncakeEndpoint(layers, "127.0.0.1", self._setting.protocol, device, scratch, factory))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import zmq
 
 from epd_serve import wire
 from epd_serve.engine.kv.link import Link
@@ -91,6 +92,13 @@ class DecodeEnd:
 
     def expect(self, key: TransferKey, blocks: Iterable[int]) -> None:
         self.receiver.expect([Expected(key, f"at-d-{key.child}", tuple(blocks))], [])
+
+    def announce(self, key: TransferKey) -> None:
+        """D's scheduler has reserved blocks for it; the step that says so has yet to come."""
+        with zmq.Context.instance().socket(zmq.DEALER) as scheduler:
+            scheduler.connect(self.endpoint)
+            scheduler.send(wire.encode(wire.Expect(key)))
+            assert wire.to_decode_control.decode(scheduler.recv()) == wire.Expecting(key)
 
     def fail(self, key: TransferKey) -> None:
         self.receiver.expect([], [key])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
+from epd_serve import wire
 from epd_serve.engine.kv.decode_scheduler import DecodeScheduler
 from epd_serve.kv.control import PrefillControl
 from epd_serve.kv.faults import Faults
@@ -20,6 +23,47 @@ from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 from tests.epd_serve.engine.kv.fakes import BLOCK_SIZE, request, scheduled
 from tests.waiting import PATIENCE_S, wait_for
+
+
+class Workers:
+    """D's, as far as its scheduler goes. `silent`: ranks that answer later."""
+
+    def __init__(self, folder: Path, ranks: int = 2) -> None:
+        self.silent: set[int] = set()
+        self.told: list[tuple[int, wire.ToDecodeWorker]] = []
+        self._routers = [zmq.Context.instance().socket(zmq.ROUTER) for _ in range(ranks)]
+        for rank, router in enumerate(self._routers):
+            router.bind(f"ipc://{folder}/D0.kvw{rank}")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._answer)
+        self._thread.start()
+
+    def _answer(self) -> None:
+        waiting: list[tuple[int, bytes, wire.Expect]] = []
+        while not self._closing.wait(1e-3):
+            for rank, router in enumerate(self._routers):
+                while router.poll(0):
+                    peer, data = router.recv_multipart()
+                    message = wire.to_decode_worker.decode(data)
+                    self.told.append((rank, message))
+                    if isinstance(message, wire.Expect):
+                        waiting.append((rank, peer, message))
+            for rank, peer, expect in [one for one in waiting if one[0] not in self.silent]:
+                waiting.remove((rank, peer, expect))
+                self._routers[rank].send_multipart([peer, wire.encode(wire.Expecting(expect.key))])
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        for router in self._routers:
+            router.close(linger=0)
+
+
+@pytest.fixture(autouse=True)
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    made = Workers(tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -83,6 +127,35 @@ def test_a_reservation_offers_its_blocks_once(d: DecodeScheduler, p: PrefillCont
     assert d.tokens_to_load(wanted, 0) == 0  # preempted later: it computes alone
     d.reserve(wanted, SimpleNamespace(get_block_ids=lambda: ([1],)), 0)
     assert not d.step(scheduled()).expected
+
+
+def test_prefill_hears_of_blocks_when_all_workers_expect_their_transfer(
+    d: DecodeScheduler, p: PrefillControl, workers: Workers, tmp_path: Path
+) -> None:
+    workers.silent = {1}
+    wanted = asked(tmp_path)
+    reserve(d, wanted, [5, 6, 7])
+    wait_for(lambda: len(workers.told) == 2)
+    assert sorted(workers.told) == [(rank, wire.Expect(key(wanted))) for rank in range(2)]
+    wait_for(lambda: d._control._offers[key(wanted)].unaware == {f"ipc://{tmp_path}/D0.kvw1"})
+    assert d._desk._entries[key(wanted)].state is Decode.QUEUED  # to P it is a request that waits for blocks
+    workers.silent = set()
+    assert offered(p, wanted).blocks == [5, 6, 7]
+
+
+def test_a_client_that_leaves_before_all_workers_know_gets_its_blocks_back_when_they_do(
+    d: DecodeScheduler, p: PrefillControl, workers: Workers, tmp_path: Path
+) -> None:
+    workers.silent = {0}
+    wanted = asked(tmp_path)
+    reserve(d, wanted, [5, 6, 7])
+    d.finished(wanted)
+    wait_for(lambda: p.desk.fate(key(wanted)))  # P hears that nothing will come
+    assert d.step(scheduled()).failed == [], "a worker that hears of it later would wait for it"
+    workers.silent = set()
+    assert failures(d) == [key(wanted)]
+    d.received({wanted.request_id})
+    assert not (d._control._offers or d.step(scheduled()).failed)
 
 
 @pytest.fixture

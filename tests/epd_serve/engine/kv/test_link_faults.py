@@ -53,6 +53,7 @@ def test_a_done_that_is_late_holds_up_no_packet(start: Ends) -> None:
     p.step([chunk(d, "a", [1], [5], last=True)], finished=["a"])
     p.wait_over({"a"})
     d.expect(key_of("a"), [5])
+    d.expect(key_of("b"), [6])
     p.step([chunk(d, "b", [2], [6], last=True)])
     wait_for(lambda: bool(d.caches["layer.4"][6].any()))
     assert not d.poll()

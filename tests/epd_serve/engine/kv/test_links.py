@@ -81,6 +81,7 @@ def test_a_transfer_is_not_over_before_its_last_chunk(start: Ends) -> None:
 def test_done_that_comes_before_the_step_is_kept(start: Ends) -> None:
     d = start(DecodeEnd)
     p = start(PrefillEnd)
+    d.announce(key_of("a"))
     p.step([chunk(d, "a", [1], [5], last=True)], finished=["a"])
     p.wait_over({"a"})
     assert not d.poll()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -276,3 +276,54 @@ def test_no_fault_lets_a_hole_pass_for_kv_or_changes_blocks_that_are_used_again(
     ends.sleep(2 * QUARANTINE_S)
     assert not ends.may_land()
     assert ends.p.unfreed == ends.lost, "what never ends cannot be freed; all else is"
+
+
+def in_lists(ends: Ends) -> list[int]:
+    """From now on it writes as over `ascend`. Returns the lengths of its lists, as they come to be."""
+    ends.writes = Writes(lambda: ends.p, TIMEOUT_S, QUARANTINE_S, lambda: ends.now, ends.sleep, lists=True)
+    lengths: list[int] = []
+    accept = ends.p.batch_transfer_async_write
+
+    def count(session: str, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]) -> int:
+        lengths.append(len(sources))
+        return accept(session, sources, targets, sizes)
+
+    ends.p.batch_transfer_async_write = count  # type: ignore[method-assign]
+    return lengths
+
+
+def test_over_ascend_a_packet_is_one_list() -> None:
+    ends = Ends(random.Random(3), seed=3)
+    lengths = in_lists(ends)
+    ends.source.random_(1, 255, generator=torch.Generator().manual_seed(3))
+    ends.write(*range(128))
+    assert lengths == [128]
+    assert torch.equal(ends.source[:128], ends.target[:128])
+    ends.write(*range(128, BLOCKS))
+    assert lengths[1:] == [UNDER_WAY] * 3 + [BLOCKS - 128 - 3 * UNDER_WAY]
+    assert torch.equal(ends.source, ends.target)
+    assert not ends.p.unfreed and not ends.p.device.broken
+
+
+@pytest.mark.parametrize("fault", [Fault.FAILS, Fault.TOO_LATE, Fault.LATE])
+@pytest.mark.parametrize("which", [0, 5])
+def test_a_list_of_which_one_failed_may_land_until_its_quarantine_is_over(fault: Fault, which: int) -> None:
+    ends = Ends()
+    in_lists(ends)
+    bad = next(ends.descriptors(which))
+    ends.network.fault = lambda write: fault if write == bad else Fault.NONE
+    with pytest.raises(LinkError, match=r"a list of 8 writes to .* failed with status -1"):
+        ends.write(*range(8))
+    assert ends.may_land() and ends.writes.given_up == 1
+    ends.now += QUARANTINE_S + 1
+    assert not ends.may_land()
+    assert not ends.p.device.broken, "a batch that is freed is not asked for"
+
+
+def test_a_list_to_nobody_is_an_error() -> None:
+    ends = Ends()
+    in_lists(ends)
+    ends.session = "host:9"
+    with pytest.raises(LinkError, match="a list of 1 writes to host:9 failed"):
+        ends.write(0, harmless=True)
+    assert not ends.may_land()

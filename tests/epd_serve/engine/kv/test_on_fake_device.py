@@ -192,7 +192,7 @@ def test_a_preempted_prompt_is_sent_again_from_where_it_is_computed_again(start:
 
 def test_a_transfer_is_not_over_while_a_write_of_it_may_still_land(start: Start) -> None:
     """P's scheduler says of what is over that nothing is written any more, and D gives its blocks to others."""
-    pair = start(transports=("mooncake",), timeout_s=0.5)
+    pair = start(transports=("mooncake",), protocol="tcp", timeout_s=0.5)
     a = Prompt.make("a", [3, 2, 1], [7, 8, 9])
     pair.expect(a)
     pair.hang_in(a)

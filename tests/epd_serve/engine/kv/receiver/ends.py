@@ -121,9 +121,12 @@ class Prefill:
     def say(self, message: Any) -> None:
         self.socket.send(wire.encode(message))
 
-    def hear(self, timeout_s: float = PATIENCE_S) -> wire.ToPrefillWorker:
-        assert self.socket.poll(int(timeout_s * 1000)), "D is silent"
-        return wire.to_prefill_worker.decode(self.socket.recv())
+    def hear(self) -> wire.ToPrefillWorker:
+        return wire.to_prefill_worker.decode(self.receive())
+
+    def receive(self) -> bytes:
+        assert self.socket.poll(int(PATIENCE_S * 1000)), "D is silent"
+        return self.socket.recv()
 
     def silent(self, for_s: float = 0.05) -> bool:
         return not self.socket.poll(int(for_s * 1000))

@@ -261,3 +261,48 @@ def test_done_is_stamped_when_it_ended_the_transfer(start: Start, link: Link, tm
     d.wait_ended(A)
     stamps = [line for file in tmp_path.glob("trace*") for line in file.read_text().splitlines() if "kv_done" in line]
     assert len(stamps) == 1 and "t-a" in stamps[0]
+
+
+def test_a_packet_of_a_transfer_that_nobody_expects_is_dropped_and_counted(
+    start: Start, link: Link, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    d = start()
+    p = link(d)
+    d.expect(A)
+    p.packet([(A, [(1, 1)]), (B, [(5, 1)])])
+    p.packet([(B, [(6, 1)])])
+    assert torch.equal(d.blocks(1), p.blocks(1))
+    assert not d.blocks(5).any() and not d.blocks(6).any()
+    assert "dropped KV of t-b, which nobody expects (2 so far)" in caplog.text
+    p.say(wire.Done(B, True, packets=2))
+    p.say(wire.Done(A, True, packets=1))
+    assert d.wait_ended(A) == {A: True}
+    d.expect(B)  # too late for what was dropped
+    p.packet([(B, [(5, 1)])])
+    p.say(wire.Done(B, True, packets=3))
+    assert d.wait_ended(B) == {A: True, B: False}
+
+
+def test_packets_are_taken_from_the_answer_to_expect_on(start: Start, link: Link) -> None:
+    d = start()
+    p, scheduler = link(d), link(d, opened=False)
+    scheduler.say(wire.Expect(A))
+    assert wire.to_decode_control.decode(scheduler.receive()) == wire.Expecting(A)
+    p.packet([(A, [(1, 1)])])
+    p.say(wire.Done(A, True, packets=1))
+    p.packet([(B, [(5, 1)])])  # DONE has been read
+    assert not d.poll(), "vLLM has not told of the request"
+    d.expect(A)
+    assert d.wait_ended(A) == {A: True}
+    assert torch.equal(d.blocks(1), p.blocks(1))
+
+
+def test_a_late_packet_of_a_transfer_that_was_reported_is_dropped(start: Start, link: Link) -> None:
+    d = start()
+    p = link(d)
+    d.expect(A)
+    d.receiver.expect([], [A])  # the scheduler gave it up
+    assert d.wait_ended(A) == {A: False}
+    p.packet([(A, [(1, 1)])])
+    assert not d.blocks(1).any()

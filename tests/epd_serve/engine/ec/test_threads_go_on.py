@@ -1,0 +1,104 @@
+"""Threads that tell of features survive what goes wrong in one turn: an encoder must not fall silent, nor stall."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from epd_serve import wire
+from epd_serve.engine.ec.announcer import Announcer
+from epd_serve.engine.ec.feature_writer import FeatureWriter
+from epd_serve.engine.ec.publishing import SecondTierPublisher
+from epd_serve.engine.ec.write_queue import WriteQueue
+from epd_serve.roles import Role
+from epd_serve.trace import Trace
+from epd_serve.wiring import StageWiring
+from npu_ops.torch_memory import HostMemory
+from store.arena import Arena
+from store.feature_pool import FeaturePool
+from tests.epd_serve.engine.ec.stages import Ear, feature, make_arena
+from tests.waiting import wait_for
+
+
+class Told:
+    """What became of keys; the word about `bad` raises, as one would that cannot be encoded."""
+
+    def __init__(self, bad: str = "") -> None:
+        self.bad = bad
+        self.words: list[tuple[str, str, str]] = []
+
+    def __call__(self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, reason: str = "") -> None:
+        if key == self.bad:
+            raise ValueError("this key cannot be told")
+        self.words.append((key, event, reason))
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = make_arena()
+    yield made
+    made.close()
+    made.path.unlink(missing_ok=True)
+
+
+def writer_to(arena: Arena, told: Told, queue: WriteQueue, memory: HostMemory) -> FeatureWriter:
+    return FeatureWriter(FeaturePool(Arena.attach(arena.path)), told, Trace("", "E0"), queue, memory=memory)
+
+
+def test_renewals_and_reports_go_on_after_one_that_failed(tmp_path: Path) -> None:
+    failures = [ValueError("a set changed its size")]
+
+    def pending() -> list[str]:
+        if failures:
+            raise failures.pop()
+        return ["k"]
+
+    address = f"ipc://{tmp_path}/E0.events"
+    announcer = Announcer(
+        StageWiring("E0", Role.E, "i", publish=address), lambda: wire.StoreReport("E0", "i", 1, 0, 0), pending
+    )
+    announcer.start()
+    wait_for(lambda: not failures)
+    ear = Ear(address)
+    wait_for(lambda: ear.of(wire.FeaturePending) and ear.of(wire.StoreReport))
+    ear.close()
+    announcer.close()
+
+
+def test_the_writer_goes_on_after_a_word_that_could_not_be_said(arena: Arena) -> None:
+    told, queue = Told(bad="bad"), WriteQueue(1 << 20)
+    writer = writer_to(arena, told, queue, HostMemory())
+    writer.put("bad", feature())
+    writer.put("good", feature())
+    wait_for(lambda: told.words)
+    wait_for(lambda: not queue.keys())
+    writer.close()
+    assert told.words == [("good", "put", "")] and arena.contains("good")
+
+
+def test_features_of_a_writer_that_cannot_enter_the_device_are_announced_as_failed(arena: Arena) -> None:
+    class Lost(HostMemory):
+        def enter_thread(self) -> None:
+            raise RuntimeError("set_device: device is lost")
+
+    told, queue = Told(), WriteQueue(1 << 20)
+    writer = writer_to(arena, told, queue, Lost())
+    for key in ("one", "two"):
+        writer.put(key, torch.ones(4))
+    wait_for(lambda: len(told.words) == 2)
+    wait_for(lambda: not queue.keys())
+    writer.close()
+    assert told.words == [(key, "put_failed", "set_device: device is lost") for key in ("one", "two")]
+
+
+def test_the_publisher_of_the_second_tier_goes_on_after_a_word_that_could_not_be_said() -> None:
+    told = Told(bad="bad")
+    publisher = SecondTierPublisher(lambda key: True, told)
+    publisher.submit("bad", 8)
+    publisher.submit("good", 8)
+    wait_for(lambda: told.words)
+    publisher.close()
+    assert told.words == [("good", "published", "")] and not publisher.pending()

@@ -1,0 +1,53 @@
+"""The same 500 from two live instances is the body's fault: a 400, and held against none of them."""
+
+from __future__ import annotations
+
+from proxy.request.parse import Endpoint
+from proxy.stages.circuit import CircuitLimits, State
+from proxy.stages.faults import GENERIC
+from tests.proxy.fakes import Cluster, cluster, refuses, text_body
+
+CHAT = Endpoint.CHAT.value
+SAID = "'str' object has no attribute 'get'"
+
+
+def circuits(c: Cluster) -> set[State]:
+    return {c.pipeline.circuits.state(name, one.incarnation) for name, one in c.instances.items()}
+
+
+async def test_the_same_words_of_two_instances_are_a_400_that_tells_them_and_nobody_is_suspected() -> None:
+    async with cluster("PD0", "PD1", "PD2") as c:
+        c.pipeline.circuits._limits = CircuitLimits(failures=1, open_s=1000.0, open_max_s=1000.0)
+        for stage in c.stages.values():
+            stage.usual = refuses(500, SAID)
+        for _ in range(3):
+            response = await c.client.post(CHAT, json=text_body())
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, "same_fault") and SAID in error["message"]
+            assert circuits(c) == {State.CLOSED}
+        assert sum(len(stage.calls) for stage in c.stages.values()) == 6, "two of them are enough"
+        assert c.metric("epd_proxy_suspects", state="suspected") == 0
+
+
+async def test_other_words_or_a_lone_instance_are_a_502_as_ever() -> None:
+    async with cluster("PD0", "PD1") as c:
+        c["PD0"].usual, c["PD1"].usual = refuses(500, "one"), refuses(500, "another")
+        assert (await c.client.post(CHAT, json=text_body())).status_code == 502
+    async with cluster("PD0") as c:
+        c["PD0"].usual = refuses(500, SAID)
+        assert (await c.client.post(CHAT, json=text_body())).status_code == 502
+
+
+async def test_what_an_engine_could_not_do_is_never_the_body_s_fault() -> None:
+    async with cluster("PD0", "PD1") as c:
+        for stage in c.stages.values():
+            stage.usual = refuses(500, GENERIC.removeprefix("500: "))
+        assert (await c.client.post(CHAT, json=text_body())).status_code == 502
+
+
+async def test_two_tokenizers_that_fail_alike_are_a_400() -> None:
+    async with cluster("P0", "D0") as c:
+        for stage in c.stages.values():
+            stage.usual = refuses(500, SAID)
+        response = await c.client.post("/tokenize", json={"prompt": "x"})
+        assert response.status_code == 400 and SAID in response.json()["error"]["message"]
