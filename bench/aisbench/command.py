@@ -198,5 +198,5 @@ def overview(rated: Sequence[Rated], slos: Sequence[Slo], devices: int | None) -
         rate = goodput_rps(rated, slo)
         each = f" ({rate / devices:g} per device)" if devices and rate else ""
         what = f"{rate:g} requests/s{each}" if rate else "no rate that was measured"
-        lines.append(f"  goodput within {slo} ms for {GOOD_SHARE:.0%}: {what}")
+        lines.append(f"  goodput for {GOOD_SHARE:.0%} within {slo}: {what}")
     return "\n".join(lines)

@@ -102,7 +102,7 @@ def test_rates_are_measured_judged_and_set_beside_aisbenchs_own_numbers(bench, s
     assert served.server.seen == 1 + 2 * (1 + 9), "a look, and at each rate a warm-up, its row and eight requests"
     shown = capsys.readouterr().out
     assert "AISBench's TTFT, from sending" in shown and "TTFT, from when it was due" in shown
-    assert "goodput within 60000:60000 ms for 90%: 80 requests/s (40 per device)" in shown
+    assert "goodput for 90% within 60000:60000:p90: 80 requests/s (40 per device)" in shown
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rate-40", "rate-80"]
 
 
@@ -199,7 +199,7 @@ def test_a_signal_ends_aisbench_and_keeps_the_rates_that_were_finished(bench, tm
 
     assert code == 128 + number
     shown = capsys.readouterr()
-    assert "goodput within" in shown.out
+    assert "goodput for 90% within" in shown.out
     (run,) = result(tmp_path)["rows"]
     assert run["run"] == "100 rps"
 
