@@ -9,9 +9,9 @@ reader waited for.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
 
 from epd_serve.errors import ConfigError
 
@@ -35,7 +35,7 @@ class Slo:
 
     def __post_init__(self) -> None:
         if self.judge != MEAN and not _SHARE.fullmatch(self.judge):
-            raise ConfigError(f"a judge of token gaps is p1 to p99, or mean, not {self.judge!r}", param="--slo")
+            raise ConfigError(f"slo: a judge of token gaps is p1 to p99, or mean, not {self.judge!r}", param="slo")
 
     def __str__(self) -> str:
         return f"{self.ttft_ms:g}:{self.tpot_ms:g}:{self.judge}"
@@ -59,17 +59,36 @@ class Slo:
         return 100 * within >= int(self.judge[1:]) * gaps
 
 
-def gaps_within(times_s: Sequence[float], limit_s: float) -> tuple[int, int]:
+class Gaps:
+    """Counts the gaps of one answer while its events come.
+
+    Attributes:
+        limit_s: of a gap. count: how many there were. within: those of them within the limit.
+    """
+
+    __slots__ = ("_before_s", "count", "limit_s", "within")
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.count = self.within = 0
+        self._before_s: float | None = None
+
+    def add(self, at_s: float, events: int = 1) -> None:
+        """So many events with content came at once, not before those that were added."""
+        if not events:
+            return
+        if self._before_s is None:
+            events -= 1
+            self.within += events  # they came with the first
+        elif at_s - self._before_s <= self.limit_s * events:
+            self.within += events
+        self.count += events
+        self._before_s = at_s
+
+
+def gaps_within(times_s: Iterable[float], limit_s: float) -> tuple[int, int]:
     """Of events read at these times, ascending: how many gaps there are, and how many are within the limit."""
-    gaps = within = 0
-    before: float | None = None
-    for at, together in groupby(times_s):
-        count = len(list(together))
-        if before is None:
-            gaps += count - 1
-            within += count - 1  # they came with the first
-        else:
-            gaps += count
-            within += count if at - before <= limit_s * count else 0
-        before = at
-    return gaps, within
+    gaps = Gaps(limit_s)
+    for at_s, events in Counter(times_s).items():  # in the order in which they came
+        gaps.add(at_s, events)
+    return gaps.count, gaps.within
