@@ -46,7 +46,7 @@ ROUNDING_S = 0.0005
 TOLERANCE = 2e-3
 """By which a figure may differ from its record, for that rounding."""
 _SPREAD = re.compile(r"(ttft|tpot|e2e)_ms/(?:mean|p(\d+))")
-_SLO = re.compile(r"slo_([\d.e+]+:[\d.e+]+)(:\w+)?/(attainment|effective_tokens_per_s)")
+_SLO = re.compile(r"slo_([\d.e+]+:[\d.e+]+:\w+)/(attainment|effective_tokens_per_s)")
 Verdict = Literal["better", "worse", "no difference shown", "no interval", ""]
 Rows = Sequence[RequestRecord | None]
 Values = NDArray[np.float64]
@@ -136,8 +136,7 @@ def _sample(figure: str, run: LoadedRun, rows: Rows) -> Sample | None:
     window = Window(end_s - window_s - ROUNDING_S, end_s)
     name, percent, scale = figure.removesuffix(PER_DEVICE), None, 1.0
     spread, objective = _SPREAD.fullmatch(name), _SLO.fullmatch(name)
-    judge = (objective[2] or ":mean") if objective else ""  # older records name none
-    slo = parse_slos(objective[1] + judge)[0] if objective else None
+    slo = parse_slos(objective[1])[0] if objective else None
 
     def value(row: RequestRecord) -> float | None:
         """What a request adds to the mean of all, or to the percentile; None where it is not of them."""
@@ -146,7 +145,7 @@ def _sample(figure: str, run: LoadedRun, rows: Rows) -> Sample | None:
         if spread:
             seconds: float | None = getattr(row, f"{spread[1]}_s") if row.ok and window.begin_s <= row.due_s else None
             return None if seconds is None else seconds * 1e3
-        if slo and objective and objective[3] == "attainment":
+        if slo and objective and objective[2] == "attainment":
             about = row.outcome is not Outcome.CANCELLED and window.begin_s <= row.due_s
             return float(attains(row, slo)) if about else None
         return window.tokens([row]) if slo is None or attains(row, slo) else 0.0

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Run
-from bench.clients.slo import attainment, attains, counted
+from bench.clients.slo import attainment, attains, beside, counted
 from bench.statistic import percentile
 from epd_serve.errors import StageError
 from epd_serve.slo import Slo
@@ -114,7 +114,7 @@ def summary(run: Run, window: Window, slos: Sequence[Slo], devices: int | None) 
         figures["output_tokens_mean"] = round(tokens / len(good), 3)
         figures["prompt_tokens_mean"] = round(statistics.fmean(prompts), 3) if prompts else None
         figures["events_per_token"] = round(sum(len(record.token_s) for record in good) / max(tokens, 1), 4)
-    for slo in slos:
+    for slo in beside(slos):
         figures[f"slo_{slo}"] = _objective(run.rows, records, window, slo, devices)
     return _present(figures)
 

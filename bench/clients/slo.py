@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from bench.clients.results import Outcome, RequestRecord
 from epd_serve.errors import ConfigError
-from epd_serve.slo import Slo, gaps_within
+from epd_serve.slo import MEAN, Slo, gaps_within
 
 INFINITE = float("inf")
 GOOD_SHARE = 0.9
@@ -43,6 +44,11 @@ def parse_slos(text: str) -> tuple[Slo, ...]:
             )
         slos.append(Slo(ttft_ms, tpot_ms, *judge))
     return tuple(dict.fromkeys(slos))
+
+
+def beside(slos: Iterable[Slo]) -> tuple[Slo, ...]:
+    """Each, and beside it the same limits judged by the mean."""
+    return tuple(dict.fromkeys(one for slo in slos for one in (slo, replace(slo, judge=MEAN))))
 
 
 def counted(records: Iterable[RequestRecord]) -> list[RequestRecord]:

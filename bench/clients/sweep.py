@@ -19,6 +19,7 @@ from bench.clients.measure import Measured, Plan, measure
 from bench.clients.phases import joined
 from bench.clients.results import RequestRecord, append_lines
 from bench.clients.sender import Sender
+from bench.clients.slo import beside
 from bench.clients.target import Target
 from bench.phases import breakdown, phase_figures, phase_rows, request_phases
 from bench.record import flatten
@@ -71,7 +72,7 @@ def phase_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _objectives(figures: Mapping[str, Any], slos: Sequence[Slo]) -> list[str]:
     rows: list[tuple[str, ...]] = [("objective", "attained", "effective tokens/s", "per device")]
-    for slo in slos:
+    for slo in beside(slos):
         one = figures.get(f"slo_{slo}", {})
         if "attainment" in one:
             per_s = (one.get(f"effective_tokens_per_s{each}") for each in ("", "_per_device"))

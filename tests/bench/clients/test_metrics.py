@@ -26,6 +26,7 @@ def test_percentiles_are_of_whole_answers_and_attainment_of_all():
     assert found["ttft_ms"]["p50"] == 100.0
     assert found["ttft_ms"]["max"] == 900.0
     assert found["slo_200:50:p90"]["attainment"] == 0.6
+    assert [name for name in found if name.startswith("slo_")] == ["slo_200:50:p90", "slo_200:50:mean"]
     assert (found["ok"], found["error"], found["requests"]) == (4, 1, 5)
 
 
