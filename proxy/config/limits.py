@@ -301,11 +301,12 @@ class Slo:
         for name in ("ttft_s", "tpot_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"slo.{name} must be greater than 0", param=f"slo.{name}")
-        self.judged_by(self.judge)  # refuses what is none
+        self.objectives()  # refuses a judge that is none
 
-    def judged_by(self, judge: str) -> slo.Slo:
-        """These limits, with this judge of the gaps."""
-        return slo.Slo(1e3 * self.ttft_s, 1e3 * self.tpot_s, judge)
+    def objectives(self) -> tuple[slo.Slo, slo.Slo]:
+        """These limits with their judge of the gaps, and beside it with the mean."""
+        usual = slo.Slo(1e3 * self.ttft_s, 1e3 * self.tpot_s, self.judge)
+        return usual, replace(usual, judge=slo.MEAN)
 
 
 def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

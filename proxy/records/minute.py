@@ -14,7 +14,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from epd_serve.slo import MEAN
 from epd_serve.slo import Slo as Objective
 from proxy.config.limits import Slo
 from proxy.records.kept import SERIOUS
@@ -71,8 +70,9 @@ class Counts(Struct):
             _count(self.token, bucket(token_s))
         if is_judged(record):
             self.judged += 1
-            self.attained += attains(record, token_s, self.slo, self.slo.judge)
-            self.by_mean += attains(record, token_s, self.slo, MEAN)
+            usual, mean = _objectives(self.slo)
+            self.attained += attains(record, token_s, usual)
+            self.by_mean += attains(record, token_s, mean)
 
     def summary(self) -> dict[str, Any]:
         """For people: rates per second, percentiles in ms, None where nothing was counted."""
@@ -170,17 +170,17 @@ def is_judged(record: Record) -> bool:
     return record.outcome == "broken" or record.status >= 500 or record.status in SERIOUS
 
 
-def attains(record: Record, token_s: float | None, slo: Slo, judge: str) -> bool:
+def attains(record: Record, token_s: float | None, slo: Objective) -> bool:
     """Whether it was answered whole within both limits. Of several answers at once the first token alone counts."""
     if record.outcome != "200" or record.first_byte_s is None:
         return False
     gaps = (record.gaps, record.gaps_within) if record.answers == 1 else (0, 0)
-    return _objective(slo, judge).attained(record.first_byte_s, token_s, *gaps)
+    return slo.attained(record.first_byte_s, token_s, *gaps)
 
 
 @cache
-def _objective(slo: Slo, judge: str) -> Objective:
-    return slo.judged_by(judge)
+def _objectives(slo: Slo) -> tuple[Objective, Objective]:
+    return slo.objectives()
 
 
 def bucket(seconds: float) -> int:

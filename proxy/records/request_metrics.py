@@ -14,7 +14,6 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from epd_serve.slo import MEAN
 from proxy.config.limits import Slo
 from proxy.metrics import SECONDS
 from proxy.records.minute import SLO, attains, is_judged
@@ -39,7 +38,7 @@ class RequestMetrics(Collector):
     """
 
     def __init__(self, slo: Slo = SLO) -> None:
-        self._slo = slo
+        self._slos = tuple(dict.fromkeys(slo.objectives()))  # one, where the mean judges
         self._requests = _Counts("epd_proxy_requests", "Requests ended.", ("endpoint", "status"))
         self._errors = _Counts(
             "epd_proxy_errors",
@@ -95,13 +94,13 @@ class RequestMetrics(Collector):
         for phase, phase_s in record.phases_s().items():
             self._phases.add((phase, *by), phase_s)
         tokens = record.tokens_sent
+        token_s = record.token_s(tokens)
         if is_judged(record):
-            token_s = record.token_s(tokens)
-            for judge in {self._slo.judge, MEAN}:
-                self._objectives.add((judge, "yes" if attains(record, token_s, self._slo, judge) else "no"))
+            for slo in self._slos:
+                self._objectives.add((slo.judge, "yes" if attains(record, token_s, slo) else "no"))
         if record.first_byte_s is not None:
             self._ttft.add(by, record.first_byte_s)
-            if (token_s := record.token_s(tokens)) is not None:
+            if token_s is not None:
                 self._tpot.add(by, token_s)
         if record.outcome == "200":
             self._total.add(by, record.total_s)
