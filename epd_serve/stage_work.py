@@ -9,11 +9,14 @@ convolutions are below a percent. Weights of experts count as often as they are 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 PICTURE = (802, 652)
 TEXT_TOKENS = 10
@@ -41,12 +44,14 @@ class _Stack:
 
 
 def read_stage_work(directory: Path) -> StageWork | None:
-    """Of the model in a directory; None when its config does not say enough (or it has no picture tower)."""
+    """Of the model in a directory; None, and a line in the log, when its config does not say enough (or has no picture
+    tower). Families differ in what they call things; whoever asks has a rule for models it knows nothing of."""
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        return _work(config) if isinstance(config, dict) else None
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
-        return None  # families differ in what they call things; whoever asks has a rule for models it knows nothing of
+        return _work(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
+        what = f"{type(error).__name__}: {error}"
+        logger.warning("%s: how much each stage computes is not known (%s); shares are equal", directory, what)
+        return None
 
 
 def _work(config: Mapping[str, Any]) -> StageWork:

@@ -50,6 +50,8 @@ has of this answer. The stage's answer begins with them, and goes on after them.
 REPLAY = "replay"
 """Beside it, to those that decode: True where the tokens are to be sampled again, one by one, because something hangs
 on it (a seed, a grammar, penalties); else they are prefilled like a prompt, by P as well, which is told them then."""
+STARTING = "starting"
+"""D → P, for the reason of `HelloRefused`: it may be capturing graphs, and the device is not to be touched."""
 TOKEN_SENT = "epd-serve: sent token "
 KV_NOT_SENT = "epd-serve: no KV: "
 """P → proxy, in `stop_reason` of such an answer that ended at its one token: what follows is the token, or why there is
@@ -443,7 +445,7 @@ class HelloAck(_Message, frozen=True):
 
 
 class HelloRefused(_Message, frozen=True):
-    """The ends do not match; `reason` says in what."""
+    """The ends do not match; `reason` says in what. Or D is `STARTING`: the same hello may be accepted later."""
 
     reason: str
 

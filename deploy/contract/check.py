@@ -13,6 +13,8 @@ from deploy.contract.hooks import check_other_callers
 from deploy.contract.known import KNOWN
 from deploy.contract.origins import FLAGS, ORIGINS, STAND_INS, WORDS
 from deploy.contract.reading import read
+from deploy.contract.releases import ASKED_NAMES, check_releases
+from deploy.contract.releases import PATH as RELEASES_PATH
 from deploy.contract.wheels import Wheel
 from deploy.contract.words import VARIABLES
 
@@ -28,16 +30,14 @@ def sources(root: Path = ROOT) -> dict[str, str]:
 
 
 def probed_names(files: Mapping[str, str]) -> frozenset[str]:
-    """Names that our code asks for at run time: by `hasattr`, `getattr` with a default, or in a method's source."""
-    found = set()
+    """Names that our code asks for at run time, by `hasattr` or in the table of releases."""
+    found = set(ASKED_NAMES)
     for text in files.values():
-        if "hasattr(" not in text and "getsource" not in text:
+        if "hasattr(" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "hasattr":
                 found |= {str(word.value) for word in node.args[1:] if isinstance(word, ast.Constant)}
-            elif isinstance(node, ast.Compare) and "getsource" in ast.unparse(node):
-                found |= {str(node.left.value).rsplit(".", 1)[-1]} if isinstance(node.left, ast.Constant) else set()
     return frozenset(found)
 
 
@@ -62,6 +62,8 @@ def examine(files: Mapping[str, str], facts: Mapping[Wheel, Facts]) -> list[Exam
                 continue
             tree = trees.setdefault(path, ast.parse(text))
             part = read(path, tree, answers, wheel.package, wheel.name, probed)
+            if (path, wheel.package) == (RELEASES_PATH, "vllm"):
+                check_releases(tree, wheel.version, Asker(answers, wheel.package, path, part))
             whole.findings += part.findings
             whole.uses += part.uses
             whole.probes += part.probes

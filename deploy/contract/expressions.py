@@ -201,17 +201,7 @@ class Expressions:
         return value
 
     def _compare(self, node: ast.expr, scope: Scope) -> Value:
-        """`"text" in inspect.getsource(X)` asks whether this version does something."""
         assert isinstance(node, ast.Compare)
-        right = node.comparators[0]
-        asks_source = isinstance(right, ast.Call) and ast.unparse(right.func) == "inspect.getsource"
-        if asks_source and isinstance(right, ast.Call) and isinstance(node.left, ast.Constant):
-            asker, text = self.asker, str(node.left.value)
-            for thing in self.value(right.args[0], scope):
-                row = asker.ask(node.lineno, "contains", f"{thing.name}:{text}")
-                asker.use(node.lineno, "attribute", f"{thing.name}:{text}")
-                asker.probe(node.lineno, f"`{text}` in the source of {thing.name}", row["is"] is True)
-            return UNKNOWN
         for side in (node.left, *node.comparators):
             self.value(side, scope)
         return UNKNOWN

@@ -68,10 +68,11 @@ FLAGS = {
 # Functions and tables whose strings are words of a package (attributes, keys): which one. A dot joins two of them.
 WORDS = {
     ("deploy/options/ascend_schedulers.py", "SCHEDULERS"): "vllm_ascend",
+    ("epd_serve/engine/argv.py", "SHARED_NPU_SETTINGS"): "vllm_ascend",
     ("epd_serve/engine/compat.py", "schedule_as_vllm_does"): "vllm_ascend",
 }
 
 # Functions that may only be called where what they import exists, and why that holds.
 GUARDED = {
-    ("epd_serve/engine/compat.py", "_metadata_resolver"): "both callers take its ImportError as: no metadata",
+    ("epd_serve/engine/compat.py", "_metadata_resolver"): "both callers ask `metadata_travels` first",
 }

@@ -38,7 +38,7 @@ def cann(ascend: AscendFiles) -> Finding:
             "cann",
             "not found: no ASCEND_HOME_PATH, nothing below /usr/local/Ascend",
             "no NPU library can be loaded without it",
-            "install CANN 9.1, or use the image quay.io/ascend/vllm-ascend:v0.23.0",
+            "install CANN 9.1, or use the image quay.io/ascend/vllm-ascend:v0.23.0.post1",
             stops=True,
         )
     if not ascend.sourced:
@@ -94,7 +94,7 @@ def ascend_packages(facts: Facts) -> Iterator[Finding]:
             "ascend packages",
             f"not installed: {', '.join(missing)}",
             "stages on NPUs are vLLM servers with these packages",
-            "pip install 'epd-serve[npu]', or use the image quay.io/ascend/vllm-ascend:v0.23.0",
+            "pip install 'epd-serve[npu]', or use the image quay.io/ascend/vllm-ascend:v0.23.0.post1",
             stops=True,
         )
         return
@@ -105,8 +105,8 @@ def ascend_packages(facts: Facts) -> Iterator[Finding]:
         yield warning(
             "ascend packages",
             f"vllm-ascend {ascend} with vllm {versions['vllm']}",
-            "this was written for and checked against vllm-ascend 0.23.0",
-            "pip install vllm==0.23.0 vllm-ascend==0.23.0",
+            "this was written for and checked against vllm-ascend 0.23.0.post1",
+            "pip install vllm==0.23.0 vllm-ascend==0.23.0.post1",
         )
         return
     wrong = [

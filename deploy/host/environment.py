@@ -7,13 +7,17 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from epd_serve.cpu_threads import OPERATORS_ENV
+from epd_serve import cpu_threads
+from epd_serve.engine.argv import HCCL_PORTS_ENV, V2_RUNNER_ENV
 
 LAUNCH_ENV = "EPD_SERVE_LAUNCH"
 """Set to the launch id in every process of a launch; the reaper recognises orphans by it."""
 
 LAUNCHER_PID_ENV = "EPD_SERVE_LAUNCHER_PID"
 """A stage asks the kernel to die with this process."""
+
+_OPERATORS = frozenset((*cpu_threads.OPERATORS_ENV, *HCCL_PORTS_ENV, V2_RUNNER_ENV))
+"""What stages keep where the environment of `serve` has it: threads, ports, vLLM's model runner."""
 
 _HOUSE = Path(__file__).resolve().parents[2]
 
@@ -64,8 +68,8 @@ def stage_environment(added: Mapping[str, str], run_path: Path, device: str, par
 
 
 def not_the_operators(added: Mapping[str, str]) -> dict[str, str]:
-    """What a stage's command adds, but for threads of OpenMP that the operator has decided in our environment."""
-    return {name: value for name, value in added.items() if not (name in OPERATORS_ENV and name in os.environ)}
+    """What a stage's command adds, but for what the operator has decided in our environment."""
+    return {name: value for name, value in added.items() if not (name in _OPERATORS and name in os.environ)}
 
 
 def environment() -> Mapping[str, str]:

@@ -15,10 +15,13 @@ from deploy.options.versions import numbers
 
 PACKAGES = {
     "cpu": "mooncake-transfer-engine-non-cuda",
-    "cuda": "mooncake-transfer-engine",
+    "cuda": "mooncake-transfer-engine-cuda13",
     "npu": "mooncake-transfer-engine-npu",
 }
 """One build per kind of device; all import as `mooncake`."""
+
+CUDA_12 = "mooncake-transfer-engine"
+"""Wants libcudart.so.12; vLLM's wheels, and torch with them, are of CUDA 13."""
 
 SECOND_TIER_FROM = "0.3.13.post1"
 """The first with `mooncake_master --metrics_host` and all variables that bound a call (`deploy/contract/known.py`)."""
@@ -35,7 +38,7 @@ class MooncakePackage:
 def installed_packages() -> tuple[MooncakePackage, ...]:
     """All builds of Mooncake in this environment; more than one overwrite each other's files."""
     found = []
-    for name in PACKAGES.values():
+    for name in (*PACKAGES.values(), CUDA_12):
         try:
             found.append(MooncakePackage(name, version(name)))
         except PackageNotFoundError:
@@ -60,6 +63,8 @@ def reads_device_memory(device: str) -> str:
     installed = installed_packages()
     if not installed:
         return f"Mooncake is not installed: {install_command(device)}"
+    if device == "cuda" and installed[0].name == CUDA_12:
+        return f"{CUDA_12} is of CUDA 12, and vLLM's wheels are of CUDA 13: {install_command(device)}"
     if device == "cuda" and not {one.name for one in installed} & {PACKAGES["cuda"], "mooncake"}:
         return f"{installed[0].name} reads host memory only, and KV is in the GPU's: {install_command(device)}"
     return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from epd_serve.answer_flags import answer_flags
@@ -61,6 +62,15 @@ ENCODER_ARGS = ("--mm-encoder-only", "--no-enable-prefix-caching", "--enforce-ea
 # Requests are logged for one line, which says when the engine got one; the middleware keeps it out of the log.
 TRACE_ARGS = ("--middleware", "epd_serve.engine.request_trace.RequestTrace", "--enable-log-requests")
 
+HCCL_PORTS_ENV = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
+"""`auto`: the system chooses. Otherwise ranks of all stages of a card meet at one port (CANN, "HCCL environment")."""
+
+SHARED_NPU_SETTINGS = {"enable_cpu_binding": False}
+"""Of vllm-ascend, which otherwise binds all stages of an NPU to the same cores."""
+
+V2_RUNNER_ENV = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM 0.32 chooses its second model runner on CUDA by itself; no card has run our connectors under it."""
+
 _VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 _SITE = Path(__file__).with_name("site")
 
@@ -68,6 +78,7 @@ OF_A_STAGE_ENV = frozenset((
     *(STAGE_ENV, WIRING_ENV, CORE_SHARE_ENV, MEMORY_NAMES_ENV, KEY_ENV, SERVICE_ENV, "VLLM_HOST_IP"),
     BYTE_HASHES_ENV,
     *(COUNT_ENV, BIND_ENV, CPU_THREADS_ENV, mps.PERCENTAGE_ENV, *_VISIBLE_DEVICES.values()),
+    *HCCL_PORTS_ENV,
 ))  # fmt: skip
 """Names of the environment in which stages of one launch may differ: nothing reads them at import, or a fork makes up
 for it. All others have to be the same in all stages, because they are forked from one process."""
@@ -152,7 +163,15 @@ def _device(plan: StagePlan) -> list[str]:
     if plan.kv_cache_bytes is not None:
         # Neighbours allocate and free while this one is profiled; told its KV cache, it does not look at them.
         args += ["--kv-cache-memory-bytes", str(plan.kv_cache_bytes)]
+    if plan.device == "npu" and plan.colocated > 1 and not _sets_additional_config(plan.extra_args):
+        args += ["--additional-config", json.dumps(SHARED_NPU_SETTINGS)]
     return args
+
+
+def _sets_additional_config(words: Sequence[str]) -> bool:
+    """Whether the operator gives vllm-ascend's settings; a second flag would replace the first."""
+    names = (word.split("=")[0].split(".")[0].replace("_", "-") for word in words)
+    return "--additional-config" in names
 
 
 def _environment(plan: StagePlan) -> dict[str, str]:
@@ -186,4 +205,8 @@ def _environment(plan: StagePlan) -> dict[str, str]:
             ).to_json()
     else:
         env[_VISIBLE_DEVICES[plan.device]] = ",".join(map(str, plan.device_ids))
+    if plan.device == "npu" and plan.colocated > 1 and plan.tp > 1:
+        env |= dict.fromkeys(HCCL_PORTS_ENV, "auto")
+    if plan.device == "cuda":
+        env[V2_RUNNER_ENV] = "0"
     return env

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import logging
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from epd_serve.errors import ConfigError
@@ -186,18 +190,86 @@ def platform_fingerprint() -> str:
     return f"vllm {vllm.__version__}, {device}, {isa}"
 
 
+@dataclass(frozen=True)
+class Release:
+    """What a release of vLLM does that none of its interfaces says, as it was read in its wheel.
+
+    Attributes:
+        keeps_blocks_in_flight: blocks of a finished request are given to nobody while a step that may still write to
+            them runs (`Scheduler.defer_block_free`).
+        tells_finished_requests: the scheduler calls the EC connector's `request_finished`; 0.23 defines it and never
+            calls it.
+        names_items_by_request: with neither processed items nor prefixes cached, items are named by request, whatever
+            name they came with.
+        takes_items_as_metadata: an item may come without its pixels (`collect_ec_item_metadata`).
+    """
+
+    keeps_blocks_in_flight: bool
+    tells_finished_requests: bool
+    names_items_by_request: bool
+    takes_items_as_metadata: bool
+
+
+RELEASES = {
+    (0, 23): Release(False, False, True, False),
+    (0, 26): Release(True, True, True, False),
+    (0, 28): Release(True, True, True, False),
+    (0, 32): Release(True, True, False, True),
+}
+"""The wheels that `deploy/contract` reads, too. KV in blocks of others and lost features depend on what stands here."""
+
+
+@functools.cache
+def release() -> Release:
+    """Returns what the installed vLLM does. The scheduler's code is asked, too, through all its base classes, since
+    vllm-ascend puts classes of its own in front of vLLM's.
+
+    A release that was not read counts as the last one read before it, and as doing only what its code confirms.
+
+    Raises:
+        ConfigError: the code of a release that was read says otherwise: it was patched, or is not that release.
+    """
+    import vllm
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    facts = RELEASES[max((one for one in RELEASES if one <= version), default=min(RELEASES))]
+    seen = {
+        "keeps_blocks_in_flight": _has_method_naming(Scheduler, "defer_block_free"),
+        "tells_finished_requests": _has_method_naming(Scheduler, "ec_connector", "request_finished"),
+        "takes_items_as_metadata": _item_collector() is not None,
+    }
+    if version not in RELEASES:
+        facts = replace(facts, **{name: getattr(facts, name) and is_so for name, is_so in seen.items()})
+        logger.warning("vLLM %s was not read; what is assumed of it: %s", vllm.__version__, facts)
+    elif odd := sorted(name for name, is_so in seen.items() if getattr(facts, name) is not is_so):
+        raise ConfigError(
+            f"vLLM {vllm.__version__} is not as it was released ({', '.join(odd)}): KV or features could be "
+            "lost without a word; install the release, or one of another version"
+        )
+    return facts
+
+
+def _has_method_naming(cls: type, *names: str) -> bool:
+    """Whether one method of the class, or of a base class, uses all these names; comments do not count."""
+    methods = (inspect.unwrap(one) for base in cls.__mro__ for one in vars(base).values() if inspect.isfunction(one))
+    return any(set(names) <= _names_in(method.__code__) for method in methods)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """With those of functions and comprehensions inside."""
+    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*inner)
+
+
 def steps_in_flight_at_reuse(vllm_config: VllmConfig) -> int:
     """How many steps may still write to KV blocks when a consumer's scheduler gives them to the next request.
 
     With batches in flight (async scheduling, pipeline parallelism) a step that is running writes the KV of requests
     that have just finished. Their blocks' next owner computes after it on the same stream; P's packets know no stream.
-    Newer vLLM keeps such blocks until that step has ended (`Scheduler.defer_block_free`), 0.23 does not.
     """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    if "defer_block_free" in inspect.getsource(Scheduler.__init__):
-        return 0
-    return int(vllm_config.max_concurrent_batches) - 1
+    return 0 if release().keeps_blocks_in_flight else int(vllm_config.max_concurrent_batches) - 1
 
 
 def schedule_as_vllm_does(scheduler: Any) -> None:
@@ -229,8 +301,7 @@ def cuts_before_items() -> bool:
     expected = ["self", "request", "num_computed_tokens", "num_new_tokens"]
     if method is None or list(inspect.signature(method).parameters)[: len(expected)] != expected:
         return False
-    source = inspect.getsource(Scheduler)
-    return "._try_schedule_encoder_inputs(" in source and "ec_connector.ensure_cache_available(" in source
+    return _has_method_naming(Scheduler, "_try_schedule_encoder_inputs", "ensure_cache_available")
 
 
 def media_connectors() -> tuple[Any, type]:
@@ -255,7 +326,7 @@ def hands_over_encoder_cache() -> bool:
 
 
 def check_item_names(vllm_config: VllmConfig) -> None:
-    """Refuse a setting under which 0.23 renames items by request, so that no feature would ever be found.
+    """Refuse a setting under which older releases rename items by request, so that no feature would ever be found.
 
     Raises:
         ConfigError: neither processed items nor prefixes are cached.
@@ -263,9 +334,7 @@ def check_item_names(vllm_config: VllmConfig) -> None:
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal is None or multimodal.mm_processor_cache_gb or vllm_config.cache_config.enable_prefix_caching:
         return
-    from vllm.renderers.base import BaseRenderer
-
-    if "overriding even user-provided ones" in inspect.getsource(BaseRenderer._process_mm_uuids):
+    if release().names_items_by_request:
         flag = "--mm-processor-cache-gb"
         raise ConfigError(
             f"{flag} is 0, and prefix caching is off: this vLLM names items by request then, and features are not "
@@ -284,10 +353,13 @@ def name_blocks_alike() -> None:
 
 
 def tells_finished_requests() -> bool:
-    """Whether the scheduler calls the EC connector's `request_finished`: 0.23 defines it and never calls it."""
-    from vllm.v1.core.sched.scheduler import Scheduler
+    """Whether the scheduler calls the EC connector's `request_finished`."""
+    return release().tells_finished_requests
 
-    return "ec_connector.request_finished" in inspect.getsource(Scheduler)
+
+def metadata_travels() -> bool:
+    """Whether an item may come to P as metadata alone, its feature being stored."""
+    return release().takes_items_as_metadata
 
 
 def item_metadata(vllm_config: VllmConfig) -> Callable[[list[MultiModalFeatureSpec]], ItemMetadata]:
@@ -295,20 +367,27 @@ def item_metadata(vllm_config: VllmConfig) -> Callable[[list[MultiModalFeatureSp
 
     The metadata is empty for a modality that this vLLM or model cannot take without its media.
     """
+    if not metadata_travels():
+        return no_item_metadata
+    collect, resolver = _item_collector(), _metadata_resolver(vllm_config)
+    assert collect is not None
+    return lambda features: dict(collect(features, resolver))
+
+
+def _item_collector() -> Callable[..., Any] | None:
     try:
         from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
     except ImportError:
-        return no_item_metadata
-    resolver = _metadata_resolver(vllm_config)
-    return lambda features: dict(collect_ec_item_metadata(features, resolver))
+        return None  # older than 0.32; `release` refuses a 0.32 that has none
+    collect: Callable[..., Any] = collect_ec_item_metadata
+    return collect
 
 
 def media_is_absent(vllm_config: VllmConfig) -> Callable[[list[MultiModalFeatureSpec]], bool]:
     """Whether some item came as metadata only: encoding it here would end the engine, whatever the proxy asked for."""
-    try:
-        resolver = _metadata_resolver(vllm_config)
-    except ImportError:
+    if not metadata_travels():
         return lambda features: False
+    resolver = _metadata_resolver(vllm_config)
 
     def absent(features: list[MultiModalFeatureSpec]) -> bool:
         return any(
@@ -356,7 +435,7 @@ def spare_output_ids(vllm_config: VllmConfig) -> None:
         for batch in (getattr(sys.modules.get(name), kind, None) for kind in ("InputBatch", "NPUInputBatch")):
             if batch is None:
                 continue
-            if "self.logitsprocs_need_output_token_ids =" not in inspect.getsource(batch.__init__):
+            if "logitsprocs_need_output_token_ids" not in batch.__init__.__code__.co_names:
                 logger.warning("this vLLM waits for tokens of the last step in another way; decoding may be slower")
             batch.logitsprocs_need_output_token_ids = property(lambda _: False, lambda _, __: None)
 

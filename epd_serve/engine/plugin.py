@@ -16,6 +16,7 @@ from epd_serve.engine.memory_names import name_memory, name_rank_memory
 from epd_serve.engine.queue_bell import wait_asleep
 from epd_serve.engine.rendezvous import narrow_rendezvous
 from epd_serve.engine.template.context import forked
+from epd_serve.engine.worker_start import keep_threads_off_captures
 from epd_serve.engine.worker_threads import rule_threads
 from epd_serve.lifeline import die_with_parent, name_process
 
@@ -36,6 +37,7 @@ def register() -> None:
     name_rank_memory()
     obey()
     narrow_rendezvous()
+    keep_threads_off_captures()
     rule_threads()  # after `obey`: what is installed last is done first
     parent = multiprocessing.parent_process()
     if forked():  # and dies with the stage's root

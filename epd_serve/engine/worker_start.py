@@ -1,4 +1,4 @@
-"""The moment at which a worker initialises its device: the one place where our plugin steps into a worker's start.
+"""How a worker starts: the one place where our plugin steps into it, from its device to its captured graphs.
 
 Workers are those processes of a stage that call `WorkerWrapperBase.init_device` (vLLM 0.23 to 0.32, every platform). It
 runs on the thread on which the model will run, sets the device, joins the ranks, and comes before a model is loaded.
@@ -9,7 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from epd_serve.engine.capture_gate import capture_gate
+
 _STEPS = "epd_serve_steps"
+_WARM_UP = "compile_or_warm_up_model"
 
 
 def _nothing(rank: int) -> None:
@@ -41,3 +44,24 @@ def around_init_device(
 
     setattr(init_device, _STEPS, (*getattr(real, _STEPS, ()), name))
     WorkerWrapperBase.init_device = init_device
+
+
+def keep_threads_off_captures() -> None:
+    """Close each worker's `capture_gate` when it starts, and open it when vLLM has captured its graphs, or has failed.
+
+    vLLM calls `compile_or_warm_up_model` of every worker through its wrapper, also of those that capture nothing: eager
+    ones, encoders, the CPU's.
+    """
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    if stepped_in("captures"):
+        return
+    around_init_device("captures", before=lambda rank: capture_gate.close())
+
+    def compile_or_warm_up_model(self: WorkerWrapperBase) -> object:
+        try:
+            return self.worker.compile_or_warm_up_model()
+        finally:
+            capture_gate.open()
+
+    setattr(WorkerWrapperBase, _WARM_UP, compile_or_warm_up_model)  # else it asks its worker for it, by `__getattr__`

@@ -4,21 +4,22 @@
 executes what was queued, in order, each operation `latency_s` (and its bytes' time) after the one before: a write is
 visible to a transport, or to another stream, only when its stream got there. Waiting for nothing therefore reads old
 bytes, as on hardware. A gate orders such tests without sleeping: `device.run(gate.wait)` holds the calling thread's
-stream, for as long as the test likes. A call into a device may also never return (`hang`). Its transport is in
-`engine.py`.
+stream, for as long as the test likes. A call into a device may also never return (`hang`), and while a thread captures
+a graph (`capturing`) calls of others break a rule. Its transport is in `engine.py`.
 
 A broken rule raises `RuleBrokenError` and stays in `FakeDevice.broken`, whoever swallows the exception.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -131,11 +132,12 @@ class FakeDevice:
         self._registers = registers
         self._hanging: set[str] = set()
         self._released = threading.Event()
+        self._capturing: threading.Thread | None = None
         self._bound = threading.local()
         self._blocks: list[DeviceBlock] = []
 
     def enter_thread(self) -> None:
-        self._hang_in("enter_thread")
+        self._begin("enter_thread")
         if not hasattr(self._bound, "stream"):
             self._bound.stream = _Stream()
 
@@ -147,6 +149,15 @@ class FakeDevice:
         """Ends every call that hangs; nothing hangs any more."""
         self._hanging.clear()
         self._released.set()
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """The calling thread captures a graph, in mode "global"."""
+        self._capturing = threading.current_thread()
+        try:
+            yield
+        finally:
+            self._capturing = None
 
     def allocate(self, nbytes: int, alignment: int | None = None) -> DeviceBlock:
         self._stream("allocate")
@@ -258,12 +269,15 @@ class FakeDevice:
         self.broken.append(rule)
         return RuleBrokenError(f"{self.name}: {rule}")
 
-    def _hang_in(self, what: str) -> None:
+    def _begin(self, what: str) -> None:
         if what in self._hanging:
             self._released.wait()
+        caller = threading.current_thread()
+        if self._capturing not in (None, caller):
+            raise self.breaks(f"{what} in thread {caller.name}, while another captures a graph")
 
     def _stream(self, what: str) -> _Stream:
-        self._hang_in(what)
+        self._begin(what)
         stream: _Stream | None = getattr(self._bound, "stream", None)
         if stream is None:
             raise self.breaks(f"{what} in thread {threading.current_thread().name}, which has not set the device")

@@ -39,7 +39,7 @@ READ = {
 }
 
 ASK = """
-import importlib.util, json
+import json
 from types import SimpleNamespace as Config
 import vllm
 from epd_serve.engine import compat, idle_steps, queue_bell
@@ -69,7 +69,7 @@ print(json.dumps([vllm.__version__, {
     "steps_in_flight_at_reuse": compat.steps_in_flight_at_reuse(async_scheduling),
     "spins_between_steps": shm_broadcast.SpinCondition is not spins,
     "steps_as_read": hasattr(EngineCoreProc._process_engine_step, "epd_serve_sleeps"),
-    "metadata_travels": importlib.util.find_spec("vllm.distributed.ec_transfer.ec_connector.utils") is not None,
+    "metadata_travels": compat.metadata_travels(),
     "renames_items": refused(compat.check_item_names, no_caches),
 }]))
 """

@@ -9,6 +9,7 @@ import pytest
 from deploy.host.environment import stage_environment
 from epd_serve.cpu_threads import COUNT_ENV, THREAD_FLOP, WAIT_ENV, CpuThreads, cpu_threads
 from epd_serve.demo.presets import builtin_model_dir
+from epd_serve.engine.argv import HCCL_PORTS_ENV, V2_RUNNER_ENV
 from epd_serve.roles import Role
 from epd_serve.stage_work import OUTPUT_TOKENS, StageWork, read_stage_work
 
@@ -50,9 +51,9 @@ def test_the_demo_model_decodes_with_one_thread() -> None:
     assert cpu_threads(read_stage_work(builtin_model_dir()), Role.EPD, CORES, 1).count == 1
 
 
-@pytest.mark.parametrize("name", [COUNT_ENV, WAIT_ENV])
+@pytest.mark.parametrize("name", [COUNT_ENV, WAIT_ENV, *HCCL_PORTS_ENV, V2_RUNNER_ENV])
 def test_what_the_operator_has_set_wins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    added = {COUNT_ENV: "4", WAIT_ENV: "PASSIVE", "OTHER": "ours"}
+    added = dict.fromkeys((COUNT_ENV, WAIT_ENV, *HCCL_PORTS_ENV, V2_RUNNER_ENV, "OTHER"), "ours")
     monkeypatch.setenv(name, "theirs")
     monkeypatch.setenv("OTHER", "theirs")
     made = stage_environment(added, Path("/run/x"), "cpu")

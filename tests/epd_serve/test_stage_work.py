@@ -80,12 +80,16 @@ def test_a_tower_of_one_size_and_without_gates(tmp_path: Path) -> None:
         {**QWEN2_5_VL_7B, "vision_config": {**QWEN2_5_VL_7B["vision_config"], "patch_size": None}},
     ],
 )
-def test_a_config_that_does_not_say_enough_is_unknown(tmp_path: Path, config: Any) -> None:
+def test_a_config_that_does_not_say_enough_is_unknown_and_said_to_be(
+    tmp_path: Path, config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     assert work(tmp_path, config) is None
+    assert f"{tmp_path}: how much each stage computes is not known" in caplog.text
 
 
-def test_no_config_is_unknown(tmp_path: Path) -> None:
+def test_no_config_is_unknown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read_stage_work(tmp_path) is None
+    assert "FileNotFoundError" in caplog.text
 
 
 def test_the_demo_model_is_known() -> None:

@@ -41,6 +41,7 @@ PACKAGES = (
         "flashinfer-python",
         "triton-ascend",
         "mooncake-transfer-engine",
+        "mooncake-transfer-engine-cuda13",
         "mooncake-transfer-engine-npu",
         "mooncake-transfer-engine-non-cuda",
     ),

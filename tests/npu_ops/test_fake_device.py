@@ -94,6 +94,25 @@ def test_a_thread_that_has_not_set_the_device_is_refused(device: FakeDevice, cal
     assert raised and device.broken
 
 
+def test_while_a_graph_is_captured_only_the_thread_that_captures_may_act(device: FakeDevice) -> None:
+    raised: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            device.enter_thread()
+        except RuleBrokenError as error:
+            raised.append(error)
+
+    with device.capturing():
+        device.allocate(64)
+        thread = threading.Thread(target=other, name="other")
+        thread.start()
+        thread.join()
+    assert device.broken == ["enter_thread in thread other, while another captures a graph"]
+    assert raised
+    device.enter_thread()
+
+
 def test_an_upload_reads_the_host_when_its_stream_gets_there(device: FakeDevice) -> None:
     block, gate, host = device.allocate(64), threading.Event(), ONES.clone()
     device.run(gate.wait)

@@ -25,6 +25,7 @@ from dataclasses import asdict
 from typing import Any
 
 from epd_serve import wire
+from epd_serve.engine.capture_gate import CaptureGate, capture_gate
 from epd_serve.engine.kv.link_connection import Connection
 from epd_serve.engine.kv.link_cost import MeasuredCost
 from epd_serve.engine.kv.link_fates import Fates
@@ -61,6 +62,7 @@ class Link:
         slice_bytes: what is moved at once at most.
         on_change: called from this thread when `snapshot` has news.
         key_file: of the deployment's key, where the endpoint is a TCP port.
+        gate: passed before anything else is done.
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class Link:
         on_change: Callable[[], None] = lambda: None,
         node: str = "local",
         key_file: str = "",
+        gate: CaptureGate = capture_gate,
     ) -> None:
         self._endpoint, self._rank = endpoint, rank
+        self._gate = gate
         self._sides = tuple(sides)
         self._device = device
         self._timeout_s = timeout_s
@@ -174,6 +178,10 @@ class Link:
         self._thread.beat()
 
     def _run(self) -> None:
+        while not self._gate.passed(_IDLE_S):
+            self._beat()
+            if self._connection.closing.is_set():
+                return  # nothing was opened, and no device may be touched
         self._device.enter_thread()
         while not self._finished():
             self._beat()

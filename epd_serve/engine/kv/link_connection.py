@@ -109,6 +109,8 @@ class Connection:
             self._connect()
             self.send(hello)
             answer = self.receive()  # silence ends the attempt: another transport would meet the same
+            if answer == wire.HelloRefused(wire.STARTING):
+                raise LinkError("decode is starting")  # likewise: in a moment it may take the first choice
             try:
                 ack = self._accepted(side, answer)
             except LinkError as error:

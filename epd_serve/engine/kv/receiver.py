@@ -22,6 +22,7 @@ from typing import Any
 import zmq
 
 from epd_serve import wire
+from epd_serve.engine.capture_gate import CaptureGate, capture_gate
 from epd_serve.engine.kv.regions import ShapesDifferError, pieces_of
 from epd_serve.engine.kv.transport import LinkError, ReceiveSide
 from epd_serve.engine.vital_thread import HUNG_S, VitalThread
@@ -79,6 +80,7 @@ class Receiver:
         device: that the listener thread enters.
         node: where it is. why_not: why it takes no KV by a transport from a worker of a node, or "".
         key_file: of the deployment's key, where the endpoint is a TCP port.
+        gate: before it is open the device is not entered, and hello is refused: D is starting.
     """
 
     def __init__(
@@ -94,14 +96,17 @@ class Receiver:
         node: str = "local",
         why_not: Callable[[str, str], str] = lambda transport, node: "",
         key_file: str = "",
+        gate: CaptureGate = capture_gate,
     ) -> None:
         self._target = target
+        self._gate = gate
         self._node = node
         self._why_not = why_not
         self._shape = dict(shape)
         self._sides = {side.name: side for side in sides}
         self._trace = trace
         self._device = device
+        self._entered = False  # the listener's thread
         self._faults = faults
         self._lock = threading.Lock()
         # `_lock` guards it; of what may arrive, reading needs `_copying` only.
@@ -164,9 +169,11 @@ class Receiver:
     # --- listener thread ------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        self._device.enter_thread()
         while not self._closing.is_set():
             self._thread.beat()
+            if not self._entered and self._gate.passed():
+                self._device.enter_thread()
+                self._entered = True
             try:
                 self._turn()
             except wire.DecodeError as error:
@@ -218,6 +225,8 @@ class Receiver:
     # --- links ----------------------------------------------------------------------------------------------------
 
     def _greet(self, peer: bytes, hello: wire.Hello) -> wire.ToPrefillWorker:
+        if not self._entered:
+            return wire.HelloRefused(wire.STARTING)
         known = self._peers.get(peer)
         repeated = known is not None and known.memory == (hello.transport, hello.staging)
         if not repeated and (reason := _failure_of(lambda: self._attach(peer, hello))):

@@ -127,12 +127,6 @@ def test_an_import_error_that_is_raised_again_forgives_nothing(reads):
     assert said(reads(text)) == ["ours.py:2: vllm 1.0: vllm.request.newer does not exist"]
 
 
-def test_source_that_is_searched_is_a_probe(reads):
-    text = "import inspect\nfrom vllm.request import Request\nx = '{}' in inspect.getsource(Request)\n"
-
-    assert [reads(text.format(word)).probes[0].found for word in ("is_done", "was_done")] == [True, False]
-
-
 def test_a_missing_abstract_method_is_found_at_the_class(reads):
     found = reads(f"{BASE}\n\nclass Ours(Base):\n    def finished(self, request, count): ...\n")
 

@@ -99,8 +99,9 @@ def test_kv_over_ascend_needs_nothing_new_and_over_tcp_it_is_warned_of(installs:
     ("device", "found", "said"),
     [
         ("cuda", {"mooncake-transfer-engine-non-cuda": "0.3.13.post1"}, "non-cuda reads host memory only"),
-        ("cuda", {}, "is not installed: pip install mooncake-transfer-engine==0.3.13.post1"),
-        ("cuda", {"mooncake-transfer-engine": "0.3.13.post1"}, ""),
+        ("cuda", {}, "is not installed: pip install mooncake-transfer-engine-cuda13==0.3.13.post1"),
+        ("cuda", {"mooncake-transfer-engine": "0.3.13.post1"}, "is of CUDA 12"),
+        ("cuda", {"mooncake-transfer-engine-cuda13": "0.3.13.post1"}, ""),
         ("npu", NEW, ""),
         ("cpu", {"mooncake-transfer-engine-non-cuda": "0.3.13.post1"}, ""),
     ],

@@ -15,9 +15,11 @@ from epd_serve.engine.argv import (
     BYTE_HASHES_ENV,
     CORE_SHARE_ENV,
     FORCED_TOKENS,
+    HCCL_PORTS_ENV,
     OTLP_PROTOCOL_ENV,
     SERVICE_ENV,
     STAGE_ENV,
+    V2_RUNNER_ENV,
     WIRING_ENV,
     stage_command,
 )
@@ -262,3 +264,30 @@ def test_one_that_may_take_either_part_has_both_halves_and_samples_what_prefill_
         assert kv is not None and kv["kv_role"] == "kv_both"
         assert FORCED_TOKENS in one.argv
     assert made[Role.P].env[CPU_THREADS_ENV] == made[Role.D].env[CPU_THREADS_ENV]
+
+
+@pytest.mark.parametrize(("device", "colocated", "off"), [("npu", 2, True), ("npu", 1, False), ("cuda", 2, False)])
+def test_stages_that_share_an_npu_are_not_bound_to_the_same_cores(device: str, colocated: int, off: bool) -> None:
+    settings = config(command(Role.P, device, colocated=colocated), "--additional-config")
+    assert settings == ({"enable_cpu_binding": False} if off else None)
+
+
+@pytest.mark.parametrize("theirs", [("--additional-config", "{}"), ("--additional_config.a", "1")])
+def test_an_operators_settings_of_vllm_ascend_stand_alone(theirs: tuple[str, ...]) -> None:
+    made = command(Role.P, "npu", colocated=2, extra_args=theirs)
+    assert made.argv[-2:] == theirs and "enable_cpu_binding" not in " ".join(made.argv)
+
+
+@pytest.mark.parametrize(
+    ("device", "colocated", "tp", "auto"), [("npu", 2, 2, True), ("npu", 2, 1, False), ("npu", 1, 2, False)]
+)
+def test_ranks_of_stages_that_share_npus_meet_at_ports_of_their_own(
+    device: str, colocated: int, tp: int, auto: bool
+) -> None:
+    made = command(Role.P, device, colocated=colocated, tp=tp, device_ids=tuple(range(tp)))
+    assert [made.env.get(name) for name in HCCL_PORTS_ENV] == ["auto" if auto else None] * 2
+
+
+@pytest.mark.parametrize(("device", "runner"), [("cuda", "0"), ("npu", None), ("cpu", None)])
+def test_cuda_stages_run_the_first_model_runner(device: str, runner: str | None) -> None:
+    assert command(Role.D, device).env.get(V2_RUNNER_ENV) == runner

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,29 +24,117 @@ def stub(monkeypatch: pytest.MonkeyPatch, name: str, **content: type) -> None:
     monkeypatch.setitem(sys.modules, name, module)
 
 
-class KeepsBlocks:
+class Old:
+    """self.defer_block_free = False, self.ec_connector.request_finished(…): words are no code."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []  # not defer_block_free
+
+
+class New:
+    ec_connector: Any
+
     def __init__(self) -> None:
         self.defer_block_free = False
 
+    def _free_request(self, request: str) -> None:
+        self.ec_connector.request_finished(request)
 
-class FreesBlocks:
+
+class InFront(New):
+    """As vllm-ascend has one: it takes the place of vLLM's class under vLLM's name."""
+
     def __init__(self) -> None:
-        self.waiting: list[str] = []
+        super().__init__()
+
+
+ITEMS = "vllm.distributed.ec_transfer.ec_connector.utils"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes a vLLM of this version, with this scheduler, and with or without items as metadata."""
+
+    def make(version: str, scheduler: type = Old, *, metadata: bool = False) -> None:
+        stub(monkeypatch, "vllm.v1.core.sched.scheduler", Scheduler=scheduler)
+        monkeypatch.setitem(sys.modules, ITEMS, None)
+        if metadata:
+            stub(monkeypatch, ITEMS, collect_ec_item_metadata=dict)
+        monkeypatch.setattr(sys.modules["vllm"], "__version__", version, raising=False)
+        compat.release.cache_clear()
+
+    yield make
+    compat.release.cache_clear()
+
+
+def steps_of(batches: int) -> int:
+    return compat.steps_in_flight_at_reuse(SimpleNamespace(max_concurrent_batches=batches))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "batches", "steps"),
-    [(KeepsBlocks, 2, 0), (FreesBlocks, 1, 0), (FreesBlocks, 2, 1), (FreesBlocks, 4, 3)],
+    ("version", "scheduler", "metadata", "batches", "steps"),
+    [
+        ("0.23.0", Old, False, 1, 0),
+        ("0.23.0.post1", Old, False, 2, 1),
+        ("0.23.0", Old, False, 4, 3),
+        ("0.26.0rc1", InFront, False, 2, 0),
+        ("0.32.0", New, True, 2, 0),
+    ],
 )
 def test_steps_in_flight_matter_where_vllm_does_not_wait_for_them(
-    scheduler: type, batches: int, steps: int, monkeypatch: pytest.MonkeyPatch
+    version: str, scheduler: type, metadata: bool, batches: int, steps: int, installed: Callable[..., None]
 ) -> None:
-    stub(monkeypatch, "vllm.v1.core.sched.scheduler", Scheduler=scheduler)
-    config = SimpleNamespace(max_concurrent_batches=batches)
-    assert compat.steps_in_flight_at_reuse(config) == steps  # type: ignore[arg-type]
+    installed(version, scheduler, metadata=metadata)
+    assert steps_of(batches) == steps
+
+
+@pytest.mark.parametrize(
+    ("version", "scheduler", "metadata", "odd"),
+    [
+        ("0.32.0", Old, True, "keeps_blocks_in_flight, tells_finished_requests"),
+        ("0.32.1", New, False, "takes_items_as_metadata"),
+        ("0.23.0", New, False, "keeps_blocks_in_flight, tells_finished_requests"),
+    ],
+)
+def test_a_vllm_that_is_not_as_it_was_released_is_refused(
+    version: str, scheduler: type, metadata: bool, odd: str, installed: Callable[..., None]
+) -> None:
+    installed(version, scheduler, metadata=metadata)
+    with pytest.raises(ConfigError, match=rf"vLLM {version} is not as it was released \({odd}\)"):
+        compat.release()
+
+
+@pytest.mark.parametrize(
+    ("version", "scheduler", "steps"),
+    [("0.33.0", Old, 1), ("0.33.0", New, 0), ("0.25.1", New, 1), ("0.22.0", New, 1), ("dev", New, 1)],
+)
+def test_of_a_vllm_that_was_not_read_only_what_its_code_confirms_is_believed(
+    version: str, scheduler: type, steps: int, installed: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(version, scheduler, metadata=True)
+    assert steps_of(2) == steps
+    assert compat.tells_finished_requests() is (version == "0.33.0" and scheduler is New)
+    assert f"vLLM {version} was not read" in caplog.text
 
 
 class CutsBeforeItems:
+    ec_connector: Any
+
+    def schedule(self) -> None:
+        if self.ec_connector.ensure_cache_available("request"):
+            self._try_schedule_encoder_inputs("request", 0, 1)
+
+    def _try_schedule_encoder_inputs(self, request: str, num_computed_tokens: int, num_new_tokens: int) -> None: ...
+
+
+class Balances(CutsBeforeItems):
+    """As vllm-ascend has one: vLLM's own `schedule` runs behind it."""
+
+    def schedule(self) -> None:
+        super().schedule()
+
+
+class OnlySaysSo:
     def schedule(self) -> None:
         """self.ec_connector.ensure_cache_available(…), self._try_schedule_encoder_inputs(…)"""
 
@@ -56,7 +146,8 @@ class CutsOtherwise(CutsBeforeItems):
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "known"), [(CutsBeforeItems, True), (CutsOtherwise, False), (KeepsBlocks, False)]
+    ("scheduler", "known"),
+    [(CutsBeforeItems, True), (Balances, True), (OnlySaysSo, False), (CutsOtherwise, False), (New, False)],
 )
 def test_a_prefill_stops_before_an_item_where_vllm_is_known_to_be_able_to(
     scheduler: type, known: bool, monkeypatch: pytest.MonkeyPatch
@@ -86,20 +177,6 @@ def test_whether_the_worker_shares_the_engines_process_is_what_vllm_chose(
     assert compat.worker_in_engine(SimpleNamespace()) is (chosen is InEngine)  # type: ignore[arg-type]
 
 
-class Renames:
-    def _process_mm_uuids(self) -> None:
-        """overriding even user-provided ones"""
-
-
-class Keeps:
-    def _process_mm_uuids(self) -> None:
-        """preserve explicit UUIDs"""
-
-
-def renderer(monkeypatch: pytest.MonkeyPatch, base: type) -> None:
-    stub(monkeypatch, "vllm.renderers.base", BaseRenderer=base)
-
-
 def caches(processed_gb: float, *, prefixes: bool) -> SimpleNamespace:
     multimodal = SimpleNamespace(mm_processor_cache_gb=processed_gb)
     return SimpleNamespace(
@@ -108,20 +185,26 @@ def caches(processed_gb: float, *, prefixes: bool) -> SimpleNamespace:
     )
 
 
-def test_a_vllm_that_renames_items_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer(monkeypatch, Renames)
+def test_a_vllm_that_renames_items_is_refused(installed: Callable[..., None]) -> None:
+    installed("0.28.0", New)
     with pytest.raises(ConfigError, match="remove --mm-processor-cache-gb") as refused:
         compat.check_item_names(caches(0, prefixes=False))  # type: ignore[arg-type]
     assert refused.value.param == "--mm-processor-cache-gb"
 
 
 @pytest.mark.parametrize(
-    ("base", "processed_gb", "prefixes"), [(Keeps, 0, False), (Renames, 4, False), (Renames, 0, True)]
+    ("version", "scheduler", "metadata", "processed_gb", "prefixes"),
+    [("0.32.0", New, True, 0, False), ("0.23.0", Old, False, 4, False), ("0.23.0", Old, False, 0, True)],
 )
 def test_items_that_keep_their_names_are_not(
-    base: type, processed_gb: float, prefixes: bool, monkeypatch: pytest.MonkeyPatch
+    version: str,
+    scheduler: type,
+    metadata: bool,
+    processed_gb: float,
+    prefixes: bool,
+    installed: Callable[..., None],
 ) -> None:
-    renderer(monkeypatch, base)
+    installed(version, scheduler, metadata=metadata)
     compat.check_item_names(caches(processed_gb, prefixes=prefixes))  # type: ignore[arg-type]
 
 

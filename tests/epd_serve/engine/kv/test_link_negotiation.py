@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deploy.host.ports import free_ports
+from epd_serve.engine.capture_gate import CaptureGate
 from epd_serve.engine.kv.link_cost import MeasuredCost
 from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.regions import Layers, layers_of
@@ -90,6 +91,30 @@ def test_where_no_transport_will_do_each_is_named_with_its_reason(
     assert reason in caplog.text
     found = p.links[d.endpoint].snapshot()
     assert (found.state, found.reason, found.transport) == ("opening", reason, "")
+
+
+def test_a_decode_that_starts_does_not_cost_the_link_its_first_choice(start: Ends) -> None:
+    """Its gate opens while the link asks: the second hello of that attempt would be accepted."""
+    offered: list[str] = []
+
+    class First(Other):
+        def hello(self) -> tuple[str, int]:
+            offered.append(self.label)
+            return super().hello()
+
+    class Gate(CaptureGate):
+        def passed(self, wait_s: float = 0.0) -> bool:
+            return bool(offered)
+
+    d = start(DecodeEnd, receiver_options={"gate": Gate()})
+    p = start(
+        PrefillEnd,
+        sides=lambda layers, path: [
+            First(layers, path, label="first", name="shm"),
+            Other(layers, path, label="second", name="shm"),
+        ],
+    )
+    assert p.wait_up(d).snapshot().transport == "first"
 
 
 def test_staging_memory_that_cannot_be_made_is_a_reason(start: Ends, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import torch
 import zmq
 
 from epd_serve import wire
+from epd_serve.engine.capture_gate import CaptureGate
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.receiver import Expected, Receiver
@@ -43,6 +44,7 @@ class Decode:
         one_sided: bool = False,
         tp: int = 1,
         trace: str = "",
+        gate: CaptureGate | None = None,
     ) -> None:
         self.device = device or HostMemory()
         self.device.enter_thread()
@@ -59,6 +61,7 @@ class Decode:
             Trace(trace, "D0"),
             device=self.device,
             faults=Faults(faults),
+            gate=gate or CaptureGate(),
         )
         self.ended: dict[TransferKey, bool] = {}
 
