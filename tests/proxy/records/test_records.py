@@ -97,7 +97,7 @@ async def test_an_image_s_way_has_its_encoder_and_what_the_store_had() -> None:
 async def test_a_retry_is_told_with_its_cause_and_why_not_there_again() -> None:
     async with cluster("PD0", "PD1") as c:
         c["PD0"].script.append(replies(500, {"error": {"message": "out of luck"}}))
-        c["PD1"].script.append(replies(500, {"error": {"message": "out of luck"}}))
+        c["PD1"].script.append(replies(502, {"error": {"message": "out of luck"}}))
         told = await ask(c, "mine")
     failed = events(told, "failed")
     assert [one["code"] for one in failed] == ["stage_failed"] * 2 and "out of luck" in failed[0]["message"]
