@@ -88,7 +88,7 @@ class Pipeline:
         self.arriving = FairShare(max(1, settings.max_in_flight // 2), apart=apart)
         register_stage_metrics(self.metrics.registry, table)
         self.records = Records(settings.records, failed=partial(self.background.skipped, "Record"), slo=settings.slo)
-        requests = RequestMetrics()
+        requests = RequestMetrics(settings.slo)
         self.metrics.registry.register(requests)
         self.records.ended.append(requests.ended)
         self._access_log: AccessLog | None = None

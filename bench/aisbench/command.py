@@ -22,7 +22,7 @@ from bench.aisbench.rate import Entry, Rated, label_of, measure_rate
 from bench.aisbench.rows import look
 from bench.clients.metrics import faults
 from bench.clients.results import RecordsFile, Results
-from bench.clients.slo import GOOD_SHARE, Slo
+from bench.clients.slo import GOOD_SHARE
 from bench.clients.sweep import run_text
 from bench.clients.target import Target
 from bench.record import environment as record_environment
@@ -32,6 +32,7 @@ from deploy.memory.placement_table import table
 from deploy.plan.blueprint import DEMO_NAME
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError
+from epd_serve.slo import Slo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -197,5 +198,5 @@ def overview(rated: Sequence[Rated], slos: Sequence[Slo], devices: int | None) -
         rate = goodput_rps(rated, slo)
         each = f" ({rate / devices:g} per device)" if devices and rate else ""
         what = f"{rate:g} requests/s{each}" if rate else "no rate that was measured"
-        lines.append(f"  goodput within {slo} ms for {GOOD_SHARE:.0%}: {what}")
+        lines.append(f"  goodput for {GOOD_SHARE:.0%} within {slo}: {what}")
     return "\n".join(lines)

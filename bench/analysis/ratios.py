@@ -26,7 +26,7 @@ from bench.analysis.results import PER_DEVICE, LoadedRun
 from bench.analysis.sweep_results import better
 from bench.clients.metrics import Window
 from bench.clients.results import Outcome, RequestRecord
-from bench.clients.slo import parse_slos
+from bench.clients.slo import attains, parse_slos
 
 LEVEL = 0.95
 RESAMPLES = 2000
@@ -46,7 +46,7 @@ ROUNDING_S = 0.0005
 TOLERANCE = 2e-3
 """By which a figure may differ from its record, for that rounding."""
 _SPREAD = re.compile(r"(ttft|tpot|e2e)_ms/(?:mean|p(\d+))")
-_SLO = re.compile(r"slo_([\d.e+]+:[\d.e+]+)/(attainment|effective_tokens_per_s)")
+_SLO = re.compile(r"slo_([\d.e+]+:[\d.e+]+:\w+)/(attainment|effective_tokens_per_s)")
 Verdict = Literal["better", "worse", "no difference shown", "no interval", ""]
 Rows = Sequence[RequestRecord | None]
 Values = NDArray[np.float64]
@@ -147,8 +147,8 @@ def _sample(figure: str, run: LoadedRun, rows: Rows) -> Sample | None:
             return None if seconds is None else seconds * 1e3
         if slo and objective and objective[2] == "attainment":
             about = row.outcome is not Outcome.CANCELLED and window.begin_s <= row.due_s
-            return float(slo.attained(row)) if about else None
-        return window.tokens([row]) if slo is None or slo.attained(row) else 0.0
+            return float(attains(row, slo)) if about else None
+        return window.tokens([row]) if slo is None or attains(row, slo) else 0.0
 
     if spread:
         percent = int(spread[2]) if spread[2] else None

@@ -6,6 +6,7 @@ A result has the shape of `bench/record.py`. The rows of its requests lie beside
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,12 +15,16 @@ from typing import Any, TypeVar
 
 from bench.clients.results import RequestRecord, read_records
 from bench.record import Record, read_json
+from bench.sweep.experiment import read_asked
 from bench.sweep.store import EXPERIMENT, RESULT, ROWS
 from epd_serve.errors import ConfigError
+from epd_serve.slo import MEAN
 
 ASKED = ("workload", "knobs", "arrivals", "duration_s", "count", "seed", "slos")
 """Fields of a folder's experiment that have to be equal for its deployments to be compared with others."""
 PER_DEVICE = "_per_device"
+_UNJUDGED = re.compile(r"(slo_[^:/]+:[^:/]+)/")
+"""Before objectives named their judge it was the mean."""
 _Line = TypeVar("_Line")
 
 
@@ -129,6 +134,7 @@ def read_result(path: Path, name: str = "") -> Result:
     named = str(env.get("deployment", {}).get("name", name)) if name else ""
     asked = path.parent.parent / EXPERIMENT
     if path.name == RESULT and asked.is_file():  # what was asked of all deployments, as a load records it
-        experiment = read_json(asked, dict[str, Any])
+        experiment = read_asked(asked)
         env["load"] = {**env.get("load", {}), **{field: experiment[field] for field in ASKED if field in experiment}}
-    return Result(named, path, found.figures, env, found.rows)
+    figures = {_UNJUDGED.sub(rf"\1:{MEAN}/", name): value for name, value in found.figures.items()}
+    return Result(named, path, figures, env, found.rows)

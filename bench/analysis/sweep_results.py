@@ -16,12 +16,12 @@ from typing import Any, Literal
 import msgspec
 
 from bench.analysis.results import LoadedRun, Result, by_run, read_result
-from bench.clients.slo import Slo
 from bench.phases import Breakdown, RequestPhases, breakdown
-from bench.record import read_json, read_lines
-from bench.sweep.experiment import Deployment, Experiment
+from bench.record import read_lines
+from bench.sweep.experiment import Deployment, Experiment, read_experiment
 from bench.sweep.store import EXPERIMENT, PHASES, RESULT, ResultStore
 from epd_serve.errors import ConfigError
+from epd_serve.slo import Slo
 
 
 class Row(msgspec.Struct):
@@ -107,7 +107,7 @@ def read_sweep(folder: Path) -> SweepResults:
         raise ConfigError(
             f"{folder} has no {EXPERIMENT}: name the folder that `epd-bench layouts --out` wrote", param="DIR"
         )
-    experiment = read_json(folder / EXPERIMENT, Experiment)
+    experiment = read_experiment(folder / EXPERIMENT)
     runs: list[Run] = []
     gaps: list[tuple[str, float | None, str, str]] = []
     envs: dict[str, Mapping[str, Any]] = {}
@@ -210,8 +210,7 @@ RANKED = (TTFT, TPOT, THROUGHPUT_PER_DEVICE)
 
 def attainment(slo: Slo) -> Metric:
     """Share of the requests within `slo`."""
-    bounds = f"TTFT ≤ {slo.ttft_ms:g} ms, TPOT ≤ {slo.tpot_ms:g} ms"
-    return Metric(f"SLO attainment, {bounds}", "%", f"slo_{slo}/attainment", percent=True)
+    return Metric(f"SLO attainment, {slo.text}", "%", f"slo_{slo}/attainment", percent=True)
 
 
 def effective_per_device(slo: Slo) -> Metric:

@@ -29,12 +29,12 @@ from bench.analysis.sweep_results import (
     ranked,
     ranks,
 )
-from bench.clients.slo import Slo
 from bench.phases import Breakdown, phase_rows
 from bench.sweep.experiment import Deployment
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.roles import Role
+from epd_serve.slo import Slo
 
 GOOD_SHARE = 90.0
 """Percent of requests within the objective at which a rate counts as goodput (HydraInfer §5.2, DistServe)."""

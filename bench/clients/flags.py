@@ -40,8 +40,8 @@ def add_shared_flags(
         "--slo",
         type=parse_slos,
         default=PAPER,
-        metavar="TTFT:TPOT",
-        help="in ms, several with commas (default the papers' three)",
+        metavar="TTFT:TPOT[:JUDGE]",
+        help="in ms, JUDGE of token gaps p90, p99 or mean; several with commas (default the papers' three)",
     )
     judged.add_argument(
         "--min-samples", type=int, metavar="N", help=f"good answers that a run needs (default {Rules().min_samples})"

@@ -17,10 +17,11 @@ from bench.clients.answers import CROWDED, REFUSALS
 from bench.clients.metrics import Window, faults, steady_window, summary
 from bench.clients.results import RequestRecord
 from bench.clients.sender import Bounds, Flow, Run, Sender
-from bench.clients.slo import PAPER, Slo, counted
+from bench.clients.slo import PAPER, counted
 from bench.clients.target import Request, Target
 from bench.workloads.requests import Arrivals, ClosedLoop, arrival_times
 from epd_serve.errors import ConfigError
+from epd_serve.slo import Slo
 
 SHOWN_EVERY_S = 0.5
 RECENT = 50

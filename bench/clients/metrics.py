@@ -20,9 +20,10 @@ from typing import Any
 
 from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Run
-from bench.clients.slo import Slo, attainment, counted
+from bench.clients.slo import attainment, attains, beside, counted
 from bench.statistic import percentile
 from epd_serve.errors import StageError
+from epd_serve.slo import Slo
 
 PERCENTS = (50, 90, 95, 99)
 WARM_UP_SHARE = 0.1
@@ -113,7 +114,7 @@ def summary(run: Run, window: Window, slos: Sequence[Slo], devices: int | None) 
         figures["output_tokens_mean"] = round(tokens / len(good), 3)
         figures["prompt_tokens_mean"] = round(statistics.fmean(prompts), 3) if prompts else None
         figures["events_per_token"] = round(sum(len(record.token_s) for record in good) / max(tokens, 1), 4)
-    for slo in slos:
+    for slo in beside(slos):
         figures[f"slo_{slo}"] = _objective(run.rows, records, window, slo, devices)
     return _present(figures)
 
@@ -170,10 +171,8 @@ def _objective(
 ) -> dict[str, Any]:
     share = attainment(of_window, slo)
     figures: dict[str, Any] = {"attainment": None if share is None else round(share, 5)}
-    by_gaps = attainment(of_window, slo, by_gaps=True)
-    figures["attainment_by_gaps"] = None if by_gaps is None else round(by_gaps, 5)
     if window.length_s > 0:
-        effective = window.tokens([record for record in of_run if slo.attained(record)]) / window.length_s
+        effective = window.tokens([record for record in of_run if attains(record, slo)]) / window.length_s
         figures["effective_tokens_per_s"] = round(effective, 4)
         figures["effective_tokens_per_s_per_device"] = round(effective / devices, 4) if devices else None
     return _present(figures)

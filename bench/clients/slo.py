@@ -1,4 +1,4 @@
-"""Service-level objectives of a request, TTFT and TPOT, and goodput: the highest rate at which a share attains one.
+"""Which requests attain an objective (`epd_serve/slo.py`), and goodput: the highest rate at which a share does.
 
 A request attains an objective when it was answered whole within both bounds. Whatever else became of it, but that its
 own client left, is a miss: an objective that only counts survivors flatters who drops the slow ones.
@@ -10,40 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from bench.clients.results import Outcome, RequestRecord
 from epd_serve.errors import ConfigError
+from epd_serve.slo import MEAN, Slo, gaps_within
 
 INFINITE = float("inf")
 GOOD_SHARE = 0.9
 """Of requests within the objective at which a rate counts as goodput (HydraInfer §5.2, DistServe)."""
-
-GOOD_GAPS = 0.9
-"""Of the gaps between a request's tokens that have to be within the bound (HydraInfer §5.2)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """Bounds in milliseconds, each inclusive. A request of one token has no time per token to miss."""
-
-    ttft_ms: float
-    tpot_ms: float
-
-    def __str__(self) -> str:
-        return f"{self.ttft_ms:g}:{self.tpot_ms:g}"
-
-    def attained(self, record: RequestRecord) -> bool:
-        if not record.ok or record.ttft_s is None:
-            return False
-        return record.ttft_s * 1e3 <= self.ttft_ms and (record.tpot_s or 0.0) * 1e3 <= self.tpot_ms
-
-    def attained_by_gaps(self, record: RequestRecord) -> bool:
-        """The stricter judge: the bound per token is one for `GOOD_GAPS` of the gaps, not for their mean."""
-        if not record.ok or record.ttft_s is None or record.ttft_s * 1e3 > self.ttft_ms:
-            return False
-        gaps_s = record.itl_s
-        return sum(gap_s * 1e3 <= self.tpot_ms for gap_s in gaps_s) >= GOOD_GAPS * len(gaps_s)
 
 
 PAPER = (Slo(2000, 50), Slo(2000, 80), Slo(800, 30))
@@ -51,7 +26,7 @@ PAPER = (Slo(2000, 50), Slo(2000, 80), Slo(800, 30))
 
 
 def parse_slos(text: str) -> tuple[Slo, ...]:
-    """Reads `TTFT:TPOT` in milliseconds, several with commas between.
+    """Reads `TTFT:TPOT` in milliseconds, or `TTFT:TPOT:JUDGE` (`pNN`, `mean`), several with commas between.
 
     Raises:
         ConfigError: not of that form.
@@ -59,13 +34,21 @@ def parse_slos(text: str) -> tuple[Slo, ...]:
     slos = []
     for word in text.split(","):
         try:
-            ttft_ms, tpot_ms = map(float, word.split(":"))
+            ttft, tpot, *judge = word.split(":", 2)
+            ttft_ms, tpot_ms = float(ttft), float(tpot)
         except ValueError:
             ttft_ms = tpot_ms = 0.0
         if not (0 < ttft_ms < INFINITE and 0 < tpot_ms < INFINITE):
-            raise ConfigError(f"--slo {word!r}: write TTFT:TPOT in milliseconds, as 2000:50", param="--slo")
-        slos.append(Slo(ttft_ms, tpot_ms))
+            raise ConfigError(
+                f"--slo {word!r}: write TTFT:TPOT in milliseconds, as 2000:50 or 2000:50:mean", param="--slo"
+            )
+        slos.append(Slo(ttft_ms, tpot_ms, *judge))
     return tuple(dict.fromkeys(slos))
+
+
+def beside(slos: Iterable[Slo]) -> tuple[Slo, ...]:
+    """Each, and beside it the same limits judged by the mean."""
+    return tuple(dict.fromkeys(one for slo in slos for one in (slo, replace(slo, judge=MEAN))))
 
 
 def counted(records: Iterable[RequestRecord]) -> list[RequestRecord]:
@@ -73,10 +56,17 @@ def counted(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     return [record for record in records if record.outcome is not Outcome.CANCELLED]
 
 
-def attainment(records: Sequence[RequestRecord], slo: Slo, *, by_gaps: bool = False) -> float | None:
+def attains(record: RequestRecord, slo: Slo) -> bool:
+    """Whether it was answered whole within `slo`."""
+    if not record.ok or record.ttft_s is None:
+        return False
+    return slo.attained(record.ttft_s, record.tpot_s, *gaps_within(record.token_s, slo.tpot_ms / 1e3))
+
+
+def attainment(records: Sequence[RequestRecord], slo: Slo) -> float | None:
     """The share of requests that attain it; None of none."""
-    about, attained = counted(records), slo.attained_by_gaps if by_gaps else slo.attained
-    return sum(map(attained, about)) / len(about) if about else None
+    about = counted(records)
+    return sum(attains(record, slo) for record in about) / len(about) if about else None
 
 
 def find_goodput(

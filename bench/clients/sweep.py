@@ -19,7 +19,7 @@ from bench.clients.measure import Measured, Plan, measure
 from bench.clients.phases import joined
 from bench.clients.results import RequestRecord, append_lines
 from bench.clients.sender import Sender
-from bench.clients.slo import Slo
+from bench.clients.slo import beside
 from bench.clients.target import Target
 from bench.phases import breakdown, phase_figures, phase_rows, request_phases
 from bench.record import flatten
@@ -28,6 +28,7 @@ from deploy.host import event_loop
 from deploy.memory.placement_table import table
 from epd_serve.errors import ConfigError
 from epd_serve.phases.stamps import Timeline, read_stamps
+from epd_serve.slo import Slo
 
 KINDS = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -71,12 +72,12 @@ def phase_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _objectives(figures: Mapping[str, Any], slos: Sequence[Slo]) -> list[str]:
     rows: list[tuple[str, ...]] = [("objective", "attained", "effective tokens/s", "per device")]
-    for slo in slos:
+    for slo in beside(slos):
         one = figures.get(f"slo_{slo}", {})
         if "attainment" in one:
             per_s = (one.get(f"effective_tokens_per_s{each}") for each in ("", "_per_device"))
             shown = ("-" if value is None else f"{value:.1f}" for value in per_s)
-            rows.append((f"TTFT <= {slo.ttft_ms:g} ms, TPOT <= {slo.tpot_ms:g} ms", f"{one['attainment']:.1%}", *shown))
+            rows.append((slo.text, f"{one['attainment']:.1%}", *shown))
     return [table(rows)] if len(rows) > 1 else []
 
 

@@ -9,7 +9,7 @@ streamed all the time, several at once, and images come in bursts.
     throughput  TP1 under an SLO that nothing comes near: what it costs that budgets are kept
 
 The SLO is what this machine can keep with one image at a time (`--slo` names another), and not with a burst. Requests
-are judged by it twice, by their mean time per token and by nine in ten of their gaps (`bench/clients/slo.py`).
+are judged by it twice, by their mean time per token and by nine in ten of their gaps (`epd_serve/slo.py`).
 
 What `layouts` shows of budgets at a rate, by token gaps, over plain vLLM: docs/guides/tuning.md has the command.
 """
@@ -20,14 +20,14 @@ import argparse
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from bench.clients.process import SenderProcess
 from bench.clients.sender import Flow
-from bench.clients.slo import Slo, attainment, parse_slos
+from bench.clients.slo import attainment, parse_slos
 from bench.clients.target import requests
 from bench.micro.colocation.mix import EVERY_TOKEN, stream_body
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, one_of, several, whole
@@ -37,6 +37,7 @@ from bench.served import Served, scratch, served
 from bench.statistic import percentile
 from bench.workloads.synthetic import image_body
 from epd_serve.errors import StageError
+from epd_serve.slo import JUDGE, MEAN, Slo
 
 ON, OFF = "on", "off"
 LAYOUTS = {"tp1": "TP1", "colocated": "(E-PD)", "ep": "EP-D", "throughput": "TP1"}
@@ -177,8 +178,8 @@ def _turn(part: str, sender: SenderProcess, launch: Served, load: Load, slo: Slo
         "gap_p50_ms": round(percentile(gaps_s, 50) * 1e3, 3),
         "gap_p99_ms": round(percentile(gaps_s, 99) * 1e3, 3),
         **{f"{kind}_ttft_ms": round(float(np.mean(found)) * 1e3, 3) for kind, found in ttft_s.items()},
-        "attained": attainment(records, slo),
-        "attained_by_gaps": attainment(records, slo, by_gaps=True),
+        "attained_mean": attainment(records, replace(slo, judge=MEAN)),
+        "attained_gaps": attainment(records, replace(slo, judge=JUDGE)),
     }
 
 
@@ -193,7 +194,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
                 found[figure] = round(ratio.median, 4)
         if part == "throughput" or not (on and off):
             continue
-        for judge in ("attained", "attained_by_gaps"):
+        for judge in ("attained_mean", "attained_gaps"):
             share = {name: float(np.mean([row[judge] for row in of])) for name, of in ((ON, on), (OFF, off))}
             found |= {f"{part}_{judge}_{name}": round(value, 4) for name, value in share.items()}
             points.append(100 * (share[ON] - share[OFF]))
@@ -208,7 +209,7 @@ FIGURES = (
     ("text_ttft_ms", "ep_text_ttft_ratio", "ep"),
     ("tokens_per_s", "throughput_ratio", "throughput"),
 )
-SHOWN = ("gap_p50_ms", "gap_p99_ms", "text_ttft_ms", "image_ttft_ms", "attained", "attained_by_gaps", "tokens_per_s")
+SHOWN = ("gap_p50_ms", "gap_p99_ms", "text_ttft_ms", "image_ttft_ms", "attained_mean", "attained_gaps", "tokens_per_s")
 
 
 def tables(rows: Sequence[Row]) -> Iterable[str]:

@@ -11,14 +11,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from bench.clients.measure import Plan, Rules
 from bench.clients.sender import Bounds
-from bench.clients.slo import PAPER, Slo
+from bench.clients.slo import PAPER
 from bench.clients.sweep import label_of
+from bench.record import read_json
 from bench.started import PEERS as EXAMPLES
 from bench.workloads.requests import Arrivals, arrivals_at
 from epd_serve.errors import ConfigError
@@ -26,6 +28,7 @@ from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable
 from epd_serve.roles import Role
+from epd_serve.slo import MEAN, Slo
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.+-]")
 
@@ -213,3 +216,21 @@ class Experiment:
         """`experiment.json`, as reading the file gives it back."""
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return plain
+
+
+def read_asked(path: Path) -> dict[str, Any]:
+    """`experiment.json`, plain. Objectives from before they named their judge are judged by the mean, as they were.
+
+    Raises:
+        ConfigError: it cannot be read; names the file and the fault.
+    """
+    plain = read_json(path, dict[str, Any])
+    return plain | {"slos": [{"judge": MEAN, **slo} for slo in plain["slos"]]} if "slos" in plain else plain
+
+
+def read_experiment(path: Path) -> Experiment:
+    """The same as it was asked. Raises as `read_asked`."""
+    try:
+        return msgspec.convert(read_asked(path), Experiment)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None

@@ -103,6 +103,10 @@ def _head(seen: Seen, width: int) -> Iterable[Text]:
         f"running {rates['running']}, {rates['waiting']} of them waiting"
     )
     yield Text(f"TTFT {_percentiles(rates['ttft_ms'])}   TPOT {_percentiles(rates['tpot_ms'])}   (last minute)")
+    slo = rates["slo"]
+    if slo["judged"]:
+        shares = f"{slo['judge']} {slo['attainment']:.1%}, mean {slo['mean']['attainment']:.1%}"
+        yield Text(f"within TTFT {1000 * slo['ttft_s']:g} ms, TPOT {1000 * slo['tpot_s']:g} ms: {shares}")
     refused, codes = rates["refused"], rates["codes"]
     others = {code: count for code, count in codes.items() if code not in refused}
     trouble = [

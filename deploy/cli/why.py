@@ -106,6 +106,9 @@ def _head(request: Json) -> Iterator[str]:
         cached = tokens["cached"]
         said.append("prefix cache not told" if cached is None else f"{cached} tokens from the prefix cache")
         yield f"  {', '.join(said)}{finish}"
+    if (gaps := request["gaps"])["count"]:
+        share = gaps["within"] / gaps["count"]
+        yield f"  {gaps['within']} of {gaps['count']} token gaps within {_seconds(gaps['limit_s'])} ({share:.1%})"
 
 
 def _way(request: Json) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from epd_serve import slo
 from epd_serve.errors import ConfigError
 from proxy.config.domains import DomainRules
 
@@ -290,15 +291,23 @@ class Slo:
 
     Attributes:
         ttft_s: until its first token. tpot_s: per token after that.
+        judge: of the gaps between its tokens: `p90` (that share of them is within `tpot_s`), another `pNN`, or `mean`.
     """
 
     ttft_s: float = 2.0
     tpot_s: float = 0.05
+    judge: str = slo.JUDGE
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"slo.{name} must be greater than 0", param=f"slo.{name}")
+        self.objectives()  # refuses a judge that is none
+
+    def objectives(self) -> tuple[slo.Slo, slo.Slo]:
+        """These limits with their judge of the gaps, and beside it with the mean."""
+        usual = slo.Slo(1e3 * self.ttft_s, 1e3 * self.tpot_s, self.judge)
+        return usual, replace(usual, judge=slo.MEAN)
 
 
 def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -37,7 +37,7 @@ from proxy.records.record import Record
 from proxy.records.trace_context import TraceContext
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_deadline import DeadlineLapsed, deadline_s
-from proxy.request.client_sink import ClientSink
+from proxy.request.client_sink import CHOICE, DELTA, ClientSink
 from proxy.request.parse import Endpoint
 from proxy.server.client_disconnect import DisconnectWatch
 from proxy.server.http_protocol import BODY_IS_HERE
@@ -103,7 +103,13 @@ class Exchange:
         if self._settings.otlp_traces_endpoint:
             record.trace = TraceContext.of(headers.get("traceparent", ""), headers.get("tracestate", ""))
         explained = self._settings.explain and is_explained(headers)
-        sink = ClientSink(send, {"x-request-id": named or self._id}, record.headers if explained else dict)
+        sink = ClientSink(
+            send,
+            {"x-request-id": named or self._id},
+            record.headers if explained else dict,
+            gap_limit_s=self._settings.slo.tpot_s,
+            content=DELTA if self._endpoint is Endpoint.RESPONSES else CHOICE,
+        )
         outcome = "500"
         pipeline.trace.stamp(self._id, "arrived", **({"client_id": named} if named else {}))
         pipeline.records.begin(record)
@@ -128,7 +134,8 @@ class Exchange:
         finally:
             pipeline.trace.stamp(self._id, "done", outcome=outcome)
             record.outcome, record.status, record.bytes_out = outcome, sink.status, sink.bytes_sent
-            record.events_sent = sink.events_sent
+            record.events_sent, record.gaps, record.gaps_within = sink.events_sent, sink.gaps.count, sink.gaps.within
+            record.gap_limit_s = sink.gaps.limit_s
             pipeline.records.end(record, sink.last)
 
     async def _serve(self, scope: Scope, headers: Headers, receive: Receive, sink: ClientSink, record: Record) -> str:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from msgspec import Struct
 
+from epd_serve.slo import Slo as Objective
 from proxy.config.limits import Slo
 from proxy.records.kept import SERIOUS
 from proxy.records.record import Record
@@ -35,6 +37,7 @@ class Counts(Struct):
         first_byte, token: of streams, by bucket. tokens: of answers, as far as they are known.
         running: requests that have not ended. waiting: those of them that no stage has been asked for yet.
         judged: streamed answers, and whatever else failed of this server. attained: those of them within `slo`.
+        by_mean: those within its limits by their mean time per token, whatever its judge.
     """
 
     seconds: float = 0.0
@@ -49,6 +52,7 @@ class Counts(Struct):
     waiting: int = 0
     judged: int = 0
     attained: int = 0
+    by_mean: int = 0
     slo: Slo = SLO
 
     def add(self, record: Record) -> None:
@@ -66,7 +70,9 @@ class Counts(Struct):
             _count(self.token, bucket(token_s))
         if is_judged(record):
             self.judged += 1
-            self.attained += attains(record, token_s, self.slo)
+            usual, mean = _objectives(self.slo)
+            self.attained += attains(record, token_s, usual)
+            self.by_mean += attains(record, token_s, mean)
 
     def summary(self) -> dict[str, Any]:
         """For people: rates per second, percentiles in ms, None where nothing was counted."""
@@ -88,10 +94,17 @@ class Counts(Struct):
                 "ttft_s": self.slo.ttft_s,
                 "tpot_s": self.slo.tpot_s,
                 "judged": self.judged,
-                "attained": self.attained,
-                "attainment": round(self.attained / self.judged, 4) if self.judged else None,
-                "goodput_per_s": round(self.attained / seconds, 2),
+                "judge": self.slo.judge,
+                **self._share(self.attained, seconds),
+                "mean": self._share(self.by_mean, seconds),
             },
+        }
+
+    def _share(self, attained: int, seconds: float) -> dict[str, Any]:
+        return {
+            "attained": attained,
+            "attainment": round(attained / self.judged, 4) if self.judged else None,
+            "goodput_per_s": round(attained / seconds, 2),
         }
 
 
@@ -118,6 +131,7 @@ def together(several: Iterable[Counts]) -> Counts:
         sum(one.waiting for one in every),
         sum(one.judged for one in every),
         sum(one.attained for one in every),
+        sum(one.by_mean for one in every),
         every[0].slo if every else SLO,
     )
 
@@ -156,11 +170,17 @@ def is_judged(record: Record) -> bool:
     return record.outcome == "broken" or record.status >= 500 or record.status in SERIOUS
 
 
-def attains(record: Record, token_s: float | None, slo: Slo) -> bool:
-    """Whether it was answered whole within both bounds. An answer of one token has no time per token to miss."""
+def attains(record: Record, token_s: float | None, slo: Objective) -> bool:
+    """Whether it was answered whole within both limits. Of several answers at once the first token alone counts."""
     if record.outcome != "200" or record.first_byte_s is None:
         return False
-    return record.first_byte_s <= slo.ttft_s and (token_s or 0.0) <= slo.tpot_s
+    gaps = (record.gaps, record.gaps_within) if record.answers == 1 else (0, 0)
+    return slo.attained(record.first_byte_s, token_s, *gaps)
+
+
+@cache
+def _objectives(slo: Slo) -> tuple[Objective, Objective]:
+    return slo.objectives()
 
 
 def bucket(seconds: float) -> int:

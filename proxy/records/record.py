@@ -81,6 +81,7 @@ class Record(Struct):
         status: of HTTP, 0 where none was sent. code, param, message: of the error, if it ended in one.
         finish: the model's reason. Token counts are None where no stage has said them.
         events_sent: of a stream. first_byte_s: of a stream, since the arrival.
+        gaps: between events of a stream with content. gaps_within: those of them within `gap_limit_s`.
         retried: something of it was done again. migrations: how often its stream went on at another instance.
         events, choices: in order; lost: how many found no place.
         trace: where it belongs in a distributed trace, where such are made.
@@ -113,6 +114,9 @@ class Record(Struct):
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     events_sent: int = 0
+    gaps: int = 0
+    gaps_within: int = 0
+    gap_limit_s: float = 0.0
     first_byte_s: float | None = None
     total_s: float = 0.0
     events: list[Event] = []

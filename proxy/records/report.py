@@ -52,6 +52,7 @@ def report(record: Record) -> dict[str, Any]:
             "cached": record.cached_tokens,
             "counted": record.tokens_sent,
         },
+        "gaps": {"count": record.gaps, "within": record.gaps_within, "limit_s": record.gap_limit_s},
         "bytes_in": record.bytes_in,
         "bytes_out": record.bytes_out,
         "phases_ms": record.phases_ms(),

@@ -14,7 +14,9 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from proxy.config.limits import Slo
 from proxy.metrics import SECONDS
+from proxy.records.minute import SLO, attains, is_judged
 from proxy.records.record import Record
 
 NO_PATH = "none"
@@ -35,7 +37,8 @@ class RequestMetrics(Collector):
     or `none`; `modality` is `text`, or what the request has items of, such as `image+video`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slo: Slo = SLO) -> None:
+        self._slos = tuple(dict.fromkeys(slo.objectives()))  # one, where the mean judges
         self._requests = _Counts("epd_proxy_requests", "Requests ended.", ("endpoint", "status"))
         self._errors = _Counts(
             "epd_proxy_errors",
@@ -64,7 +67,16 @@ class RequestMetrics(Collector):
             BY,
         )
         self._tpot = _Times(
-            "epd_proxy_tpot_seconds", "Time per token after the first, of streams of one answer.", BY, TOKEN_SECONDS
+            "epd_proxy_tpot_seconds",
+            "Time per token after the first, the mean of each stream, of streams of one answer.",
+            BY,
+            TOKEN_SECONDS,
+        )
+        self._objectives = _Counts(
+            "epd_proxy_slo_requests",
+            "Streamed answers, and whatever else failed of this server: whether they were within slo.ttft_s and "
+            "slo.tpot_s, by the judge of their token gaps that is set (slo.judge), and by the mean.",
+            ("judge", "attained"),
         )
         self._total = _Times(
             "epd_proxy_request_seconds", "From the arrival to the end of the answer, of requests with status 200.", BY
@@ -82,9 +94,13 @@ class RequestMetrics(Collector):
         for phase, phase_s in record.phases_s().items():
             self._phases.add((phase, *by), phase_s)
         tokens = record.tokens_sent
+        token_s = record.token_s(tokens)
+        if is_judged(record):
+            for slo in self._slos:
+                self._objectives.add((slo.judge, "yes" if attains(record, token_s, slo) else "no"))
         if record.first_byte_s is not None:
             self._ttft.add(by, record.first_byte_s)
-            if (token_s := record.token_s(tokens)) is not None:
+            if token_s is not None:
                 self._tpot.add(by, token_s)
         if record.outcome == "200":
             self._total.add(by, record.total_s)
@@ -93,7 +109,7 @@ class RequestMetrics(Collector):
                 self._tokens.add((kind, *by), count)
 
     def collect(self) -> Iterator[Metric]:
-        for counts in (self._requests, self._errors, self._failures, self._tokens):
+        for counts in (self._requests, self._errors, self._failures, self._tokens, self._objectives):
             yield counts.family()
         for times in (self._phases, self._ttft, self._tpot, self._total):
             yield times.family()

@@ -6,14 +6,19 @@ may follow then is an attempt that goes on after what the client has, where `goe
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.types import Send
 
+from epd_serve.slo import Gaps
 from proxy import strict_json
 
 EVENT_END = b"\n\n"
+CHOICE, OPENING, DELTA = b'"choices":[{', b'"role":"assistant"', b".delta\n"
+"""Of events with content, as vLLM writes them: a completion's, of which those with a role have none; a response's."""
 
 
 class ClientSink:
@@ -21,20 +26,27 @@ class ClientSink:
 
     Args:
         headers: of every answer. late_headers: asked when the response begins.
+        gap_limit_s: of the gaps between its events with content. content: what marks such an event.
 
     Attributes:
         committed: the response has begun: its status has been sent.
         goes_on: whether an attempt could go on after what was sent.
-        bytes_sent: of the body. events_sent: of a stream.
+        bytes_sent: of the body. events_sent: of a stream. gaps: between those of them with content.
     """
 
     __slots__ = (
-        "_before", "_headers", "_last", "_late_headers", "_send", "bytes_sent", "committed", "events_sent", "finished",
-        "goes_on", "status",
+        "_before", "_content", "_headers", "_last", "_late_headers", "_send", "bytes_sent", "committed", "events_sent",
+        "finished", "gaps", "goes_on", "status",
     )  # fmt: skip
 
     def __init__(
-        self, send: Send, headers: Mapping[str, str], late_headers: Callable[[], Mapping[str, str]] = dict
+        self,
+        send: Send,
+        headers: Mapping[str, str],
+        late_headers: Callable[[], Mapping[str, str]] = dict,
+        *,
+        gap_limit_s: float = math.inf,
+        content: bytes = CHOICE,
     ) -> None:
         self._send = send
         self._headers = headers
@@ -44,6 +56,8 @@ class ClientSink:
         self.goes_on: Callable[[], bool] = bool
         self.status = 0
         self.bytes_sent = self.events_sent = 0
+        self.gaps = Gaps(gap_limit_s)
+        self._content = content
         self._before = self._last = b""
 
     @property
@@ -86,6 +100,10 @@ class ClientSink:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _count(self, data: bytes) -> None:
+        told = data.count(self._content)
+        if not self.events_sent:
+            told -= data.count(OPENING)
+        self.gaps.add(time.monotonic(), told)
         self.bytes_sent += len(data)
         self.events_sent += data.count(EVENT_END)
         self._before, self._last = self._last, data

@@ -47,8 +47,8 @@ def test_aisbench_loads_real_stages_and_its_recording_is_judged(
     assert main(argv) == 0
     assert len((tmp_path / "r.rows.jsonl").read_text().splitlines()) == 8
     figures = json.loads((tmp_path / "r.json").read_text())["figures"]
-    assert figures["4 rps/slo_60000:60000/attainment"] == 1.0
-    assert figures["goodput/slo_60000:60000/rps"] == 4
+    assert figures["4 rps/slo_60000:60000:p90/attainment"] == 1.0
+    assert figures["goodput/slo_60000:60000:p90/rps"] == 4
     assert figures["4 rps/aisbench/TTFT/Average"] > 0
     encoded = launch.settled_counters("E0").get("encoded", 0)
     assert encoded > 0, "images went through E"

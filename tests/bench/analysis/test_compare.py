@@ -173,7 +173,7 @@ def test_other_numbers_of_devices_are_compared_per_device(tmp_path, capsys):
 
     _, found = compared(tmp_path)
 
-    for name in ("output_tokens_per_s_per_device", "slo_2000:50/effective_tokens_per_s_per_device"):
+    for name in ("output_tokens_per_s_per_device", "slo_2000:50:p90/effective_tokens_per_s_per_device"):
         tokens = found[f"1 rps per device/{name}"]
         assert (tokens["ratio"], tokens["low"], tokens["high"]) == pytest.approx((0.5, 0.5, 0.5), rel=1e-3)
     assert "devices: A has 1, B has 2" in capsys.readouterr().out

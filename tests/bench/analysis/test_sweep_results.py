@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from bench.analysis.sweep_results import read_sweep
+from bench.analysis.ratios import run_ratio
+from bench.analysis.sweep_results import attainment, read_sweep
 from bench.clients.slo import PAPER
 from bench.sweep.store import EXPERIMENT, PHASES, RESULT
 from epd_serve.errors import ConfigError
@@ -34,12 +35,27 @@ def test_a_run_comes_with_its_figures_requests_phases_and_batches(whole):
     assert (found.experiment.real, found.experiment.slos, found.rates) == (True, PAPER, (2.0, 4.0))
     assert [one.label for one in found.experiment.deployments] == ["TP1x2, 2 devices", "E-P-D, 3 devices"]
     assert found.gaps == [] and found.envs["E-P-D"]["deployment"]["ready_s"] == 12.5
-    assert run.figure("slo_2000:50/attainment") == 1.0 and 200 < run.figure("ttft_ms/mean") < 400
+    assert run.figure("slo_2000:50:p90/attainment") == 1.0 and 200 < run.figure("ttft_ms/mean") < 400
     assert run.figure("ttft_ms/p12") is None
     assert len(run.requests) == 40
     assert (run.phases.requests, run.phases.mean[Phase.PREFILL]) == (1, 12.5)
     assert run.roles == ["P"] and run.figure("batch/P/running/p90") == 5.0
     assert found.at(SPLIT, 4.0).phases is None and found.at(SPLIT, 4.0).roles == []
+
+
+def test_objectives_without_a_judge_were_judged_by_the_mean(whole):
+    asked_at, result_at = whole / EXPERIMENT, whole / SPLIT.slug / RESULT
+    plain = json.loads(asked_at.read_text())
+    plain["slos"] = [{"ttft_ms": slo["ttft_ms"], "tpot_ms": slo["tpot_ms"]} for slo in plain["slos"]]
+    asked_at.write_text(json.dumps(plain))
+    result_at.write_text(result_at.read_text().replace(":p90/", ":other/").replace(":mean/", "/"))
+
+    found = read_sweep(whole)
+    run = found.at(SPLIT, 2.0)
+
+    assert [str(slo) for slo in found.experiment.slos] == ["2000:50:mean", "2000:80:mean", "800:30:mean"]
+    assert attainment(found.experiment.slos[0]).of(run) == 100.0
+    assert run_ratio("slo_2000:50:mean/attainment", run, run).samples == 36
 
 
 def test_an_interrupted_sweep_says_what_is_missing(tmp_path):

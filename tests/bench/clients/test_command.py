@@ -59,15 +59,15 @@ def test_a_run_leaves_figures_rows_and_a_table(served, sent, tmp_path, capsys):
 
     assert load(served, *flags, "--json", str(tmp_path / "r.json")) == 0
     found = result(tmp_path / "r.json")
-    assert found["figures"]["200 rps/slo_2000:50/attainment"] == 1.0
-    assert "200 rps/slo_2000:50/effective_tokens_per_s_per_device" in found["figures"]
+    assert found["figures"]["200 rps/slo_2000:50:p90/attainment"] == 1.0
+    assert "200 rps/slo_2000:50:p90/effective_tokens_per_s_per_device" in found["figures"]
     assert found["rows"][0]["valid"]
     assert found["rows"][0]["repeated_requests"]
     assert found["env"]["load"]["client_on_the_servers_host"]
     rows = read_records(tmp_path / "r.rows.jsonl")
     assert len(rows) == served.server.seen == 30
     assert all(row.ok and row.ttft_s >= 0.01 for row in rows)
-    assert "TTFT <= 2000 ms, TPOT <= 50 ms  100.0%" in capsys.readouterr().out
+    assert "TTFT ≤ 2000 ms, 90 % of its token gaps ≤ 50 ms  100.0%" in capsys.readouterr().out
 
 
 def test_a_sweep_has_a_run_of_each_rate(served, sent, tmp_path):
@@ -123,7 +123,7 @@ def test_refusals_beside_good_answers_are_counted_and_valid(served, sent, tmp_pa
     flags = [*sent(Known(), Known(fault="status")), "--rate", "300", "--n", "60", "--warm-up", "0"]
 
     assert load(served, *flags, "--json", str(tmp_path / "r.json")) == 0
-    assert result(tmp_path / "r.json")["figures"]["300 rps/slo_2000:50/attainment"] == pytest.approx(0.5, abs=0.02)
+    assert result(tmp_path / "r.json")["figures"]["300 rps/slo_2000:50:p90/attainment"] == pytest.approx(0.5, abs=0.02)
     assert "30 × status 429: " in capsys.readouterr().out
 
 

@@ -7,8 +7,9 @@ import pytest
 from bench.clients.metrics import Window, faults, steady_window, summary, throughput
 from bench.clients.results import Outcome
 from bench.clients.sender import Run
-from bench.clients.slo import Slo, attainment
+from bench.clients.slo import attainment
 from epd_serve.errors import StageError
+from epd_serve.slo import Slo
 from tests.bench.clients.made import failed, row
 
 SLO = Slo(200.0, 50.0)
@@ -24,7 +25,8 @@ def test_percentiles_are_of_whole_answers_and_attainment_of_all():
 
     assert found["ttft_ms"]["p50"] == 100.0
     assert found["ttft_ms"]["max"] == 900.0
-    assert found["slo_200:50"]["attainment"] == 0.6
+    assert found["slo_200:50:p90"]["attainment"] == 0.6
+    assert [name for name in found if name.startswith("slo_")] == ["slo_200:50:p90", "slo_200:50:mean"]
     assert (found["ok"], found["error"], found["requests"]) == (4, 1, 5)
 
 
@@ -33,9 +35,11 @@ def test_effective_throughput_is_of_those_that_attain_and_per_device():
     found = summary(run_of(rows), Window(0.0, 10.0), [SLO], devices=2)
 
     assert found["output_tokens_per_s"] == 10.0
-    assert found["slo_200:50"]["effective_tokens_per_s"] == 4.0
-    assert found["slo_200:50"]["effective_tokens_per_s_per_device"] == 2.0
-    assert "effective_tokens_per_s_per_device" not in summary(run_of(rows), Window(0, 10), [SLO], None)["slo_200:50"]
+    assert found["slo_200:50:p90"]["effective_tokens_per_s"] == 4.0
+    assert found["slo_200:50:p90"]["effective_tokens_per_s_per_device"] == 2.0
+    assert (
+        "effective_tokens_per_s_per_device" not in summary(run_of(rows), Window(0, 10), [SLO], None)["slo_200:50:p90"]
+    )
 
 
 def test_the_drain_counts_nothing_for_throughput():
@@ -50,7 +54,7 @@ def test_a_run_without_good_answers_has_no_latencies():
     found = summary(run_of([failed()]), Window(0.0, 10.0), [SLO], None)
 
     assert "ttft_ms" not in found
-    assert found["slo_200:50"]["attainment"] == 0.0
+    assert found["slo_200:50:p90"]["attainment"] == 0.0
 
 
 def test_one_request_is_a_run():

@@ -101,7 +101,7 @@ def test_the_missing_rates_are_measured_and_the_others_kept(served, interrupted,
     [
         (["--seed", "1"], "seed was 0, is 1"),
         (["--n", "13"], "n was 12, is 13"),
-        (["--slo", "800:30"], "slo was 2000:50,2000:80,800:30, is 800:30"),
+        (["--slo", "800:30"], "slo was 2000:50:p90,2000:80:p90,800:30:p90, is 800:30:p90"),
         (["--devices", "2"], "devices was not given, is 2"),
         (["--kind", "simulated"], "kind was real, is simulated"),
         (["--rate", "300,200"], "200 rps has another place among the rates"),

@@ -5,38 +5,44 @@ from __future__ import annotations
 import pytest
 
 from bench.clients.results import Outcome
-from bench.clients.slo import PAPER, Slo, counted, parse_slos
+from bench.clients.slo import PAPER, attains, counted, parse_slos
 from epd_serve.errors import ConfigError
+from epd_serve.slo import Slo, gaps_within
 from tests.bench.clients.made import failed, row
 
 
 def test_both_bounds_have_to_hold_and_belong_to_the_objective():
     slo = Slo(200.0, 50.0)
 
-    assert slo.attained(row(ttft=0.2, gap=0.0499))
-    assert not slo.attained(row(ttft=0.21, gap=0.01))
-    assert not slo.attained(row(ttft=0.1, gap=0.051))
+    assert attains(row(ttft=0.2, gap=0.0499), slo)
+    assert not attains(row(ttft=0.21, gap=0.01), slo)
+    assert not attains(row(ttft=0.1, gap=0.051), slo)
 
 
-def test_by_gaps_nine_in_ten_have_to_hold_whatever_their_mean():
-    slo, times = Slo(200.0, 50.0), [0.1 + 0.01 * at for at in range(11)]
-    late = [*times[:-1], times[-1] + 2.0]
-    assert slo.attained_by_gaps(row(token_s=tuple(late), last_s=late[-1], tokens=11))
-    assert not slo.attained(row(token_s=tuple(late), last_s=late[-1], tokens=11)), "a mean of 210 ms"
+def test_one_long_stall_misses_by_the_mean_alone_and_many_short_ones_by_the_share():
+    stalled = row(token_s=(0.1, *(1.1 + 0.01 * at for at in range(11))), last_s=1.2, usage_tokens=12)
+    uneven = row(
+        token_s=tuple(0.1 + 0.06 * (at // 2) + 0.01 * (at % 2) for at in range(12)), last_s=0.41, usage_tokens=12
+    )
+    judged = [[attains(one, Slo(200, 51, judge)) for judge in ("p90", "p99", "mean")] for one in (stalled, uneven)]
 
-    twice = [*times[:-2], times[-2] + 0.06, times[-1] + 0.12]
-    assert not slo.attained_by_gaps(row(token_s=tuple(twice), last_s=twice[-1], tokens=11))
-    assert slo.attained(row(token_s=tuple(twice), last_s=twice[-1], tokens=11))
-    assert not slo.attained_by_gaps(row(ttft=0.21)) and not slo.attained_by_gaps(row(outcome=Outcome.ERROR))
+    assert judged == [[True, False, False], [True, True, True]]
+    assert [attains(uneven, Slo(200, 45, judge)) for judge in ("p90", "mean")] == [False, True]
+
+
+def test_events_read_at_once_share_the_wait_before_them():
+    assert gaps_within([0.0, 1.0, 1.0, 1.0, 1.0], 0.25) == (4, 4)
+    assert gaps_within([0.0, 0.0, 1.0, 1.0, 1.1], 0.25) == (4, 2)
+    assert gaps_within([], 0.25) == gaps_within([1.0], 0.25) == (0, 0)
 
 
 def test_one_token_has_no_time_per_token_to_miss():
-    assert Slo(200.0, 1.0).attained(row(ttft=0.1, tokens=1))
+    assert attains(row(ttft=0.1, tokens=1), Slo(200.0, 1.0))
 
 
 @pytest.mark.parametrize("outcome", [one for one in Outcome if one is not Outcome.OK])
 def test_no_bad_answer_attains_anything_however_quick(outcome):
-    assert not Slo(2000.0, 80.0).attained(row(outcome=outcome))
+    assert not attains(row(outcome=outcome), Slo(2000.0, 80.0))
 
 
 def test_only_clients_that_left_are_not_counted():

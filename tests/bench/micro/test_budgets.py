@@ -15,7 +15,7 @@ def turn(part: str, budgets: str, number: int, **found: Any) -> dict[str, Any]:
 
 def turns(part: str, budgets: str, gap_ms: float, attained: float, by_gaps: float) -> list[dict[str, Any]]:
     found = {"gap_p50_ms": 1.0, "gap_p99_ms": gap_ms, "text_ttft_ms": 2 * gap_ms, "image_ttft_ms": 9.0}
-    return [turn(part, budgets, number, **found, attained=attained, attained_by_gaps=by_gaps) for number in range(2)]
+    return [turn(part, budgets, number, **found, attained_mean=attained, attained_gaps=by_gaps) for number in range(2)]
 
 
 ROWS = [

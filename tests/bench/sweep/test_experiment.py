@@ -7,8 +7,8 @@ import json
 import msgspec
 
 from bench.clients.measure import Rules
-from bench.clients.slo import Slo
 from bench.sweep.experiment import Experiment
+from epd_serve.slo import Slo
 from tests.bench.sweep.experiments import experiment
 
 

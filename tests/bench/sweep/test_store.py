@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from bench.clients.measure import Rules
-from bench.clients.slo import Slo
 from bench.sweep.experiment import deployments
 from bench.sweep.store import PHASES, RESULT, ROWS, ResultStore, opened
 from epd_serve.errors import ConfigError
+from epd_serve.slo import Slo
 from tests.bench.sweep.experiments import ENV, experiment, run_row
 
 ASKED = experiment()
@@ -100,7 +100,7 @@ def test_answers_are_kept_for_those_that_come_later(tmp_path):
     [
         ({"rates": (1.0, 3.0)}, r"rates was \[1.0, 2.0\], is \[1.0, 3.0\]"),
         ({"seed": 7}, "seed was 0, is 7"),
-        ({"slos": (Slo(1, 2),)}, r"slos was .*2000.*, is .*1, \"tpot_ms\": 2"),
+        ({"slos": (Slo(1, 2),)}, r"slos was .*2000.*, is .*1, \"tpot_ms\": 2, \"judge\": \"p90\""),
         ({"per_device": True}, "per_device was false, is true"),
         ({"knobs": {"reuse": 0.5}}, "knobs/reuse was not given, is 0.5"),
         ({"deployments": deployments("TP1x2")}, r"deployments/\(E-P\)-D/name was .*, is not given"),

@@ -78,9 +78,11 @@ def test_an_instance_shows_its_load_and_its_room() -> None:
 def test_rates_and_refusals_are_in_the_head() -> None:
     counts = Counts(60.0, {"200": 600, "429": 5}, {"overloaded": 5, "stage_failed": 2}, {"overloaded": 5}, retried=3)
     counts.running, counts.waiting = 12, 4
+    counts.judged, counts.attained, counts.by_mean = 600, 594, 540
     head = "\n".join(lines(seen(rates=counts))[:5])
     assert "10.1 requests/s" in head and "running 12, 4 of them waiting" in head
     assert "refused 5 overloaded" in head and "errors 2 stage_failed" in head and "tried again 3" in head
+    assert "within TTFT 2000 ms, TPOT 50 ms: p90 99.0%, mean 90.0%" in head
 
 
 def test_actions_are_shown_as_they_happen_the_newest_first() -> None:

@@ -38,6 +38,12 @@ def test_what_became_of_it_is_said_first() -> None:
     assert "5e2c" in head[-1]
 
 
+def test_the_gaps_between_its_tokens_are_told() -> None:
+    one = record(outcome="200", status=200, gaps=40, gaps_within=38, gap_limit_s=0.05)
+    assert "38 of 40 token gaps within 50.0 ms (95.0%)" in text(one)
+    assert "gaps" not in text(record(outcome="200", status=200))
+
+
 def test_a_refusal_says_what_it_met() -> None:
     one = record(outcome="429", status=429, code="overloaded", message="8 requests with text wait already")
     one.note("refused", reason="queue_full", kind="text", waiting=8, with_stages=12)

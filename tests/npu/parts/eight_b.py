@@ -140,7 +140,7 @@ def _say(rig: Rig, rows: list[dict[str, Any]], asked: Comparison) -> None:
     for row in rows:
         name = row["deployment"]
         goodput.setdefault(name, 0.0)
-        if (row[f"slo_{SLO}"]["attainment"] or 0.0) >= ATTAINED:
+        if (row[f"slo_{SLO}:p90"]["attainment"] or 0.0) >= ATTAINED:
             goodput[name] = max(goodput[name], row["rate"])
         with rig.layout("TP1" if name == asked.base else name):
             rig.row(f"{name} at {row['rate']:g}/s", figures_of(row), flags=flags)
@@ -163,7 +163,7 @@ def figures_of(row: dict[str, Any]) -> dict[str, Any]:
         f"{name}_ms_p50_p99": [row[f"{name}_ms"][at] for at in ("p50", "p99")] if row.get(f"{name}_ms") else None
         for name in ("ttft", "tpot")
     }
-    told = {"output_tokens_per_s": row["output_tokens_per_s"], "attainment": row[f"slo_{SLO}"]["attainment"]}
+    told = {"output_tokens_per_s": row["output_tokens_per_s"], "attainment": row[f"slo_{SLO}:p90"]["attainment"]}
     return {**spreads, **told, "ok_of": [row["ok"], row["requests"]], "valid": row["valid"]}
 
 

@@ -78,7 +78,7 @@ async def test_refusals_retries_and_cut_answers_have_their_codes(tmp_path: Path)
     async with cluster("PD0", "PD1", config=settings(access_log=str(path))) as c:
         await c.client.post(CHAT, content=b"{")
         c["PD0"].script.append(replies(500, {}))
-        c["PD1"].script.append(replies(500, {}))
+        c["PD1"].script.append(replies(502, {}))
         await c.client.post(CHAT, json=text_body())
         for stage in ("PD0", "PD1"):
             c[stage].usual = streams(chunk("a"), then="break")

@@ -8,16 +8,23 @@ from typing import Any
 
 import pytest
 
+from epd_serve.errors import ConfigError
 from proxy.config.limits import Slo
 from proxy.records.minute import LEAST_S, PART_S, PARTS, Counts, LastMinute, bucket, percentile_s, together
 from proxy.records.record import Record
 
 
 def ended(
-    total_s: float = 1.0, *, at_s: float = 0.0, first_byte_s: float | None = None, tokens: int | None = None
+    total_s: float = 1.0,
+    *,
+    at_s: float = 0.0,
+    first_byte_s: float | None = None,
+    tokens: int | None = None,
+    gaps: tuple[int, int] = (0, 0),
 ) -> Record:
     record = Record("r", clock=at_s - total_s, outcome="200", status=200, total_s=total_s)
     record.first_byte_s, record.completion_tokens = first_byte_s, tokens
+    record.gaps, record.gaps_within = gaps
     return record
 
 
@@ -76,19 +83,37 @@ def test_what_several_processes_counted_adds_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "judged", "attained"),
+    ("record", "judged", "by_gaps", "by_mean"),
     [
-        ({"first_byte_s": 2.0, "total_s": 2.0 + 10 * 0.05, "tokens": 11}, 1, 1),
-        ({"first_byte_s": 2.01, "total_s": 2.1, "tokens": 11}, 1, 0),
-        ({"first_byte_s": 0.1, "total_s": 0.1 + 10 * 0.051, "tokens": 11}, 1, 0),
-        ({"first_byte_s": 0.1, "total_s": 9.0, "tokens": 1}, 1, 1),
-        ({"total_s": 0.1}, 0, 0),
+        ({"first_byte_s": 2.0, "total_s": 2.0 + 10 * 0.05, "tokens": 11, "gaps": (10, 9)}, 1, 1, 1),
+        ({"first_byte_s": 2.01, "total_s": 2.1, "tokens": 11, "gaps": (10, 10)}, 1, 0, 0),
+        ({"first_byte_s": 0.1, "total_s": 0.1 + 10 * 0.05, "tokens": 11, "gaps": (10, 8)}, 1, 0, 1),
+        ({"first_byte_s": 0.1, "total_s": 9.0, "tokens": 11, "gaps": (10, 9)}, 1, 1, 0),
+        ({"first_byte_s": 0.1, "total_s": 9.0, "tokens": 1}, 1, 1, 1),
+        ({"total_s": 0.1}, 0, 0, 0),
     ],
 )
-def test_an_answer_attains_the_objective_within_both_bounds(record: dict[str, Any], judged: int, attained: int) -> None:
-    counts = Counts(seconds=10.0)
-    counts.add(ended(**record))
-    assert (counts.judged, counts.attained) == (judged, attained)
+def test_an_answer_attains_the_objective_within_both_bounds(
+    record: dict[str, Any], judged: int, by_gaps: int, by_mean: int
+) -> None:
+    usual, mean = Counts(seconds=10.0), Counts(seconds=10.0, slo=Slo(judge="mean"))
+    usual.add(ended(**record))
+    mean.add(ended(**record))
+    assert (usual.judged, usual.attained, usual.by_mean) == (judged, by_gaps, by_mean)
+    assert (mean.judged, mean.attained, mean.by_mean) == (judged, by_mean, by_mean)
+
+
+@pytest.mark.parametrize("judge", ["p0", "p100", "median", ""])
+def test_what_is_no_judge_is_refused(judge: str) -> None:
+    with pytest.raises(ConfigError, match="slo: a judge of token gaps is p1 to p99, or mean"):
+        Slo(judge=judge)
+
+
+def test_of_several_answers_at_once_the_gaps_are_nobodys() -> None:
+    counts, record = Counts(seconds=10.0), ended(9.0, first_byte_s=0.1, tokens=40, gaps=(39, 0))
+    record.answers = 2
+    counts.add(record)
+    assert (counts.judged, counts.attained, counts.by_mean) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +132,10 @@ def test_goodput_is_of_the_requests_that_attain_the_objective() -> None:
     minute = LastMinute(0.0, Slo(ttft_s=1.0))
     minute.add(ended(1.0, first_byte_s=0.9))
     minute.add(ended(1.2, first_byte_s=1.1))
+    minute.add(ended(1.2, first_byte_s=0.9, tokens=7, gaps=(6, 3)))
     slo = together([minute.counts(10.0), minute.counts(10.0)]).summary()["slo"]
     assert slo == {
-        "ttft_s": 1.0, "tpot_s": 0.05, "judged": 4, "attained": 2, "attainment": 0.5, "goodput_per_s": 0.2
+        "ttft_s": 1.0, "tpot_s": 0.05, "judged": 6,
+        "judge": "p90", "attained": 2, "attainment": 0.3333, "goodput_per_s": 0.2,
+        "mean": {"attained": 4, "attainment": 0.6667, "goodput_per_s": 0.4},
     }  # fmt: skip

@@ -59,7 +59,7 @@ async def test_a_stream_is_told_what_led_to_its_first_byte() -> None:
 async def test_a_retry_shows() -> None:
     async with cluster("PD0", "PD1") as c:
         c["PD0"].script.append(replies(500, {}))
-        c["PD1"].script.append(replies(500, {}))
+        c["PD1"].script.append(replies(502, {}))
         response = await c.client.post(CHAT, json=text_body(), headers=ASK)
     assert response.status_code == 200 and response.headers["x-epd-attempts"] == "3"
 

@@ -9,12 +9,26 @@ from typing import Any
 
 import pytest
 
-from proxy.config.limits import AdmissionLimits, RecordLimits
+from proxy.config.limits import AdmissionLimits, RecordLimits, Slo
 from proxy.records.record import Record
 from proxy.records.records import FAILED, NEWEST, SLOWEST, Question
 from proxy.registry.instance_state import Work
 from proxy.routing.policy import UNMEASURED_RATE
-from tests.proxy.fakes import QUICK, Cluster, answer, cluster, encodes, image_body, once, replies, settings, text_body
+from tests.proxy.fakes import (
+    DONE,
+    QUICK,
+    Cluster,
+    answer,
+    cluster,
+    encodes,
+    image_body,
+    once,
+    replies,
+    settings,
+    streams,
+    text_body,
+)
+from tests.proxy.generate.streams import Form
 
 CHAT = "/v1/chat/completions"
 
@@ -83,7 +97,7 @@ async def test_an_image_s_way_has_its_encoder_and_what_the_store_had() -> None:
 async def test_a_retry_is_told_with_its_cause_and_why_not_there_again() -> None:
     async with cluster("PD0", "PD1") as c:
         c["PD0"].script.append(replies(500, {"error": {"message": "out of luck"}}))
-        c["PD1"].script.append(replies(500, {"error": {"message": "out of luck"}}))
+        c["PD1"].script.append(replies(502, {"error": {"message": "out of luck"}}))
         told = await ask(c, "mine")
     failed = events(told, "failed")
     assert [one["code"] for one in failed] == ["stage_failed"] * 2 and "out of luck" in failed[0]["message"]
@@ -197,3 +211,12 @@ async def test_a_sink_that_fails_costs_neither_the_client_nor_the_others() -> No
         told = await ask(c, "mine")
         assert (told["outcome"], taken[0].client_id) == ("200", "mine")
         assert c.metric("epd_proxy_broken_messages_total", kind="Record") == 1
+
+
+async def test_the_gaps_between_a_stream_s_tokens_are_told() -> None:
+    form = Form(chat=True)
+    tokens = [form.event([(number, "a")]) for number in range(4)]
+    async with cluster("PD0", config=settings(slo=Slo(tpot_s=0.07))) as c:
+        c["PD0"].script.append(streams(*tokens[:2], tokens[2] + tokens[3] + DONE))
+        told = await ask(c, "mine", text_body(stream=True))
+    assert told["gaps"] == {"count": 3, "within": 3, "limit_s": 0.07}, "all in one read"

@@ -61,6 +61,15 @@ def test_time_per_token_is_of_what_comes_after_the_first() -> None:
     assert told("epd_proxy_tokens_total", kind="cached", **IMAGE) is None
 
 
+def test_objectives_are_counted_by_their_judge_and_by_the_mean() -> None:
+    stream = {"first_byte_s": 0.5, "total_s": 2.5, "completion_tokens": 41, "gaps": 40}
+    left = ended(outcome="cancelled", first_byte_s=0.5)
+    told = Told(ended(**stream, gaps_within=35), ended(**stream, gaps_within=36), ended(outcome="broken"), left)
+    name = "epd_proxy_slo_requests_total"
+    assert [told(name, judge="p90", attained=attained) for attained in ("yes", "no")] == [1, 2]
+    assert [told(name, judge="mean", attained=attained) for attained in ("yes", "no")] == [2, 1]
+
+
 def test_a_refusal_has_its_code_and_no_time_of_an_answer() -> None:
     told = Told(ended(path="", outcome="429", status=429, code="overloaded", total_s=9.0))
     assert told("epd_proxy_requests_total", endpoint=CHAT, status="429") == 1

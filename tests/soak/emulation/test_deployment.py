@@ -123,7 +123,7 @@ def test_a_run_is_judged_as_a_measured_one():
     found = judged(run, Plan(Poisson(2.0), count=30, devices=3, rules=Rules(min_samples=5)))
 
     assert found.valid and found.figures["ttft_ms"]["p50"] > 500
-    assert found.figures["slo_2000:50"]["attainment"] == 1.0
+    assert found.figures["slo_2000:50:p90"]["attainment"] == 1.0
 
 
 def test_stages_of_several_devices_are_refused():
