@@ -71,9 +71,12 @@ class Line:
         return self.setup_s + self.per_unit_s * amount if amount > 0 else 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        seconds = max(seconds, 0.0)
-        if self.count >= TRUSTED:
-            seconds = min(seconds, OUTLIER * self.seconds(amount))
+        seconds, expected = max(seconds, 0.0), self.seconds(amount)
+        if self.count >= TRUSTED and expected > 0:
+            seconds = min(seconds, OUTLIER * expected)
+        elif 0 < self.count < TRUSTED and OUTLIER * seconds < expected:
+            self._weight = self._x = self._y = self._xx = self._xy = 0.0  # the first ones compiled what they ran
+            self.count = 0
         self.count += 1
         kept = 1 - 1 / MEMORY
         self._weight = self._weight * kept + 1
@@ -150,11 +153,14 @@ class Budgets:
             self._share = min(max(self._share * change, SMALLEST_SHARE), SHARE)
         if not self._prefills:
             prompt_tokens = 0
+        if prompt_tokens < LEAST_TOKENS and not item_tokens:  # the last of a prompt whose KV came: a token like others
+            decodes, prompt_tokens = decodes + (prompt_tokens > 0), 0
         rest_s = seconds - self._decode.seconds(decodes)
         if item_tokens and prompt_tokens and not self._prompt.count:
             self._prompt.add(prompt_tokens, rest_s / 2)  # a guess; steps with prompts alone, which follow, correct it
         if item_tokens:
-            self._item.add(item_tokens, rest_s - self._prompt.seconds(prompt_tokens))
+            # At least a part is the item's: were prompts thought too slow, no step would ever say so.
+            self._item.add(item_tokens, max(rest_s - self._prompt.seconds(prompt_tokens), rest_s / 4))
         elif prompt_tokens:
             self._prompt.add(prompt_tokens, rest_s)
         elif decodes:
@@ -187,7 +193,7 @@ class Budgets:
         encoded = (next_item if oversize else 0) if next_item > items else min(next_item, items)
         self._passed = self._passed + 1 if next_item and not encoded else 0
         tokens = self._tokens(room_s - self._item.seconds(encoded))
-        self.last = Limits(tokens, int(items * self._neighbourly), oversize)
+        self.last = Limits(tokens, items, oversize)
         return self.last
 
     def _tokens(self, room_s: float) -> int:
@@ -198,7 +204,7 @@ class Budgets:
     def _items(self, room_s: float) -> int:
         """An item's tokens are a prompt's, too, and are to be computed in the same step."""
         lines = (self._item, self._prompt) if self._prefills else (self._item,)
-        return _most_within(room_s, self._most.items, *lines)
+        return int(self._neighbourly * _most_within(room_s, self._most.items, *lines))
 
     # --- a neighbour on the device ----------------------------------------------------------------------------------
 

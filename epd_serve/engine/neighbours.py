@@ -6,6 +6,7 @@ Belongs to the scheduler's thread, which has nothing to wait for here: what has 
 from __future__ import annotations
 
 import logging
+import time
 
 import zmq
 
@@ -16,6 +17,9 @@ from epd_serve.wiring import StageWiring
 
 logger = logging.getLogger(__name__)
 
+SILENT_S = 5.0
+"""After which one that has reported counts as gone; a stage reports twice a second."""
+
 
 class Neighbours:
     """Those who decode on a device of this stage, as they come and go."""
@@ -25,9 +29,11 @@ class Neighbours:
         self._ear = open_socket(zmq.SUB)
         self._following = Following(self._ear, wiring.key_file)
         self._topics: frozenset[bytes] = frozenset()
+        self._heard_at = -SILENT_S
 
     def decode_step_s(self) -> float | None:
-        """The longest mean step with decodes that one of them has reported since the last call; None: no news."""
+        """The longest mean step with decodes that one of them has reported since the last call; None: no news. 0 where
+        there is none, or none that reports."""
         if self._peers.changed():
             self._follow()
         news: dict[str, float] = {}
@@ -39,7 +45,11 @@ class Neighbours:
                 continue
             if isinstance(report, wire.StageReport):
                 news[report.instance] = report.decode_step_s
-        return max(news.values()) if news else None
+        now = time.monotonic()
+        if news:
+            self._heard_at = now
+            return max(news.values())
+        return None if self._topics and now < self._heard_at + SILENT_S else 0.0
 
     def close(self) -> None:
         self._ear.close()

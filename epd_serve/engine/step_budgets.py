@@ -98,7 +98,7 @@ def with_budgets(base: Any) -> Any:
                 room = begun * (1 + self.num_spec_tokens) + limits.tokens
                 self.max_num_scheduled_tokens = min(self._own_tokens, room)
             if self._counts_items:
-                self.max_num_encoder_input_tokens = limits.items
+                self.max_num_encoder_input_tokens = max(1, limits.items)  # 0 would look untouched for ever
 
         def _ready_tokens(self, request: Any) -> int:
             """Of this prompt, up to its first item that is to be encoded."""

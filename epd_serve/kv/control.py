@@ -21,7 +21,7 @@ from typing import Generic, Protocol, TypeVar
 import zmq
 
 from epd_serve import wire
-from epd_serve.kv.decode_desk import DecodeDesk
+from epd_serve.kv.decode_desk import ASK_AGAIN_S, DecodeDesk
 from epd_serve.kv.faults import Faults
 from epd_serve.kv.prefill_desk import PrefillDesk
 from epd_serve.sockets import Socket, bind, connect, milliseconds, open_socket, readable
@@ -87,6 +87,7 @@ class _Control(ABC, Generic[Peer, Message]):
             self._next_beat = time.monotonic() + _BEAT_S
             with self.lock:
                 self._desk.beat(time.monotonic())
+                self._beat()
             self._changed()
         self._send()
 
@@ -98,10 +99,20 @@ class _Control(ABC, Generic[Peer, Message]):
                 if delay_s:
                     heapq.heappush(self._late, (time.monotonic() + delay_s, next(self._number), peer, message))
                 else:
-                    self._deliver(peer, message)
+                    self._try_to_deliver(peer, message)
         while self._late and self._late[0][0] <= time.monotonic():
             _, _, peer, message = heapq.heappop(self._late)
+            self._try_to_deliver(peer, message)
+
+    def _try_to_deliver(self, peer: Peer, message: Message) -> None:
+        """One that cannot be sent keeps no other from being sent; whatever matters is said again."""
+        try:
             self._deliver(peer, message)
+        except Exception:
+            logger.exception("%s could not be sent to %s", type(message).__name__, peer)
+
+    def _beat(self) -> None:  # only D's end has more to say
+        """With the lock held, at each beat of the desk."""
 
     @abstractmethod
     def _receive(self, socket: Socket) -> None: ...
@@ -160,11 +171,12 @@ class PrefillControl(_Control[bytes, wire.ToDecodeScheduler]):
 
 @dataclass
 class _Offer:
-    """A READY that waits until the workers of D in `unaware` expect its transfer."""
+    """A READY that waits until the workers of D in `unaware`, who were told at `said_at`, expect its transfer."""
 
     endpoint: str
     ready: wire.Ready
     unaware: set[str]
+    said_at: float
     withdrawn: bool = False
 
 
@@ -196,8 +208,8 @@ class DecodeControl(_Control[str, wire.FromDecodeControl]):
 
     def offer(self, endpoint: str, ready: wire.Ready) -> None:
         """vLLM allocated the blocks: tell D's workers, then P."""
-        self._offers[ready.key] = _Offer(endpoint, ready, set(ready.endpoints))
-        self.desk.outbox += [(worker, wire.Expect(ready.key)) for worker in ready.endpoints]
+        self._offers[ready.key] = offer = _Offer(endpoint, ready, set(ready.endpoints), time.monotonic())
+        self._tell(offer)
 
     def withdraw(self, key: TransferKey) -> None:
         """The request leaves: if P has not heard of its blocks yet it will not."""
@@ -208,6 +220,16 @@ class DecodeControl(_Control[str, wire.FromDecodeControl]):
         """Withdrawn before P heard of them, each once: the workers, which have, may report them."""
         unoffered, self._unoffered = self._unoffered, []
         return unoffered
+
+    def _tell(self, offer: _Offer) -> None:
+        self.desk.outbox += [(worker, wire.Expect(offer.ready.key)) for worker in sorted(offer.unaware)]
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        for offer in self._offers.values():
+            if now >= offer.said_at + ASK_AGAIN_S:  # what was lost would hold D's blocks for ever
+                offer.said_at = now
+                self._tell(offer)
 
     def _on_expecting(self, worker: str, key: TransferKey) -> None:
         offer = self._offers.get(key)

@@ -171,3 +171,44 @@ def test_the_last_step_with_decodes_says_nothing_once_nothing_runs() -> None:
     budgets = learnt()
     assert budgets.report(decoding=True)["decode_step_s"] > 0
     assert budgets.report(decoding=False)["decode_step_s"] == 0.0
+
+
+def test_steps_that_said_nothing_of_a_kind_are_not_believed_for_ever() -> None:
+    line = Line(0.5)
+    for _ in range(20):
+        line.add(100, 0.0)
+    for _ in range(200):
+        line.add(100, 1.0)
+    assert line.seconds(100) == pytest.approx(1.0, rel=0.1)
+
+
+def test_images_are_learnt_though_a_slow_first_prompt_would_explain_all_of_their_steps() -> None:
+    budgets = ignorant()
+    budgets.measured(0.025, decodes=0, prompt_tokens=20, item_tokens=0)  # as if 400 took half a second
+    for _ in range(50):
+        budgets.measured(0.06, decodes=0, prompt_tokens=400, item_tokens=400)
+    assert budgets.seconds(items=400) > 0.01
+
+
+def test_a_first_step_that_compiled_is_forgotten() -> None:
+    budgets = ignorant()
+    budgets.measured(5.0, decodes=0, prompt_tokens=100, item_tokens=0)
+    budgets.measured(machine(0, 100, 0), decodes=0, prompt_tokens=100, item_tokens=0)
+    assert budgets.seconds(tokens=100) == pytest.approx(machine(0, 100, 0))
+
+
+def test_the_last_token_of_a_prompt_whose_kv_came_says_nothing_of_prompts() -> None:
+    budgets = ignorant()
+    for _ in range(20):
+        budgets.measured(0.03, decodes=0, prompt_tokens=1, item_tokens=0)
+    assert budgets.limits(0, 0, 0).tokens == MOST_TOKENS
+    assert budgets.seconds(decodes=1) == pytest.approx(0.03)
+
+
+def test_what_a_neighbour_leaves_of_items_is_what_the_next_one_is_held_against() -> None:
+    budgets = learnt()
+    for _ in range(3):
+        budgets.neighbour(TBT_S)
+    steps = [budgets.limits(4, 10, 100) for _ in range(MOST_PASSED + 1)]
+    assert steps[0].items < 100
+    assert steps[-1].oversize, "or it would be passed over for ever"

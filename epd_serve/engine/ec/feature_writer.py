@@ -16,7 +16,9 @@ import torch
 
 from epd_serve.engine.ec.publishing import SecondTierPublisher, Tell
 from epd_serve.engine.ec.write_queue import Job, WriteQueue
+from epd_serve.engine.vital_thread import end_stage
 from epd_serve.trace import Trace
+from npu_ops.fences import DeviceHungError
 from npu_ops.memory import DeviceMemory
 from npu_ops.torch_memory import HostMemory
 from store.errors import StoreError, StoreFullError
@@ -100,6 +102,8 @@ class FeatureWriter:
             except StoreError as error:
                 logger.warning("feature %s was not stored: %s", job.key, error)
                 self._tell_failed(job.key, error)
+            except DeviceHungError as error:  # nothing would leave this encoder any more
+                end_stage(f"the device did not hand out feature {job.key}: {error}")
             except Exception as error:  # without its writer every save would hold up the model's thread
                 logger.exception("feature %s was not stored", job.key)
                 self._tell_failed(job.key, error)

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from epd_serve.engine.kv.transport import LinkError
+from npu_ops.fences import DEADLINE_S
 
 logger = logging.getLogger(__name__)
 
@@ -106,16 +107,17 @@ class Writes:
             self._run_lists(engine, session, list(writes), harmless=harmless)
             return
         under_way = deque[int]()
+        until = self._clock() + DEADLINE_S
         try:
             for source, target, nbytes in writes:
                 if len(under_way) == UNDER_WAY:
-                    self._finish_oldest(engine, session, under_way)
+                    self._finish_oldest(engine, session, under_way, until)
                 batch = engine.batch_transfer_async_write(session, [source], [target], [nbytes])
                 if batch in _NO_BATCH:
                     raise LinkError(f"Mooncake did not accept a write to {session}")
                 under_way.append(batch)
             while under_way:
-                self._finish_oldest(engine, session, under_way)
+                self._finish_oldest(engine, session, under_way, until)
         finally:
             self._leave(under_way, harmless=harmless)
 
@@ -147,12 +149,13 @@ class Writes:
         now = self._clock()
         return sum(left.number < given_up and left.lands_until > now for left in self._left)
 
-    def _finish_oldest(self, engine: Any, session: str, under_way: deque[int]) -> None:
+    def _finish_oldest(self, engine: Any, session: str, under_way: deque[int], until: float) -> None:
         """Those that came later may have ended before: each is asked for in its turn, so all are, once or little more.
 
+        `until`: for all writes together, since a link that takes longer over them would pass for one that hangs.
         Raises LinkError; the write then still stands first, as 0 where its batch is freed.
         """
-        deadline = self._clock() + self._timeout_s
+        deadline = min(self._clock() + self._timeout_s, until)
         pause_s = _FIRST_PAUSE_S
         while (status := engine.transfer_check_status(under_way[0])) == _PENDING:
             if self._clock() > deadline:

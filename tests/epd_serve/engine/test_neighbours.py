@@ -49,15 +49,19 @@ def voices(tmp_path: Path) -> Iterator[dict[str, Voice]]:
         voice.socket.close()
 
 
-def test_the_neighbour_that_decodes_is_heard_and_nobody_else(tmp_path: Path, voices: dict[str, Voice]) -> None:
+def test_the_neighbour_that_decodes_is_heard_and_nobody_else(
+    tmp_path: Path, voices: dict[str, Voice], monkeypatch: pytest.MonkeyPatch
+) -> None:
     neighbours = Neighbours(StageWiring("E0", Role.E, "life", peers=f"{tmp_path}/peers.json"))
-    assert neighbours.decode_step_s() is None
+    assert neighbours.decode_step_s() == 0.0, "nobody has reported"
     topic = voices["PD0"].heard_by_somebody()
     assert topic.startswith(SUBSCRIBES) and topic != SUBSCRIBES, "or it would be told the whole cache"
     for voice in voices.values():
         voice.says(0.25 if voice is voices["PD0"] else 9.0)
     assert wait_for(neighbours.decode_step_s) == 0.25
     assert neighbours.decode_step_s() is None, "no news"
+    monkeypatch.setattr("epd_serve.engine.neighbours.SILENT_S", 0.0)
+    assert neighbours.decode_step_s() == 0.0, "it has gone, or hangs"
     assert not any(readable(voices[name].socket) for name in ("PD1", "P0")), "of another device; does not decode"
     neighbours.close()
 

@@ -30,6 +30,7 @@ class Workers:
 
     def __init__(self, folder: Path, ranks: int = 2) -> None:
         self.silent: set[int] = set()
+        self.to_lose = 0  # of what is said to them next
         self.told: list[tuple[int, wire.ToDecodeWorker]] = []
         self._routers = [zmq.Context.instance().socket(zmq.ROUTER) for _ in range(ranks)]
         for rank, router in enumerate(self._routers):
@@ -44,6 +45,9 @@ class Workers:
             for rank, router in enumerate(self._routers):
                 while router.poll(0):
                     peer, data = router.recv_multipart()
+                    if self.to_lose:
+                        self.to_lose -= 1
+                        continue
                     message = wire.to_decode_worker.decode(data)
                     self.told.append((rank, message))
                     if isinstance(message, wire.Expect):
@@ -135,12 +139,39 @@ def test_prefill_hears_of_blocks_when_all_workers_expect_their_transfer(
     workers.silent = {1}
     wanted = asked(tmp_path)
     reserve(d, wanted, [5, 6, 7])
-    wait_for(lambda: len(workers.told) == 2)
-    assert sorted(workers.told) == [(rank, wire.Expect(key(wanted))) for rank in range(2)]
+    wait_for(lambda: {rank for rank, _ in workers.told} == {0, 1})
+    assert {message for _, message in workers.told} == {wire.Expect(key(wanted))}
     wait_for(lambda: d._control._offers[key(wanted)].unaware == {f"ipc://{tmp_path}/D0.kvw1"})
     assert d._desk._entries[key(wanted)].state is Decode.QUEUED  # to P it is a request that waits for blocks
     workers.silent = set()
     assert offered(p, wanted).blocks == [5, 6, 7]
+
+
+def test_what_a_worker_was_told_in_vain_it_is_told_again(
+    d: DecodeScheduler, p: PrefillControl, workers: Workers, tmp_path: Path
+) -> None:
+    workers.to_lose = 3
+    wanted = asked(tmp_path)
+    reserve(d, wanted, [5, 6, 7])
+    assert offered(p, wanted).blocks == [5, 6, 7]
+
+
+def test_one_that_cannot_be_told_keeps_no_other_from_it(
+    d: DecodeScheduler, p: PrefillControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failed = d._control._deliver, []
+
+    def deliver(peer: str, message: object) -> None:
+        if not failed:
+            failed.append(peer)
+            raise OSError("too many open files")
+        real(peer, message)
+
+    monkeypatch.setattr(d._control, "_deliver", deliver)
+    wanted = asked(tmp_path)
+    reserve(d, wanted, [5, 6, 7])
+    assert offered(p, wanted).blocks == [5, 6, 7]
+    assert failed
 
 
 def test_a_client_that_leaves_before_all_workers_know_gets_its_blocks_back_when_they_do(
