@@ -92,7 +92,7 @@ async def test_a_call_that_failed_is_a_span_of_its_own_and_the_request_none_that
     with collector() as got:
         async with cluster("PD0", "PD1", config=settings(otlp_traces_endpoint=got.url)) as c:
             c["PD0"].script.append(replies(500, {}))
-            c["PD1"].script.append(replies(500, {}))
+            c["PD1"].script.append(replies(502, {}))
             answer = await c.client.post(CHAT, json=text_body())
             whole = await root(got)
             asked = {stage: [sent(call)[1] for call in c[stage].calls] for stage in ("PD0", "PD1")}
