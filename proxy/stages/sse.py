@@ -22,7 +22,7 @@ NAMED = b"event: "
 ERROR_MARK = b'{"error"'
 ABORT_MARK = b'"finish_reason":"abort"'
 """Of an answer that its engine gave up, as when it is ended: no end that a model has come to."""
-ABORTED = b'{"error": {"message": "the answer was aborted", "code": 500}}'
+ABORTED = "the answer was aborted"
 
 
 class WholeEvents:
@@ -115,7 +115,7 @@ def is_opening(event: bytes) -> bool:
 def error_payload(event: bytes) -> bytes | None:
     """The JSON of an error event, or None for any other event."""
     if ABORT_MARK in event:
-        return ABORTED
+        return b'{"error": {"message": "%b", "code": 500}}' % ABORTED.encode()
     if event.startswith(RESPONSE_ERROR):
         event = event.removeprefix(RESPONSE_ERROR)
     elif not event.startswith(ERROR_PREFIXES):
