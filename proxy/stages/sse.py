@@ -6,6 +6,8 @@ does are its events written anew (`compact`), so that all others may look for by
 
 from __future__ import annotations
 
+import re
+
 from proxy import strict_json
 
 DONE = b"data: [DONE]"
@@ -17,6 +19,7 @@ RESPONSE_ERROR = b"event: error\n"
 
 
 BLANK_LINE = b"\n\n"
+_DATA = re.compile(rb"^data:", re.MULTILINE)
 DONE_EVENT = DONE + BLANK_LINE
 NAMED = b"event: "
 ERROR_MARK = b'{"error"'
@@ -64,8 +67,11 @@ def compact(events: bytes) -> bytes:
 
 
 def _compact(event: bytes) -> bytes:
-    name, data, payload = event.rpartition(b"data:")
-    if not data or b"\n" in payload.rstrip(b"\n"):
+    data = _DATA.search(event)
+    if data is None:
+        return event
+    name, payload = event[: data.start()], event[data.end() :]
+    if b"\n" in payload.rstrip(b"\n"):
         return event
     if payload.strip() == b"[DONE]":
         return name + DONE_EVENT
