@@ -223,7 +223,7 @@ class InstanceTable:
         return self._silences.silence_s(state)
 
     def down_s(self, instance_id: str, incarnation: str) -> float:
-        """Returns for how long this incarnation has been said not to answer and has reported nothing, since whoever says
+        """For how long this incarnation has been said not to answer and has reported nothing, since whoever says
         so may only have lost sight of it; 0 for one that answers, infinite for one that has ended."""
         state = self._states.get(instance_id)
         if state is None or state.instance.incarnation != incarnation:

@@ -83,7 +83,7 @@ def test_a_log_of_which_no_room_can_be_given_back_stays_whole(tmp_path: Path, mo
     monkeypatch.setattr("deploy.host.logs._libc", Fails(errno.EINTR))
     path = tmp_path / "P0.log"
     path.write_bytes(b"x" * (3 * KEPT_BYTES))
-    with pytest.raises(InterruptedError, match="P0.log"):
+    with pytest.raises(InterruptedError, match="P0"):
         bound_log(path, KEPT_BYTES)
     assert path.stat().st_size == 3 * KEPT_BYTES
 

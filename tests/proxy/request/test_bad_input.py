@@ -75,7 +75,7 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
         )
     ),
     *(
-        ("a grammar beside a list of tokens", CHAT, text_body(**grammar, allowed_token_ids=[1]), 400, "allowed_token_ids")
+        ("a grammar and a list of tokens", CHAT, text_body(**grammar, allowed_token_ids=[1]), 400, "allowed_token_ids")
         for grammar in (
             {"response_format": {"type": "json_object"}},
             {"structured_outputs": {"regex": None, "choice": ["a"]}},
