@@ -75,7 +75,7 @@ class Gaps:
 
     def add(self, at_s: float, events: int = 1) -> None:
         """So many events with content came at once, not before those that were added."""
-        if not events:
+        if events <= 0:
             return
         if self._before_s is None:
             events -= 1

@@ -65,8 +65,10 @@ def fields(raw: bytes) -> Mapping[str, msgspec.Raw]:
 def _refuse_lone_surrogates(value: Any, path: str) -> None:
     """msgspec refuses them, so that only what it refused is gone through."""
     if isinstance(value, str):
-        if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise LoneSurrogateError(path)
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise LoneSurrogateError(path) from None
     elif isinstance(value, dict):
         for name, inner in value.items():
             shown = name.encode("ascii", "backslashreplace").decode("ascii")[:SHOWN_CHARS]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from deploy.options.config import DeployConfig, build_config
 from deploy.options.proxy_overrides import apply_overrides, proxy_overrides, setting_keys
+from deploy.plan.proxy_settings import slo_of_steps
 from proxy.config.settings import ModelIdentity, ProxySettings
 
 DEPLOYMENT = Path(__file__).parents[1] / "docs/examples/deployment.yaml"
@@ -29,6 +30,7 @@ def test_the_deployment_is_what_is_served_without_it() -> None:
             assert getattr(config, option.name) == getattr(DeployConfig(), option.name), option.name
     default = ProxySettings(served_models=("m",), identity=ModelIdentity("m"))
     assert apply_overrides(default, proxy_overrides(config.proxy)) == default
+    assert slo_of_steps(config) is None
 
 
 def test_the_deployment_names_every_setting_that_is_not_hidden() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import logging
 import os
 from pathlib import Path
@@ -42,7 +43,7 @@ def _bound_all(folder: Path) -> None:
 
 
 def bound_log(path: Path, kept_bytes: int = KEPT_BYTES) -> None:
-    """Give back the room of a log that takes twice as much, but for its end."""
+    """Give back the room of a log that takes twice as much, but for its end. Raises OSError."""
     with path.open("r+b") as file:
         found = os.fstat(file.fileno())
         gone = (found.st_size - kept_bytes) // PAGE_BYTES * PAGE_BYTES
@@ -50,6 +51,9 @@ def bound_log(path: Path, kept_bytes: int = KEPT_BYTES) -> None:
             return
         size = ctypes.c_int64(gone)
         if _libc.fallocate(file.fileno(), _PUNCH_HOLE_KEEP_SIZE, ctypes.c_int64(0), size) != 0:
+            failed = ctypes.get_errno()
+            if failed not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise OSError(failed, os.strerror(failed), str(path))
             file.truncate(0)  # a file system without holes
 
 

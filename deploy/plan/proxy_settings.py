@@ -81,13 +81,13 @@ def build_proxy_settings(
 
 
 def slo_of_steps(config: DeployConfig) -> Slo | None:
-    """What stages hold their steps to: the SLO of the front doors where one of its parts is named by `--proxy`."""
+    """What stages hold their steps to: the SLO of the front doors where one of its limits is named by `--proxy`."""
     if config.step_budgets == "off" or not config.proxy:
         return None
     from proxy.config.limits import Slo
 
-    named = proxy_overrides(config.proxy).get("slo")
-    return Slo(**named) if named else None
+    named = proxy_overrides(config.proxy).get("slo", {})
+    return Slo(**named) if named.keys() & {"ttft_s", "tpot_s"} else None
 
 
 def tls_settings(cert_file: str, key_file: str) -> dict[str, Any]:

@@ -223,12 +223,14 @@ class InstanceTable:
         return self._silences.silence_s(state)
 
     def down_s(self, instance_id: str, incarnation: str) -> float:
-        """Returns for how long this incarnation has been said not to answer; 0 for one that answers, infinite for one
-        that has ended."""
+        """For how long this incarnation has been said not to answer and has reported nothing, since whoever says
+        so may only have lost sight of it; 0 for one that answers, infinite for one that has ended."""
         state = self._states.get(instance_id)
         if state is None or state.instance.incarnation != incarnation:
             return math.inf
-        return 0.0 if state.healthy_since is not None else time.monotonic() - state.down_since
+        if state.healthy_since is not None:
+            return 0.0
+        return time.monotonic() - max(state.down_since, state.last_report_at)
 
     def is_alive(self, instance_id: str, incarnation: str) -> bool:
         """Whether this incarnation is still there, as far as the launcher has said."""

@@ -101,7 +101,7 @@ class ClientSink:
 
     def _count(self, data: bytes) -> None:
         told = data.count(self._content)
-        if not self.events_sent:
+        if not self.events_sent and self._content == CHOICE:
             told -= data.count(OPENING)
         self.gaps.add(time.monotonic(), told)
         self.bytes_sent += len(data)

@@ -214,8 +214,9 @@ def _prompt(body: Mapping[str, Any]) -> None:
 
 def _one_choice_of_tokens(body: Mapping[str, Any]) -> None:
     """Where a list of tokens and a grammar agree on none, vLLM's engine ends the request with a 500."""
-    form = body.get("response_format")
-    grammar = body.get("structured_outputs") or (isinstance(form, dict) and str(form.get("type")) in _GRAMMARS)
+    form, outputs = body.get("response_format"), body.get("structured_outputs")
+    grammar = isinstance(outputs, dict) and any(value is not None for value in outputs.values())
+    grammar = grammar or (isinstance(form, dict) and str(form.get("type")) in _GRAMMARS)
     if grammar and body.get("allowed_token_ids") is not None:
         raise RequestError(
             "allowed_token_ids cannot be used with response_format or structured_outputs: both say which tokens may "

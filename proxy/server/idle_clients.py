@@ -52,12 +52,13 @@ class Connection(Protocol):
 
 
 def end_an_idle_one(connections: Iterable[Connection]) -> bool:
-    """End a connection between two requests, to make room for another. Returns whether there was one."""
-    for one in connections:
-        if one.idle and not one.owes and not one.transport.get_write_buffer_size() and not one.transport.is_closing():
-            one.transport.close()
-            return True
-    return False
+    """End a connection between two requests, to make room for another. Returns whether there was one; none while one
+    of them is ending, which over TLS waits for its client."""
+    resting = [one for one in connections if one.idle and not one.owes and not one.transport.get_write_buffer_size()]
+    if not resting or any(one.transport.is_closing() for one in resting):
+        return False
+    resting[0].transport.close()
+    return True
 
 
 class IdleClients:

@@ -1,16 +1,18 @@
 """The 500s of live instances under one request: the same words from two of them are about its body.
 
 A body that vLLM did not expect fails wherever it is sent, and says nothing about who it is sent to. What an engine
-could not do (`GENERIC`) is not told from that by its words, and is never the body's.
+could not do (`GENERIC`) is not told from that by its words, and is never the body's, nor is the end of an engine.
 """
 
 from __future__ import annotations
 
 from epd_serve.instances import IncarnationId
 from proxy.errors import FaultyBody, StageFault
+from proxy.stages import sse
 
 GENERIC = "500: Internal server error"
 """How vLLM (0.23 to 0.32, `GenerationError`) says that a request failed in the engine, as where its KV did not come."""
+NEVER_THE_BODY = (GENERIC, f"500: {sse.ABORTED}")
 
 
 class Faults:
@@ -23,7 +25,7 @@ class Faults:
         """Returns those who are not to blame, since each of them said the same; none while only one did."""
         said = self._said.setdefault(fault.said, set())
         said.add(incarnation_id)
-        return frozenset(said) if len(said) > 1 and fault.said != GENERIC else frozenset()
+        return frozenset(said) if len(said) > 1 and fault.said not in NEVER_THE_BODY else frozenset()
 
 
 def faulty_body(fault: StageFault) -> FaultyBody:

@@ -6,6 +6,8 @@ does are its events written anew (`compact`), so that all others may look for by
 
 from __future__ import annotations
 
+import re
+
 from proxy import strict_json
 
 DONE = b"data: [DONE]"
@@ -17,12 +19,13 @@ RESPONSE_ERROR = b"event: error\n"
 
 
 BLANK_LINE = b"\n\n"
+_DATA = re.compile(rb"^data:", re.MULTILINE)
 DONE_EVENT = DONE + BLANK_LINE
 NAMED = b"event: "
 ERROR_MARK = b'{"error"'
 ABORT_MARK = b'"finish_reason":"abort"'
 """Of an answer that its engine gave up, as when it is ended: no end that a model has come to."""
-ABORTED = b'{"error": {"message": "the answer was aborted", "code": 500}}'
+ABORTED = "the answer was aborted"
 
 
 class WholeEvents:
@@ -64,8 +67,11 @@ def compact(events: bytes) -> bytes:
 
 
 def _compact(event: bytes) -> bytes:
-    name, data, payload = event.rpartition(b"data:")
-    if not data or b"\n" in payload.rstrip(b"\n"):
+    data = _DATA.search(event)
+    if data is None:
+        return event
+    name, payload = event[: data.start()], event[data.end() :]
+    if b"\n" in payload.rstrip(b"\n"):
         return event
     if payload.strip() == b"[DONE]":
         return name + DONE_EVENT
@@ -115,7 +121,7 @@ def is_opening(event: bytes) -> bool:
 def error_payload(event: bytes) -> bytes | None:
     """The JSON of an error event, or None for any other event."""
     if ABORT_MARK in event:
-        return ABORTED
+        return b'{"error": {"message": "%b", "code": 500}}' % ABORTED.encode()
     if event.startswith(RESPONSE_ERROR):
         event = event.removeprefix(RESPONSE_ERROR)
     elif not event.startswith(ERROR_PREFIXES):

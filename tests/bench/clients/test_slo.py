@@ -7,7 +7,7 @@ import pytest
 from bench.clients.results import Outcome
 from bench.clients.slo import PAPER, attains, counted, parse_slos
 from epd_serve.errors import ConfigError
-from epd_serve.slo import Slo, gaps_within
+from epd_serve.slo import Gaps, Slo, gaps_within
 from tests.bench.clients.made import failed, row
 
 
@@ -34,6 +34,14 @@ def test_events_read_at_once_share_the_wait_before_them():
     assert gaps_within([0.0, 1.0, 1.0, 1.0, 1.0], 0.25) == (4, 4)
     assert gaps_within([0.0, 0.0, 1.0, 1.0, 1.1], 0.25) == (4, 2)
     assert gaps_within([], 0.25) == gaps_within([1.0], 0.25) == (0, 0)
+
+
+@pytest.mark.parametrize("events", [0, -1])
+def test_where_no_event_came_there_is_no_gap(events):
+    gaps = Gaps(0.25)
+    gaps.add(1.0, events)
+    gaps.add(2.0)
+    assert (gaps.count, gaps.within) == (0, 0)
 
 
 def test_one_token_has_no_time_per_token_to_miss():

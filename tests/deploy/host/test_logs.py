@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -66,12 +68,29 @@ def test_a_log_that_is_small_enough_stays_whole(tmp_path: Path, size_bytes: int)
     assert read_log(path, 0, -1) == (b"x" * size_bytes, size_bytes)
 
 
-def test_without_holes_a_log_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoHoles:
-        def fallocate(self, *_: object) -> int:
-            return -1
+class Fails:
+    """In place of the system's library."""
 
-    monkeypatch.setattr("deploy.host.logs._libc", NoHoles())
+    def __init__(self, why: int) -> None:
+        self.why = why
+
+    def fallocate(self, *_: object) -> int:
+        ctypes.set_errno(self.why)
+        return -1
+
+
+def test_a_log_of_which_no_room_can_be_given_back_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.host.logs._libc", Fails(errno.EINTR))
+    path = tmp_path / "P0.log"
+    path.write_bytes(b"x" * (3 * KEPT_BYTES))
+    with pytest.raises(InterruptedError, match="P0"):
+        bound_log(path, KEPT_BYTES)
+    assert path.stat().st_size == 3 * KEPT_BYTES
+
+
+@pytest.mark.parametrize("why", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_without_holes_a_log_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: int) -> None:
+    monkeypatch.setattr("deploy.host.logs._libc", Fails(why))
     path = tmp_path / "P0.log"
     with path.open("ab") as log:
         log.write(b"x" * (3 * KEPT_BYTES))

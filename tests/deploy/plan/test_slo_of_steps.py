@@ -14,6 +14,7 @@ from deploy.plan.blueprint import draw
     [
         ((), "on", (0.0, 0.0)),
         (("media.max_bytes=1000000",), "on", (0.0, 0.0)),
+        (("slo.judge=p99",), "on", (0.0, 0.0)),
         (("slo.tpot_s=0.03",), "on", (2.0, 0.03)),
         (("slo.ttft_s=1.5", "slo.tpot_s=0.03"), "on", (1.5, 0.03)),
         (("slo.ttft_s=1.5", "slo.tpot_s=0.03"), "off", (0.0, 0.0)),

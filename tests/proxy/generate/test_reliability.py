@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -193,6 +195,32 @@ async def test_an_instance_that_is_down_for_a_moment_keeps_its_requests(monkeypa
         released.set()
         assert (await request).status_code == 200
         assert (len(c["PD0"].calls), len(c["PD1"].calls)) == (1, 0)
+
+
+async def test_an_instance_that_is_said_to_be_down_and_still_reports_keeps_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("proxy.generate.stall_watchdog.CHECK_EVERY_S", 0.02)
+    async with cluster("PD0", "PD1", config=settings(timeouts=replace(QUICK, stage_silence_s=0.2))) as c:
+        released = asyncio.Event()
+
+        async def slow(*arguments: object) -> None:
+            await released.wait()
+            await streams(chunk("a"), b"data: [DONE]\n\n")(*arguments)  # type: ignore[arg-type]
+
+        c["PD0"].script.append(slow)
+        request = asyncio.create_task(c.client.post(CHAT, json=text_body(stream=True)))
+        await c["PD0"].until(lambda stage: stage.active == 1)
+        c.table.mark_down("PD0", "node n1 is silent")
+        begun, seq = time.monotonic(), 0
+        while time.monotonic() < begun + 0.5 and not c["PD0"].cancelled:
+            seq += 1
+            c.table.report_stage(StageReport("PD0", c.instances["PD0"].incarnation, seq))
+            await asyncio.sleep(0.02)
+        released.set()
+        assert (await request).status_code == 200
+        assert (len(c["PD0"].calls), len(c["PD1"].calls)) == (1, 0)
+        assert c.table.down_s("PD0", "another") == math.inf
 
 
 async def test_a_proxy_that_drains_refuses_what_is_new_and_finishes_what_runs() -> None:

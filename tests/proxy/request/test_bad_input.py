@@ -74,12 +74,12 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
             ("/tokenize", {"messages": [{"role": "user"}], "tools": 1}, "tools"),
         )
     ),
-    (
-        "a grammar beside a list of tokens",
-        CHAT,
-        text_body(response_format={"type": "json_object"}, allowed_token_ids=[1]),
-        400,
-        "allowed_token_ids",
+    *(
+        ("a grammar and a list of tokens", CHAT, text_body(**grammar, allowed_token_ids=[1]), 400, "allowed_token_ids")
+        for grammar in (
+            {"response_format": {"type": "json_object"}},
+            {"structured_outputs": {"regex": None, "choice": ["a"]}},
+        )
     ),
     ("no messages", CHAT, {"model": "demo"}, 400, "messages"),
     ("empty messages", CHAT, text_body(messages=[]), 400, "messages"),
@@ -277,11 +277,13 @@ async def test_what_vllm_takes_for_another_type_passes() -> None:
         "tools": None,
         "structured_outputs": {"json": "{}"},
     }
+    no_grammar = {"structured_outputs": {"json": None}, "allowed_token_ids": [1]}
     async with cluster("EPD0") as c:
         assert (await c.client.post(CHAT, json=text_body(**lax))).status_code == 200
         assert c["EPD0"].calls[0].body.items() >= lax.items()
         strings = {"prompt": "x", "stop": "a", "logit_bias": {"1": "2"}, "allowed_token_ids": ["1"]}
         assert (await c.client.post(COMPLETIONS, json=completion(**strings))).status_code == 200
+        assert (await c.client.post(CHAT, json=text_body(**no_grammar))).status_code == 200
 
 
 async def test_a_truncation_that_is_null_is_left_out_of_a_response() -> None:

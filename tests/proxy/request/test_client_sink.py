@@ -63,3 +63,15 @@ async def test_a_response_s_tokens_are_its_deltas(written: Any) -> None:
     begins = b'event: response.created\ndata: {"type":"response.created"}\n\n'
     ends = b'event: response.completed\ndata: {"type":"response.completed"}\n\n'
     assert await written((0.5, begins), (1.0, delta), (1.04, delta), (1.1, delta), (1.1, ends), content=DELTA) == (2, 1)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_an_item_that_a_response_begins_is_no_token(written: Any, at_once: bool) -> None:
+    begins = (
+        b'event: response.created\ndata: {"type":"response.created"}\n\n'
+        b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
+        b'event: response.output_item.added\ndata: {"item":{"type":"message","role":"assistant","content":[]}}\n\n'
+    )
+    delta = b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n'
+    first = [(1.0, begins + delta)] if at_once else [(0.5, begins), (1.0, delta)]
+    assert await written(*first, (1.04, delta), (1.14, delta), content=DELTA) == (2, 1)

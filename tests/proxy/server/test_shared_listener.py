@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from proxy.server.shared_listener import AT_ONCE, FILES_PER_CONNECTION, SharedListener
+from proxy.server.shared_listener import AT_ONCE, FILES_PER_CONNECTION, FULL_S, SharedListener
+from proxy.server.tls import Certificate
+from tests.certificates import certificate
 from tests.proxy.fakes import bound
 from tests.waiting import until
 
@@ -126,6 +130,32 @@ async def test_where_there_is_no_room_a_connection_on_which_nothing_is_asked_mak
     await until(lambda: idle not in protocols.held and len(protocols.held) == 4)
     await turns(20)
     assert listener.connections == 4, "the last one waits: the others are busy"
+    listener.stop()
+    for client in clients:
+        client.close()
+
+
+async def test_over_tls_no_second_connection_is_ended_while_the_client_of_the_first_does_nothing(
+    listening: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert_file, key_file = certificate(tmp_path)
+    paused: list[float] = []
+    monkeypatch.setattr(SharedListener, "_pause", lambda self, pause_s: paused.append(pause_s))
+    listener, protocols = SharedListener(listening, lambda: None, Certificate(cert_file, key_file), most=3), Protocols()
+    listener.start(protocols, protocols.held)
+    trusting = ssl.create_default_context(cafile=cert_file)
+    clients = [
+        await asyncio.to_thread(trusting.wrap_socket, client, server_hostname="127.0.0.1")
+        for client in connected(listening, 3)
+    ]
+    await until(lambda: len(protocols.held) == 3)
+    for one in protocols.held:
+        assert isinstance(one, Held)
+        one.idle = True
+    clients += connected(listening, 1)
+    await until(lambda: len(paused) > 2)
+    ending = [one for one in protocols.held if isinstance(one, Held) and one.transport.is_closing()]
+    assert (len(protocols.held), len(ending)) == (3, 1) and set(paused) == {FULL_S}
     listener.stop()
     for client in clients:
         client.close()

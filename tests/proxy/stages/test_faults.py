@@ -5,7 +5,7 @@ from __future__ import annotations
 from proxy.request.parse import Endpoint
 from proxy.stages.circuit import CircuitLimits, State
 from proxy.stages.faults import GENERIC
-from tests.proxy.fakes import Cluster, cluster, refuses, text_body
+from tests.proxy.fakes import DONE, Cluster, cluster, refuses, streams, text_body
 
 CHAT = Endpoint.CHAT.value
 SAID = "'str' object has no attribute 'get'"
@@ -43,6 +43,13 @@ async def test_what_an_engine_could_not_do_is_never_the_body_s_fault() -> None:
         for stage in c.stages.values():
             stage.usual = refuses(500, GENERIC.removeprefix("500: "))
         assert (await c.client.post(CHAT, json=text_body())).status_code == 502
+
+
+async def test_answers_that_two_stages_gave_up_as_they_ended_are_not_the_body_s_fault() -> None:
+    async with cluster("PD0", "PD1") as c:
+        for stage in c.stages.values():
+            stage.usual = streams(b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"abort"}]}\n\n', DONE)
+        assert (await c.client.post(CHAT, json=text_body(stream=True))).status_code == 502
 
 
 async def test_two_tokenizers_that_fail_alike_are_a_400() -> None:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.errors import StageRefusal, stage_answer_error
-from proxy.stages.sse import WholeEvents, error_payload, is_comment, is_done, is_last, is_opening, is_plain, split
+from proxy.stages.sse import (
+    WholeEvents,
+    compact,
+    error_payload,
+    is_comment,
+    is_done,
+    is_last,
+    is_opening,
+    is_plain,
+    split,
+)
 
 
 @settings(max_examples=30, deadline=None)
@@ -30,6 +41,14 @@ def test_kinds_of_events() -> None:
     assert is_comment(b": ping\n\n")
     assert error_payload(b'data: {"error": {"code": 500}}\n\n') == b'{"error": {"code": 500}}'
     assert error_payload(b'data: {"choices": [{"delta": {"content": "\\"error\\""}}]}\n\n') is None
+
+
+@pytest.mark.parametrize("name", [b"", b"event: a.data:b\n"])
+def test_what_is_spaced_otherwise_is_written_anew_whatever_its_text_says(name: bytes) -> None:
+    spaced = name + b'data:{"text": "data: {}", "token_ids": [1, 2]}\n\n'
+    assert compact(spaced) == name + b'data: {"text":"data: {}","token_ids":[1,2]}\n\n'
+    lines = b'data:{"token_ids":\ndata: [1]}\n\n'
+    assert compact(lines) == lines
 
 
 def test_several_events_are_judged_without_cutting_them() -> None:
