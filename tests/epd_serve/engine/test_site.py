@@ -34,7 +34,7 @@ def test_start_up_imports_no_torch():
     assert run("import sys; print({'torch', 'torchvision'} & set(sys.modules))") == "set()"
 
 
-@pytest.mark.parametrize(("prefix", "disabled"), [("/opt/My Work/.venv", "1"), ("/opt/work/.venv", None)])
+@pytest.mark.parametrize(("prefix", "disabled"), [("/opt/My Work/.venv", "1"), ("/opt/epd/.venv", None)])
 def test_below_a_path_with_a_space_torch_compiles_nothing(prefix: str, disabled: str | None) -> None:
     script = f"""
 import os, runpy, sys
