@@ -57,19 +57,26 @@ class _Sent(NamedTuple):
 def measure(arguments: argparse.Namespace) -> Result:
     bodies = QUICK_BODIES if arguments.quick else arguments.bodies
     stages = [name for name in STAGES if arguments.stages in name]
-    statuses: Counter[str] = Counter()
-    rows: list[dict[str, Any]] = []
+    answered: Counter[tuple[str, str, str]] = Counter()  # by stages, endpoint and status
+    faults: list[dict[str, Any]] = []
     for name in stages:
         share = SHARES[name] if len(stages) > 1 else 1.0
         with STAGES[name]() as launch, _Fuzz(launch.url, launch.model, name) as fuzz:
-            rows += fuzz.run(round(bodies * share), arguments.seed, statuses)
+            faults += fuzz.run(round(bodies * share), arguments.seed, answered)
+    statuses: Counter[str] = Counter()
+    for (_, _, status), times in answered.items():
+        statuses[status] += times
     figures = {
-        "bodies": float(sum(statuses.values())),
-        "server_errors": float(sum(one["times"] for one in rows if one["fault"] != HANG)),
-        "hangs": float(sum(one["times"] for one in rows if one["fault"] == HANG)),
+        "bodies": float(sum(answered.values())),
+        "server_errors": float(sum(one["times"] for one in faults if one["fault"] != HANG)),
+        "hangs": float(sum(one["times"] for one in faults if one["fault"] == HANG)),
         **{f"answered_{status}": float(times) for status, times in sorted(statuses.items())},
     }
-    return figures, rows, "\n".join(f"{one['stages']}: {one['fault']}\n  {one['body']}" for one in rows)
+    rows = [
+        {"stages": name, "endpoint": endpoint, "status": status, "times": times}
+        for (name, endpoint, status), times in sorted(answered.items())
+    ]
+    return figures, rows + faults, "\n".join(f"{one['stages']}: {one['fault']}\n  {one['body']}" for one in faults)
 
 
 class _Fuzz:
@@ -85,8 +92,8 @@ class _Fuzz:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def run(self, bodies: int, seed: int, statuses: Counter[str]) -> list[dict[str, Any]]:
-        """Returns what failed, each way of failing once. Adds to `statuses` what was answered."""
+    def run(self, bodies: int, seed: int, answered: Counter[tuple[str, str, str]]) -> list[dict[str, Any]]:
+        """Returns what failed, each way of failing once. Adds to `answered` what was answered."""
         self._all_good("before")
         damage = Damage(self._model, seed)
         found: dict[str, dict[str, Any]] = {}
@@ -95,7 +102,7 @@ class _Fuzz:
             damaged = (damage.next() for _ in range(bodies - len(documented)))
             sent = itertools.chain(clients.map(self._sent_raw, documented), clients.map(self._sent, damaged))
             for number, (endpoint, raw, status, fault) in enumerate(sent, 1):
-                statuses[status] += 1
+                answered[self._stages, endpoint, status] += 1
                 if fault:
                     first = {"stages": self._stages, "endpoint": endpoint, "fault": fault, "raw": raw, "times": 0}
                     found.setdefault(_kind(fault), first)["times"] += 1
