@@ -1,0 +1,102 @@
+"""Traffic as data: when requests came, how large they were and how long their answers. No content, no names of people.
+
+The proxy writes it (`proxy/records/recording.py`), the load generator replays it, planner and simulator read it. The
+file is JSON lines, one request each, in the order of their arrival; what is 0, empty or unknown is left out:
+
+    {"id": "r1", "at_s": 0.0, "prompt_tokens": 423, "output_tokens": 64, "items": [{"tokens": 391, "width": 644}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from epd_serve.errors import ConfigError
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class Item(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A media item.
+
+    Attributes:
+        tokens: that it is in the prompt. width, height: in pixels, 0 where nobody knows.
+        modality: `image`, `video` or `audio`.
+        key: equal for equal items of one recording; "" where it came once. A hash with a key of its own: two recordings
+            cannot be compared, and it says nothing of the item.
+    """
+
+    tokens: Count
+    width: Count = 0
+    height: Count = 0
+    modality: str = "image"
+    key: str = ""
+
+
+class Request(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A request.
+
+    Attributes:
+        id: unique within the traffic.
+        at_s: seconds from the traffic's beginning to its arrival.
+        prompt_tokens: of text and items together. output_tokens: of its answer.
+        items: in the prompt's order.
+        session: equal for requests that go on with the same conversation; "" for one that stands alone.
+        cached_tokens: of its prompt, that an earlier request of the session has in common with it.
+    """
+
+    id: str
+    at_s: Annotated[float, Meta(ge=0)]
+    prompt_tokens: Annotated[int, Meta(ge=1)]
+    output_tokens: Annotated[int, Meta(ge=1)]
+    items: tuple[Item, ...] = ()
+    session: str = ""
+    cached_tokens: Count = 0
+
+    @property
+    def item_tokens(self) -> int:
+        return sum(item.tokens for item in self.items)
+
+    @property
+    def text_tokens(self) -> int:
+        return max(0, self.prompt_tokens - self.item_tokens)
+
+
+def read_traffic(path: Path) -> list[Request]:
+    """The requests of a file, in the order of their arrival. Half a line at its end, of a writer that was killed, is
+    left out.
+
+    Raises:
+        ConfigError: it cannot be read, is empty, or has a line that is no request; names file, line and field.
+    """
+    decode = msgspec.json.Decoder(Request).decode
+    requests: list[Request] = []
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"recorded traffic {path}: {error.strerror}", param="--workload") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            requests.append(decode(line))
+        except msgspec.DecodeError as error:
+            if number == len(lines):
+                break
+            raise ConfigError(f"recorded traffic {path}:{number}: {error}", param="--workload") from None
+    if not requests:
+        raise ConfigError(f"recorded traffic {path} holds no request", param="--workload")
+    return sorted(requests, key=lambda one: one.at_s)
+
+
+def write_traffic(path: Path, requests: Iterable[Request]) -> None:
+    """Make or replace a file. Raises ConfigError: it cannot be written."""
+    encode = msgspec.json.Encoder().encode
+    try:
+        path.write_bytes(b"".join(encode(one) + b"\n" for one in requests))
+    except OSError as error:
+        raise ConfigError(f"recorded traffic {path}: {error.strerror}", param="--workload") from error
