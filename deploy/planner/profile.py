@@ -8,31 +8,33 @@ it has in the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
 
-from epd_serve.sim.profile import Line, Profile
+import msgspec
+from msgspec import Meta, Struct
 
-ENCODE, PREFILL, DECODE = KINDS = ("encode", "prefill", "decode")
-"""Kinds of work, of which a step is a mixture."""
+from epd_serve.errors import ConfigError
+from epd_serve.sim.profile import Line, Profile, Seconds, checked, read_object
+
+FRONT, ENCODE, PREFILL, DECODE = KINDS = ("front", "encode", "prefill", "decode")
+"""Kinds of work: a step is a mixture of the last three."""
 
 
-@dataclass(frozen=True)
-class Noise:
+class Noise(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How far the profile is off, as measured on runs that it was not made from; 0 where nobody has looked.
 
     Attributes:
         ttft, tpot, e2e: median relative error of the prediction. repeat: the same of one run beside the same again.
     """
 
-    ttft: float = 0.0
-    tpot: float = 0.0
-    e2e: float = 0.0
-    repeat: float = 0.0
+    ttft: Seconds = 0.0
+    tpot: Seconds = 0.0
+    e2e: Seconds = 0.0
+    repeat: Seconds = 0.0
 
 
-@dataclass(frozen=True)
-class DeviceProfile:
+class DeviceProfile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One model on one kind of device.
 
     Attributes:
@@ -53,22 +55,47 @@ class DeviceProfile:
 
     model: str
     device: str
-    stages: Mapping[int, Profile]
+    stages: dict[int, Profile]
     how: str = "measured"
     date: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = {}
     comment: str = ""
     front: Line = Line()
     front_busy: Line = Line()
     handover: Line = Line()
     kv: Line = Line()
-    slowdown: Mapping[str, float] = field(default_factory=dict)
-    weight_bytes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    slowdown: dict[str, Annotated[float, Meta(ge=1)]] = {}
+    weight_bytes: dict[str, dict[int, int]] = {}
     memory_bytes: int = 0
-    start_s: float = 0.0
+    start_s: Seconds = 0.0
     noise: Noise = Noise()
+
+    def __post_init__(self) -> None:
+        pairs = {pair_of(one, other) for one in KINDS for other in KINDS}
+        if wrong := sorted(self.slowdown.keys() - pairs):
+            raise ValueError(f"slowdown names {wrong[0]}; it has pairs such as encode+decode")
+        if not self.stages:
+            raise ValueError("stages has to name a tensor-parallel size")
 
     def slows(self, one: str, other: str) -> float:
         """Of two kinds of work; a kind beside itself takes turns, and so does what nobody has measured."""
-        pair = "+".join(sorted((one, other), key=KINDS.index))
-        return self.slowdown.get(pair, 2.0)
+        return self.slowdown.get(pair_of(one, other), 2.0)
+
+
+def pair_of(one: str, other: str) -> str:
+    """The name of a pair of kinds."""
+    return "+".join(sorted((one, other), key=KINDS.index))
+
+
+def read_device_profile(path: Path) -> DeviceProfile:
+    """Raises ConfigError: it cannot be read, or is none; names the place, and the nearest known key."""
+    what = f"profile {path}"
+    return checked(DeviceProfile, read_object(path, what, "--profile"), what, "--profile")
+
+
+def write_device_profile(path: Path, profile: DeviceProfile) -> None:
+    """Make or replace a file. Raises ConfigError: it cannot be written."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"profile {path}: {error.strerror}", param="--out") from error

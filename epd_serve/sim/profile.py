@@ -1,7 +1,8 @@
-"""How long a simulated stage takes for what, and how much it holds: the profile file (JSON), read and checked once.
+"""How long a stage takes for what, and how much it holds: read and checked once.
 
-Latencies are straight lines (a + b·amount) and a table for decode steps; `docs/guides/simulation.md` shows a whole
-file. A stage without a profile takes no time for anything.
+A simulated stage takes it from a file (`--sim-profile`; `docs/guides/simulation.md` shows a whole one), the planner from
+the profile of a device (`deploy/planner/profile.py`). Latencies are straight lines (a + b·amount) and a table for
+decode steps. A stage without a profile takes no time for anything.
 """
 
 from __future__ import annotations
@@ -9,30 +10,34 @@ from __future__ import annotations
 import bisect
 import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+import re
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta, Struct
 
 from epd_serve.errors import ConfigError
 
+Seconds = Annotated[float, Meta(ge=0)]
+Some = Annotated[int, Meta(ge=1)]
+T = TypeVar("T")
+_UNKNOWN = re.compile(r"unknown field `(\w+)`")
 
-@dataclass(frozen=True)
-class Line:
+
+class Line(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Seconds for an amount: `setup_s` + `per_unit_s` · amount, where there is an amount."""
 
-    setup_s: float = 0.0
-    per_unit_s: float = 0.0
+    setup_s: Seconds = 0.0
+    per_unit_s: Seconds = 0.0
 
     def seconds(self, amount: float) -> float:
         return self.setup_s + self.per_unit_s * amount if amount > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class Capacity:
+class Capacity(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a stage holds at once. What does not fit waits.
 
     Attributes:
@@ -43,54 +48,71 @@ class Capacity:
         encoder_tokens: item tokens that one step encodes. An item is never cut: a larger one has a step to itself.
     """
 
-    max_running: int = 256
-    step_tokens: int = 8192
-    kv_tokens: int = 262_144
-    block_tokens: int = 32
-    max_model_len: int = 32_768
-    encoder_tokens: int = 16_384
+    max_running: Some = 256
+    step_tokens: Some = 8192
+    kv_tokens: Some = 262_144
+    block_tokens: Some = 32
+    max_model_len: Some = 32_768
+    encoder_tokens: Some = 16_384
 
 
-@dataclass(frozen=True)
-class Profile:
+class Profile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One kind of stage.
 
     Attributes:
         encode: by item tokens of a step; prefill: by prompt tokens of a step; kv: by bytes of a transfer.
+        prefill_context_s: added for each prompt token, by each token before it (attention).
         decode_step_s: seconds of a decode step by batch size, as [[1, 0.02], [64, 0.03]]: straight between the points,
             and on from the last one as between the last two.
+        decode_kv_s: added for each token of KV that the batch has.
         jitter: each step takes 1 ± jitter of that. seed: of the draws; instances differ by their names.
         output_tokens: length of an answer that nothing bounds.
         item_tokens: of an item whose size cannot be read from its header.
         feature_bytes_per_token: an encoder stores as much; kv_bytes_per_token: a transfer moves as much.
+        comment: for people.
     """
 
     encode: Line = Line()
     prefill: Line = Line()
     kv: Line = Line()
-    decode_step_s: tuple[tuple[float, float], ...] = ()
-    jitter: float = 0.0
+    prefill_context_s: Seconds = 0.0
+    decode_step_s: tuple[tuple[Seconds, Seconds], ...] = ()
+    decode_kv_s: Seconds = 0.0
+    jitter: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: int = 0
-    capacity: Capacity = field(default_factory=Capacity)
-    output_tokens: int = 64
-    item_tokens: int = 256
-    feature_bytes_per_token: int = 7168
-    kv_bytes_per_token: int = 57_344
+    capacity: Capacity = Capacity()
+    output_tokens: Some = 64
+    item_tokens: Some = 256
+    feature_bytes_per_token: Some = 7168
+    kv_bytes_per_token: Annotated[int, Meta(ge=0)] = 57_344
+    comment: str = ""
 
-    def decode_s(self, batch: int) -> float:
-        """Seconds of one decode step of `batch` sequences."""
+    def __post_init__(self) -> None:
+        if any(one[0] >= other[0] for one, other in itertools.pairwise(self.decode_step_s)):
+            raise ValueError("decode_step_s has to name growing batch sizes")
+
+    def decode_s(self, batch: int, kv_tokens: float = 0.0) -> float:
+        """Seconds of one decode step of `batch` sequences, which have so many tokens of KV together."""
         points = self.decode_step_s
         if not points or batch <= 0:
             return 0.0
+        kv_s = self.decode_kv_s * kv_tokens
         at = bisect.bisect_left(points, (batch, 0.0))
         if len(points) == 1 or at == 0:
-            return points[0][1]
+            return points[0][1] + kv_s
         (x0, y0), (x1, y1) = points[at - 1 : at + 1] if at < len(points) else points[-2:]
-        return max(0.0, y0 + (y1 - y0) * (batch - x0) / (x1 - x0))
+        return max(0.0, y0 + (y1 - y0) * (batch - x0) / (x1 - x0)) + kv_s
 
-    def step_parts_s(self, item_tokens: int, prompt_tokens: int, decodes: int) -> tuple[float, float, float]:
-        """Seconds of encode, prefill and decode in one step: the encoder runs first, then one batch of the rest."""
-        return self.encode.seconds(item_tokens), self.prefill.seconds(prompt_tokens), self.decode_s(decodes)
+    def step_parts_s(
+        self, item_tokens: int, prompt_tokens: int, decodes: int, *, context_tokens: float = 0.0, kv_tokens: float = 0.0
+    ) -> tuple[float, float, float]:
+        """Seconds of encode, prefill and decode in one step: the encoder runs first, then one batch of the rest.
+
+        Args:
+            context_tokens: sum, over the prompt tokens, of the tokens before each. kv_tokens: of the decodes.
+        """
+        prefill_s = self.prefill.seconds(prompt_tokens) + self.prefill_context_s * context_tokens
+        return self.encode.seconds(item_tokens), prefill_s, self.decode_s(decodes, kv_tokens)
 
     def factors(self, instance: str) -> Callable[[], float]:
         """The draws of `instance`: the same ones in every run."""
@@ -99,72 +121,56 @@ class Profile:
 
 
 def read_profile(path: str) -> Profile:
-    """The file's profile; "" is the one that takes no time.
+    """The file's profile; of a device's (`deploy/planner/profile.py`) that of its stages on one device each. "" is the
+    one that takes no time.
 
     Raises:
         ConfigError: names the key and the fix.
     """
     if not path:
         return Profile()
+    what = f"simulation profile {path}"
+    raw = read_object(Path(path), what, "--sim-profile")
+    stages = raw.get("stages")
+    if isinstance(stages, dict):
+        if "1" not in stages:
+            raise ConfigError(f"{what}: stages has no profile for 1 device", param="--sim-profile")
+        raw = stages["1"]
+    return checked(Profile, raw, what, "--sim-profile")
+
+
+def read_object(path: Path, what: str, flag: str) -> dict[str, object]:
+    """A JSON object. Raises ConfigError that begins with `what` and names `flag`."""
     try:
-        raw = msgspec.json.decode(Path(path).read_bytes())
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"simulation profile {path}: {error}", param="--sim-profile") from error
+        raise ConfigError(f"{what}: {error}", param=flag) from error
+
+
+def checked(kind: type[T], raw: object, what: str, flag: str) -> T:
+    """`raw` as a `kind`. Raises ConfigError that names the place, and of an unknown key the nearest known one."""
     try:
-        return _checked(_built(Profile, raw, ""))
-    except ValueError as error:
-        raise ConfigError(f"simulation profile {path}: {error}", param="--sim-profile") from error
+        return msgspec.convert(raw, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        unknown = _UNKNOWN.search(str(error))
+        close = get_close_matches(unknown[1], _keys(kind), 1) if unknown else []
+        hint = f"; did you mean {close[0]}" if close else ""
+        raise ConfigError(f"{what}: {error}{hint}", param=flag) from error
 
 
-def _built(kind: type[Any], raw: object, where: str) -> Any:
-    if not isinstance(raw, dict):
-        raise ValueError(f"{where or 'it'} has to be an object")
-    types = get_type_hints(kind)
-    values: dict[str, Any] = {}
-    known = [one.name for one in fields(kind)]
-    for name, value in raw.items():
-        if name == "comment":
-            continue
-        if name not in known:
-            close = get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]}" if close else f"; it has {', '.join(known)}"
-            raise ValueError(f"{where}{name} is unknown{hint}")
-        if is_dataclass(types[name]):
-            assert isinstance(types[name], type)
-            values[name] = _built(types[name], value, f"{where}{name}.")
-        elif name == "decode_step_s":
-            values[name] = _points(value)
-        else:
-            values[name] = _number(value, types[name], where + name)
-    return kind(**values)
+def _keys(kind: type) -> Collection[str]:
+    """Of a struct and of those in it."""
+    found: dict[str, None] = {}
+    kinds = [kind]
+    for one in kinds:
+        for field in msgspec.structs.fields(one):
+            found[field.name] = None
+            kinds += [inner for inner in _structs(field.type) if inner not in kinds]
+    return found
 
 
-def _number(value: object, kind: type, where: str) -> float | int:
-    right = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, right) or value < 0:
-        raise ValueError(f"{where} is {value!r}; it has to be a number from 0 on{' without fraction' * (kind is int)}")
-    number: float | int = kind(value)
-    return number
-
-
-def _points(value: object) -> tuple[tuple[float, float], ...]:
-    pairs = isinstance(value, list) and all(isinstance(one, list) and len(one) == 2 for one in value)
-    if not pairs:
-        raise ValueError("decode_step_s has to be a list of [batch size, seconds]")
-    assert isinstance(value, list)
-    points = tuple((_number(x, float, "decode_step_s"), _number(y, float, "decode_step_s")) for x, y in value)
-    if any(one[0] >= other[0] for one, other in itertools.pairwise(points)):
-        raise ValueError("decode_step_s has to name growing batch sizes")
-    return points
-
-
-def _checked(profile: Profile) -> Profile:
-    if profile.jitter > 1:
-        raise ValueError(f"jitter is {profile.jitter}; it has to lie between 0 and 1")
-    for name in ("max_running", "step_tokens", "kv_tokens", "block_tokens", "max_model_len", "encoder_tokens"):
-        if getattr(profile.capacity, name) < 1:
-            raise ValueError(f"capacity.{name} has to be at least 1")
-    for name in ("output_tokens", "item_tokens", "feature_bytes_per_token"):
-        if getattr(profile, name) < 1:
-            raise ValueError(f"{name} has to be at least 1")
-    return profile
+def _structs(kind: object) -> list[type]:
+    """Structs that a field's type names, whatever holds them."""
+    if isinstance(kind, type) and issubclass(kind, Struct):
+        return [kind]
+    return [inner for one in getattr(kind, "__args__", ()) for inner in _structs(one)]

@@ -25,11 +25,13 @@ class Step:
 
     Attributes:
         decodes: sequences that get a token. prefills: tokens computed of each. encodes: item of each sequence.
+        times: so many equal steps may follow one another before anything changes by itself.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     encodes: list[tuple[Sequence, int]] = field(default_factory=list)
+    times: int = 1
 
     @property
     def prompt_tokens(self) -> int:
@@ -38,6 +40,16 @@ class Step:
     @property
     def item_tokens(self) -> int:
         return sum(sequence.items[index] for sequence, index in self.encodes)
+
+    @property
+    def context_tokens(self) -> float:
+        """Over the prompt tokens, the sum of those before each."""
+        return sum(tokens * (sequence.computed + (tokens - 1) / 2) for sequence, tokens in self.prefills)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Of the decodes."""
+        return sum(sequence.computed for sequence in self.decodes)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills or self.encodes)
@@ -108,8 +120,13 @@ class Scheduler:
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    def plan(self) -> Step:
-        """The next batch; an empty one when there is nothing to do. Calls `on_reserved` of those that got blocks."""
+    def plan(self, most: int = 1) -> Step:
+        """The next batch; an empty one when there is nothing to do. Calls `on_reserved` of those that got blocks.
+
+        Args:
+            most: of equal steps that may be planned as one (`Step.times`): of decodes alone, until one has its last
+                token or the blocks run out.
+        """
         step = Step()
         for sequence in list(self.running):
             if sequence in self.running and not sequence.prompt_tokens_left and not sequence.encoding:
@@ -132,10 +149,24 @@ class Scheduler:
             sequence.has_kv = False
             sequence.on_admitted()
             room, items = self._plan_prompt(step, sequence, room, items, limits)
+        if most > 1 and step.decodes and not (step.prefills or step.encodes) and len(step.decodes) == len(self.running):
+            step.times = self._alike(step, most)
         return step
 
-    def complete(self, step: Step) -> None:
-        """Its time has passed: what it did, for all that are still here."""
+    def _alike(self, step: Step, most: int) -> int:
+        """How many steps like this one can follow one another, itself included."""
+        times = min(most, min(one.limit - one.generated for one in step.decodes))
+        size = self.capacity.block_tokens
+        while times > 1:
+            ends = ((one.computed + times, one.blocks) for one in step.decodes)
+            if sum(max(0, -(-tokens // size) - blocks) for tokens, blocks in ends) <= self.pool.free:
+                break
+            times //= 2
+        return max(1, times)
+
+    def complete(self, step: Step, times: int = 1) -> None:
+        """Its time has passed: what it did, for all that are still here. `times`: of a step of decodes alone, how many
+        of those that it stands for."""
         for sequence, index in step.encodes:
             if sequence in self.running and index in sequence.encoding:
                 sequence.encoding.remove(index)
@@ -147,8 +178,10 @@ class Scheduler:
                     self._token(sequence)
         for sequence in step.decodes:
             if sequence in self.running:
-                sequence.computed += 1
-                self._token(sequence)
+                if times > 1:
+                    self._reserve(sequence, sequence.computed + times)
+                sequence.computed += times
+                self._token(sequence, times)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -200,6 +233,7 @@ class Scheduler:
         if blocks is None:
             return False
         sequence.table, sequence.named, sequence.computed = blocks, len(found), len(found) * size
+        sequence.computed = max(sequence.computed, min(sequence.cached, sequence.to_compute - 1))
         self.asked_tokens += sequence.to_compute
         self.cached_tokens += sequence.computed
         if sequence.item_ends:
@@ -228,8 +262,8 @@ class Scheduler:
         victim.computed = 0
         self._queue(victim)
 
-    def _token(self, sequence: Sequence) -> None:
-        sequence.generated += 1
+    def _token(self, sequence: Sequence, times: int = 1) -> None:
+        sequence.generated += times
         last = sequence.generated >= sequence.limit
         if last:
             self.remove(sequence)

@@ -18,11 +18,13 @@ class Sequence:
         limit: tokens to generate; the answer ends with the last one.
         items: tokens of each media item that has to be encoded here first.
         priority: lower is sooner, where the stage looks at priorities.
-        on_token: called in order with the number of the token (from 1 on) and whether it is the last.
+        on_token: called in order with the number of the token (from 1 on) and whether it is the last; of several equal
+            steps that were planned as one with the last of their tokens alone.
         on_admitted: called when it comes to run. on_encoded: called once for the index of each of `items`.
         on_reserved: set where the prompt's KV comes from elsewhere: called when blocks are reserved for it. It goes on
             with `Scheduler.loaded`.
         keeps_kv: its blocks stay taken after its end, until `Scheduler.free`.
+        cached: tokens of its prompt that need not be computed here, where nobody tells keys.
         keys: from tokens generated to the hashes of its full blocks (`prefix_cache`); none where nothing is cached.
         item_ends: where in the prompt each of `items` ends; () where that is not known.
         number: of its arrival.
@@ -42,6 +44,7 @@ class Sequence:
     on_encoded: Callable[[int], None] = lambda index: None
     on_reserved: Callable[[], None] | None = None
     keeps_kv: bool = False
+    cached: int = 0
     number: int = 0
     keys: Callable[[int], Keys[int]] = lambda generated: ()
     item_ends: tuple[int, ...] = ()

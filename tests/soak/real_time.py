@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
+
+from msgspec import to_builtins
 
 from bench.clients.bodies import spec_requests
 from bench.clients.measure import Measured, Plan, Rules, judged, measure
@@ -33,9 +35,7 @@ LAYOUT = "E-P-D"
 RATE_RPS = 4.0
 COUNT, QUICK_COUNT = 240, 60
 FIGURES = tuple(itertools.product(("ttft_ms", "tpot_ms", "e2e_ms"), ("mean", "p50", "p90")))
-SIMULATED = replace(
-    DEVICE, front_s=0.0, handover_s=0.0, handover_s_per_token=0.0, transfer_s=0.0, transfer_s_per_token=0.0
-)
+SIMULATED = replace(DEVICE, front_s=0.0, handover_s=0.0, handover_s_per_token=0.0)
 """What of the device simulated stages take time for."""
 
 
@@ -44,7 +44,7 @@ def compare(arguments: argparse.Namespace) -> Result:
     layout, specs = parse(LAYOUT), Load(count).at(RATE_RPS, seed=0)
     plan = Plan(Poisson(RATE_RPS), count=count, devices=layout.device_count, rules=Rules(late_ms=1000.0))
     virtual = judged(emulate(layout, SIMULATED, specs, "virtual"), plan)
-    with simulated(LAYOUT, asdict(SIMULATED.profile())) as launch:
+    with simulated(LAYOUT, to_builtins(SIMULATED.stage())) as launch:
         requests = spec_requests(specs, launch.model, Images().data_url)
         dues = [spec.arrival_s or 0.0 for spec in specs]
         real = event_loop.run(measure(Target(launch.url), requests, plan, label="real", dues=dues))

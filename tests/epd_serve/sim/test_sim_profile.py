@@ -35,16 +35,19 @@ def test_a_profile_is_read_with_its_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ({"encodes": {}}, "encodes is unknown; did you mean encode"),
-        ({"capacity": {"max_runing": 1}}, "capacity.max_runing is unknown; did you mean max_running"),
-        ({"capacity": {"max_running": 0}}, "max_running has to be at least 1"),
-        ({"capacity": {"max_running": 1.5}}, "without fraction"),
-        ({"jitter": 2}, "jitter is 2.0"),
-        ({"jitter": True}, "jitter is True"),
-        ({"prefill": 3}, "prefill. has to be an object"),
+        ({"encodes": {}}, "unknown field `encodes`; did you mean encode"),
+        ({"capacity": {"max_runing": 1}}, "unknown field `max_runing` - at `$.capacity`; did you mean max_running"),
+        ({"capacity": {"max_running": 0}}, "Expected `int` >= 1 - at `$.capacity.max_running`"),
+        ({"capacity": {"max_running": 1.5}}, "Expected `int`, got `float` - at `$.capacity.max_running`"),
+        ({"jitter": 2}, "Expected `float` <= 1.0 - at `$.jitter`"),
+        ({"jitter": True}, "Expected `float`, got `bool` - at `$.jitter`"),
+        ({"prefill": 3}, "Expected `object`, got `int` - at `$.prefill`"),
+        ({"encode": {"setup_s": -1}}, "Expected `float` >= 0.0 - at `$.encode.setup_s`"),
         ({"decode_step_s": [[2, 1], [1, 1]]}, "growing batch sizes"),
-        ({"decode_step_s": [1]}, "a list of"),
-        ([], "it has to be an object"),
+        ({"decode_step_s": [1]}, "Expected `array`, got `int` - at `$.decode_step_s[0]`"),
+        ({"stages": {"2": {}}}, "stages has no profile for 1 device"),
+        ({"stages": {"1": {"jitter": 2}}}, "`$.jitter`"),
+        ([], "Expected `object`, got `array`"),
     ],
 )
 def test_a_wrong_profile_is_refused_by_name(tmp_path: Path, raw: object, said: str) -> None:

@@ -1,18 +1,15 @@
-"""One device with one model, as a deployment of stages sees it: how long their steps take. Pure.
+"""One device with one model, as papers describe it, and as the profile that the planner's simulator takes. Pure.
 
-The numbers of each device are in a file of its own beside this one, each with its source. Links between stages are in
-`pair.py`; here a transfer is what a request sees of it.
+The numbers of each device are in a file of its own beside this one, each with its source; a sensitivity varies them one
+at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from deploy.planner.profile import DeviceProfile
 from epd_serve.sim.profile import Capacity, Line, Profile
-
-ENCODE, PREFILL, DECODE = "encode", "prefill", "decode"
-"""Kinds of work, of which a step is a mixture."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +22,7 @@ class StageDevice:
         decode_s: a decode step as its batch goes to none. decode_s_per_sequence: added by each sequence in it.
         front_s: from the client to a stage's scheduler: HTTP, decoding and preprocessing the picture, the proxy.
         handover_s, handover_s_per_token: from the end of an item's encode until P can schedule it, where another
-            process encodes. The feature's transfer runs beside it; the longer one counts.
-        transfer_s, transfer_s_per_token: of a feature.
+            process encodes. The feature's transfer hides behind it (Table 3: below 4K).
         kv_exposed_s: from the end of prefill until D has the KV.
         encode_slows_prefill, encode_slows_decode: how many times as long both of two such steps take while they run on
             one device; prefill_slows_decode likewise. 1: they do not feel each other; 2: they take turns.
@@ -42,8 +38,6 @@ class StageDevice:
     front_s: float
     handover_s: float
     handover_s_per_token: float
-    transfer_s: float
-    transfer_s_per_token: float
     kv_exposed_s: float
     encode_slows_prefill: float
     encode_slows_decode: float
@@ -53,7 +47,7 @@ class StageDevice:
     kv_tokens: int
     block_tokens: int
 
-    def profile(self) -> Profile:
+    def stage(self) -> Profile:
         """Of its stages, as simulated stages take it (`--sim-profile`)."""
         return Profile(
             encode=Line(0.0, self.encode_s_per_token),
@@ -72,19 +66,21 @@ class StageDevice:
             ),
         )
 
-    def handed_over_s(self, tokens: int) -> float:
-        """From the end of the encode of an item of so many tokens until P can schedule it."""
-        scheduling = self.handover_s + self.handover_s_per_token * tokens
-        return max(scheduling, self.transfer_s + self.transfer_s_per_token * tokens)
-
-    def slowdowns(self) -> Mapping[frozenset[str], float]:
-        """By the two kinds of work; a kind against itself takes turns."""
-        return {
-            frozenset((ENCODE, PREFILL)): self.encode_slows_prefill,
-            frozenset((ENCODE, DECODE)): self.encode_slows_decode,
-            frozenset((PREFILL, DECODE)): self.prefill_slows_decode,
-            **{frozenset((kind,)): 2.0 for kind in (ENCODE, PREFILL, DECODE)},
-        }
+    def profile(self) -> DeviceProfile:
+        return DeviceProfile(
+            model="",
+            device=self.name,
+            stages={1: self.stage()},
+            how="paper",
+            front=Line(self.front_s),
+            handover=Line(self.handover_s, self.handover_s_per_token),
+            kv=Line(self.kv_exposed_s),
+            slowdown={
+                "encode+prefill": self.encode_slows_prefill,
+                "encode+decode": self.encode_slows_decode,
+                "prefill+decode": self.prefill_slows_decode,
+            },
+        )
 
     def scaled(self, constant: str, factor: float) -> StageDevice:
         """The same with one constant multiplied. Nothing becomes faster by sharing: such a factor ends at 1."""

@@ -9,7 +9,6 @@ import pytest
 
 from bench.clients.measure import Plan, Rules, judged
 from bench.workloads.requests import Poisson
-from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from tests.soak.emulation.deployment import emulate
 from tests.soak.emulation.emulated import DEVICE, PICTURE, request, served
@@ -51,36 +50,11 @@ def test_text_passes_the_encoder_by():
     assert row.path == "P-D"
 
 
-def test_a_transfer_longer_than_the_scheduling_counts_instead():
-    slow = replace(DEVICE, transfer_s_per_token=0.001)
-
-    (row,) = served("E-P-D", request(1, 0.0), device=slow).rows
-
-    assert row.ttft_s == pytest.approx(0.5 + ENCODE + 0.1 + PREFILL + KV + LAST_PROMPT_TOKEN)
-
-
 def test_prompts_wait_for_each_other_in_order_of_arrival():
     rows = served("E-P-D", *(request(n, 0.3 * n / 10, tokens=1) for n in range(6))).rows
 
     assert [row.id for row in rows] == [f"r{n}" for n in range(6)]
     assert [row.first_s for row in rows] == sorted(row.first_s for row in rows)
-
-
-def test_a_prompt_stalls_the_decodes_of_a_monolith_and_not_those_of_another_device():
-    first, second = request(1, 0.0, tokens=60), request(2, 0.4)  # the second comes while the first decodes
-    stalled = max(served("TP1", first, second).rows[-1].itl_s)
-    apart = {row.id: row for row in served("EP-D", first, second).rows}
-
-    assert stalled == pytest.approx(ENCODE + PREFILL + STEP)
-    assert max(apart["r1"].itl_s) == pytest.approx(LAST_PROMPT_TOKEN + STEP)
-
-
-def test_an_encoder_beside_decode_slows_it_while_both_work():
-    first, second = request(1, 0.0, tokens=20), request(2, 0.4)
-    beside = {row.id: row for row in served("(E-D)-P", first, second).rows}
-
-    assert max(beside["r1"].itl_s) == pytest.approx(1.5 * STEP)
-    assert min(beside["r1"].itl_s) == pytest.approx(STEP)
 
 
 def test_two_monoliths_share_the_load():
@@ -124,11 +98,6 @@ def test_a_run_is_judged_as_a_measured_one():
 
     assert found.valid and found.figures["ttft_ms"]["p50"] > 500
     assert found.figures["slo_2000:50:p90"]["attainment"] == 1.0
-
-
-def test_stages_of_several_devices_are_refused():
-    with pytest.raises(ConfigError, match="several devices"):
-        served("TP2", request(1, 0.0))
 
 
 def test_first_token_goes_past_a_device_whose_neighbour_is_busy_where_least_loaded_sees_no_difference():

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak.emulation.device import DECODE, ENCODE, PREFILL
-from tests.soak.emulation.stage import Clock, SharedDevice, mixture, slowdown
+from deploy.planner.profile import DECODE, ENCODE, PREFILL
+from deploy.planner.stage import Clock, SharedDevice, mixture, slowdown
 
 SLOWS = {
     frozenset((ENCODE, PREFILL)): 1.5,

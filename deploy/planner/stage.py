@@ -1,0 +1,301 @@
+"""A stage in virtual time: a clock, a device that stages may share, and the scheduler of a simulated stage on it. Pure.
+
+What `epd_serve/sim/engine.py` is in real time. Which request a stage gets when is not its business. On the clock what
+is due next happens next, and no time passes but by that.
+
+Each step is a mixture of kinds of work. While steps run side by side on a device each goes on at 1 / slowdown of its
+speed alone, and when one ends, or another one begins, the others' speeds change. A step alone takes just its time.
+
+Equal steps of decodes that follow one another are one event, which ends early, after the step that it is in, when
+something comes to the stage or its speed changes: a day of traffic is some million arrivals and a thousand times as
+many steps.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from deploy.planner.profile import DECODE, ENCODE, PREFILL
+from epd_serve.budgets import Budgets
+from epd_serve.roles import Role
+from epd_serve.sim.engine import Rates
+from epd_serve.sim.load import stage_report
+from epd_serve.sim.profile import Profile
+from epd_serve.sim.scheduler import Scheduler, Step
+from epd_serve.wire import StageReport
+from epd_serve.wiring import StageWiring
+
+Mixture = Mapping[str, float]
+"""Share of a step's time alone by kind of work; they sum to 1."""
+Slowdowns = Mapping[frozenset[str], float]
+"""How many times as long both of two kinds of work take while they run side by side."""
+
+MOST_STEPS = 1 << 20
+"""Planned as one event."""
+
+
+class Clock:
+    """Calls in order of their times; of one time, in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call it so many seconds from now, after what is due then already."""
+        assert seconds >= 0, f"{seconds} s from now is over"
+        heapq.heappush(self._due, (self.now_s + seconds, next(self._numbers), call))
+
+    def run(self) -> None:
+        """Until nothing is due any more."""
+        while self._due:
+            self.now_s, _, call = heapq.heappop(self._due)
+            call()
+
+
+def mixture(**seconds: float) -> Mixture:
+    """Returns that of a step whose parts take so long. A step that takes no time is no mixture."""
+    total_s = sum(seconds.values())
+    return {kind: part_s / total_s for kind, part_s in seconds.items() if part_s > 0} if total_s > 0 else {}
+
+
+def slowdown(own: Mixture, others: Iterable[Mixture], slowdowns: Slowdowns) -> float:
+    """How many times as long work of mixture `own` takes beside `others`: what each of them adds, summed."""
+    return 1.0 + sum(
+        share * other_share * (slowdowns[frozenset((kind, other_kind))] - 1.0)
+        for other in others
+        for kind, share in own.items()
+        for other_kind, other_share in other.items()
+    )
+
+
+@dataclass(eq=False)
+class Work:
+    """A step on a device.
+
+    Attributes:
+        left_s: of its time alone. speed: of its speed alone.
+        changed: called when its speed has changed; returns by how much, of its time alone, it will be done earlier.
+    """
+
+    mixture: Mixture
+    left_s: float
+    done: Callable[[], None]
+    changed: Callable[[], float] | None = None
+    speed: float = 0.0
+
+
+class SharedDevice:
+    """Runs steps and calls back when each is done."""
+
+    def __init__(self, clock: Clock, slowdowns: Slowdowns) -> None:
+        self._clock, self._slowdowns = clock, slowdowns
+        self._steps: list[Work] = []
+        self._advanced_to_s = 0.0
+        self._plan = 0
+
+    def run(
+        self, mixture: Mixture, seconds: float, done: Callable[[], None], changed: Callable[[], float] | None = None
+    ) -> Work:
+        """Begin a step that takes `seconds` alone."""
+        self.advance()
+        work = Work(mixture, seconds, done, changed)
+        self._steps.append(work)
+        self._plan_next_end()
+        return work
+
+    def shorten(self, work: Work, seconds: float) -> None:
+        """It will be done so much earlier, of its time alone."""
+        work.left_s -= seconds
+        self._plan_next_end()
+
+    def advance(self) -> None:
+        """What is left of each step is that of now."""
+        passed_s = self._clock.now_s - self._advanced_to_s
+        if passed_s:
+            self._advanced_to_s = self._clock.now_s
+            for step in self._steps:
+                step.left_s -= passed_s * step.speed
+
+    def _plan_next_end(self) -> None:
+        """Set the speeds from now on; any end that was planned before no longer holds."""
+        self._plan += 1
+        steps = self._steps
+        if not steps:
+            return
+        for step in steps:
+            others = [other.mixture for other in steps if other is not step] if len(steps) > 1 else ()
+            before, step.speed = step.speed, 1.0 / slowdown(step.mixture, others, self._slowdowns)
+            if before not in (0.0, step.speed) and step.changed is not None:
+                step.left_s -= step.changed()
+        first, plan = min(steps, key=lambda step: step.left_s / step.speed), self._plan
+        self._clock.after(max(0.0, first.left_s / first.speed), lambda: self._end(first, plan))
+
+    def _end(self, step: Work, plan: int) -> None:
+        if plan == self._plan:
+            self.advance()
+            self._steps.remove(step)
+            self._plan_next_end()
+            step.done()
+
+
+class Gaps:
+    """The steps of one stage that decoded, counted: whoever decodes in all of them has a token in each.
+
+    Attributes:
+        limits_s: of gaps. steps: so far. within: by limit, those of them that took no longer.
+    """
+
+    __slots__ = ("limits_s", "steps", "within")
+
+    def __init__(self, limits_s: Sequence[float]) -> None:
+        self.limits_s = tuple(limits_s)
+        self.steps = 0
+        self.within = [0] * len(self.limits_s)
+
+    def add(self, times: int, seconds: float) -> None:
+        self.steps += times
+        for at, limit_s in enumerate(self.limits_s):
+            if seconds <= limit_s:
+                self.within[at] += times
+
+
+class VirtualStage:
+    """One instance.
+
+    Args:
+        limits_s: of gaps between tokens, for `gaps`. slow: how many times the profile's time its steps take.
+
+    Attributes:
+        scheduler: who changes it calls `wake`. rates: as of a simulated stage, so that `stage_report` reads them.
+        gaps: its steps. busy_s: by kind of work, how long its steps took.
+        stepped: called with the seconds of each step with decodes, for its neighbours.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        profile: Profile,
+        device: SharedDevice,
+        clock: Clock,
+        *,
+        budgets: Budgets | None = None,
+        limits_s: Sequence[float] = (),
+        slow: float = 1.0,
+    ) -> None:
+        self.name, self.role = name, role
+        self.scheduler, self.rates = Scheduler(profile.capacity, budgets=budgets), Rates()
+        self.gaps = Gaps(limits_s)
+        self.busy_s = dict.fromkeys((ENCODE, PREFILL, DECODE), 0.0)
+        self.device = device
+        self.stepped: Callable[[float], None] = lambda seconds: None
+        self._profile, self._clock = profile, clock
+        self._factor, self._slow = profile.factors(name), slow
+        self._most = 1 if profile.jitter else MOST_STEPS
+        self._busy = False
+        self._wiring = StageWiring(instance=name, role=role, incarnation="1")
+        self._report: StageReport | None = None
+        self._run: _Run | None = None
+
+    def wake(self) -> None:
+        """Something has changed. An idle stage begins a step when all that comes at this moment is here."""
+        self._report = None
+        if not self._busy:
+            self._busy = True
+            self._clock.after(0.0, self._begin)
+        elif self._run is not None and self._run.work is not None:
+            self.device.advance()
+            if earlier_s := self._cut():
+                self.device.shorten(self._run.work, earlier_s)
+
+    @property
+    def decode_s(self) -> float:
+        """Of a step in which all that run here decode, alone on the device."""
+        return self._profile.decode_s(len(self.scheduler.running)) * self._slow
+
+    def report(self) -> StageReport:
+        """How busy it is now."""
+        if self._report is None:
+            self._report = stage_report(self._wiring, self, 1)
+        return self._report
+
+    def _begin(self) -> None:
+        step = self.scheduler.plan(self._most)
+        self._report = None
+        self._busy = bool(step)
+        if not step:
+            self._run = None
+            return
+        kv_tokens = step.kv_tokens + len(step.decodes) * (step.times - 1) / 2 if self._profile.decode_kv_s else 0.0
+        context_tokens = step.context_tokens if self._profile.prefill_context_s else 0.0
+        parts_s = self._profile.step_parts_s(
+            step.item_tokens, step.prompt_tokens, len(step.decodes), context_tokens=context_tokens, kv_tokens=kv_tokens
+        )
+        alone_s = sum(parts_s) * self._factor() * self._slow
+        mixed = mixture(**dict(zip((ENCODE, PREFILL, DECODE), parts_s, strict=True)))
+        self._run = run = _Run(step, self._clock.now_s, alone_s, parts_s[2], mixed, step.times)
+        run.work = self.device.run(mixed, alone_s * step.times, self._complete, self._cut)
+
+    def _cut(self) -> float:
+        """Of the steps that count as one, the one that is under way is the last. Returns the seconds, of a stage alone,
+        by which they end earlier."""
+        run = self._run
+        if run is None or run.times == 1 or run.work is None or run.cut or run.alone_s <= 0:
+            return 0.0
+        done_s = run.alone_s * run.times - run.work.left_s
+        run.cut, run.full = True, min(run.times - 1, int(done_s / run.alone_s + 1e-9))
+        if run.full:
+            run.each_s = (self._clock.now_s - run.begun_s) * run.alone_s / done_s
+        less, run.times = run.times - run.full - 1, run.full + 1
+        return less * run.alone_s
+
+    def _complete(self) -> None:
+        run = self._run
+        assert run is not None
+        step, seconds = run.step, self._clock.now_s - run.begun_s
+        self._run = None
+        if step.decodes:
+            if run.cut and run.full:
+                self.gaps.add(run.full, run.each_s)
+                self.gaps.add(1, seconds - run.full * run.each_s)
+            else:
+                self.gaps.add(run.times, seconds / run.times)
+            self.stepped(seconds / run.times)
+        for kind, share in run.mixture.items():
+            self.busy_s[kind] += share * seconds
+        self.rates.took(step, seconds / run.times, run.decode_s)
+        if (budgets := self.scheduler.budgets) is not None:
+            budgets.measured(
+                seconds / run.times,
+                decodes=len(step.decodes),
+                prompt_tokens=step.prompt_tokens,
+                item_tokens=step.item_tokens,
+            )
+        self.scheduler.complete(step, run.times)
+        self._begin()
+
+
+@dataclass(eq=False)
+class _Run:
+    """Equal steps that count as one.
+
+    Attributes:
+        alone_s: of one, alone. decode_s: of its decodes. times: how many.
+        cut: it was cut. full, each_s: how many had ended before that, and how long each had taken.
+    """
+
+    step: Step
+    begun_s: float
+    alone_s: float
+    decode_s: float
+    mixture: Mixture
+    times: int
+    full: int = 0
+    each_s: float = 0.0
+    cut: bool = False
+    work: Work | None = None
