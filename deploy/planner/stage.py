@@ -128,8 +128,9 @@ class SharedDevice:
         if not steps:
             return
         for step in steps:
-            others = [other.mixture for other in steps if other is not step] if len(steps) > 1 else ()
-            before, step.speed = step.speed, 1.0 / slowdown(step.mixture, others, self._slowdowns)
+            others = [other.mixture for other in steps if other is not step] if len(steps) > 1 else None
+            before = step.speed
+            step.speed = 1.0 / slowdown(step.mixture, others, self._slowdowns) if others else 1.0
             if before not in (0.0, step.speed) and step.changed is not None:
                 step.left_s -= step.changed()
         first, plan = min(steps, key=lambda step: step.left_s / step.speed), self._plan
