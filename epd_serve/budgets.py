@@ -182,8 +182,12 @@ class Budgets:
             next_item: tokens of the first item that is to be encoded; 0 where none is known of.
         """
         limit_s = self._tbt_s if decodes else self._ttft_s / 2
-        left_s = (self._share if decodes else SHARE) * limit_s - self.seconds(decodes=decodes)
-        room_s = max(left_s, LEAST_SHARE * limit_s) if left_s > 0 else LOST_SHARE * limit_s
+        decodes_s = self.seconds(decodes=decodes)
+        if decodes_s < SHARE * limit_s:
+            left_s = (self._share if decodes else SHARE) * limit_s - decodes_s
+            room_s = max(left_s, LEAST_SHARE * limit_s)
+        else:
+            room_s = LOST_SHARE * limit_s
         items, oversize, prompts_s = self._items(room_s), True, 0.0
         if ready_tokens and next_item and self._passed < MOST_PASSED:
             prompts_s = self.seconds(tokens=min(ready_tokens, self._tokens(room_s)))

@@ -82,6 +82,8 @@ _EPD_SERVE = "EPD-Serve §4.1"
 _HYDRA = "HydraInfer v1 §5.1, v2 §5.1"
 _HYDRA_OUTPUT = "Output: HydraInfer fixes it to what each model answered and prints it in figures only (v1 9, v2 8)"
 
+_OURS = "ours, fixed before anything was measured with it: `epd-bench plan`"
+
 _ALL = (
     Profile(
         "visualwebinstruct-like",
@@ -243,6 +245,40 @@ _ALL = (
         "Prompts without images are a power law of 2.9 (ModServe §3.2, read as the exponent of the density). Its 4.4 "
         "is of whole prompts with images, whose length the images' tokens make and so the model served: it says "
         "nothing of their text, which is our choice, without a heavy tail (log-normal, mean 42, sigma 0.5)",
+    ),
+    Profile(
+        "images-short-answers",
+        _OURS,
+        text_tokens=LogNormal(16, 0.4, 4, 64),
+        sizes=OneSizeOf(((640, 480), (448, 448), (800, 600))),
+        traffic=steady(exactly(2)),
+        max_tokens=16,
+        count=128,
+        facts=(Fact("images_min", 2, _OURS, 0),),
+        chosen="all of it: the encoder's share is as large as a workload's can be",
+    ),
+    Profile(
+        "long-prompts",
+        _OURS,
+        text_tokens=LogNormal(64, 0.4, 8, 256),
+        text_only_tokens=LogNormal(900, 0.4, 200, 1800),
+        sizes=OneSizeOf(((448, 448),)),
+        traffic=steady(exactly(1), text_only=0.9),
+        count=128,
+        facts=(Fact("text_only_share", 0.9, _OURS, 0.05),),
+        chosen="all of it: prefills stand in the way of decodes",
+    ),
+    Profile(
+        "long-answers",
+        _OURS,
+        text_tokens=LogNormal(32, 0.4, 8, 128),
+        text_only_tokens=LogNormal(32, 0.4, 8, 128),
+        sizes=OneSizeOf(((448, 448),)),
+        traffic=steady(exactly(1), text_only=0.75),
+        max_tokens=192,
+        count=128,
+        facts=(Fact("output_tokens_mean", 192, _OURS, 0),),
+        chosen="all of it: nearly all work is decoding",
     ),
 )
 

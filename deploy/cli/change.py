@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from deploy.cli.which import add_which, client
@@ -119,7 +119,16 @@ def parse_counts(words: list[str]) -> dict[str, int]:
 def _status_command(arguments: dict[str, Any]) -> int:
     with client(arguments) as http:
         status = get(http, "/deployment")
-    print(json.dumps(status, indent=2) if arguments["as_json"] else status_text(status))
+        try:
+            plan = get(http, "/rates")["planned"]
+            lines = ["", *(line for line, _ in planned_lines(plan))] if plan else []
+        except EpdError as error:  # no front door may be up: the status says so itself
+            plan, lines = None, ["", f"whether it goes as planned is not known: {error}"]
+    print(
+        json.dumps(status | {"planned": plan}, indent=2)
+        if arguments["as_json"]
+        else "\n".join([status_text(status), *lines])
+    )
     return DONE
 
 
@@ -232,6 +241,16 @@ def status_text(status: dict[str, Any]) -> str:
         lines += ["", f"{change['what']}: {change['from']} → {change['to']}, {change['state']}"]
         lines += [f"  {step_text(step)}" for step in change["steps"]]
     return "\n".join(lines)
+
+
+def planned_lines(plan: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """What was planned, and each way in which it has come otherwise (True)."""
+    yield (
+        f"planned: {plan['rate_rps']:g} requests/s, TTFT p50 {plan['ttft_ms']:g} ms, TPOT p50 {plan['tpot_ms']:g} ms, "
+        f"{plan['attainment']:.0%} within the SLO",
+        False,
+    )
+    yield from ((f"not as planned: {one}", True) for one in plan["apart"])
 
 
 def _short_name(name: str) -> str:

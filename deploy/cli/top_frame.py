@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from deploy.cli.change import change_text, step_text
+from deploy.cli.change import change_text, planned_lines, step_text
 
 SORTS = ("instance", "pending", "running", "KV")
 MOST_ACTIONS, BAR_CELLS = 5, 4
@@ -107,6 +107,8 @@ def _head(seen: Seen, width: int) -> Iterable[Text]:
     if slo["judged"]:
         shares = f"{slo['judge']} {slo['attainment']:.1%}, mean {slo['mean']['attainment']:.1%}"
         yield Text(f"within TTFT {1000 * slo['ttft_s']:g} ms, TPOT {1000 * slo['tpot_s']:g} ms: {shares}")
+    if rates["planned"]:
+        yield from (Text(line, "yellow" if apart else "") for line, apart in planned_lines(rates["planned"]))
     refused, codes = rates["refused"], rates["codes"]
     others = {code: count for code, count in codes.items() if code not in refused}
     trouble = [

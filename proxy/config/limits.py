@@ -310,6 +310,31 @@ class Slo:
         return usual, replace(usual, judge=slo.MEAN)
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What `epd-serve plan` expects of the deployment, to be shown beside what is measured. 0: nothing was planned.
+
+    Attributes:
+        rate_rps: requests a second that it was planned for.
+        ttft_s, tpot_s: medians of a streamed answer's time to first token, and of its mean time per token after that.
+        attainment: share of the answers within `slo`.
+    """
+
+    rate_rps: float = 0.0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    attainment: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("rate_rps", "ttft_s", "tpot_s", "attainment"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"planned.{name} must not be negative", param=f"planned.{name}")
+        if self.attainment > 1:
+            raise ConfigError(
+                f"planned.attainment is a share, at most 1, not {self.attainment:g}", param="planned.attainment"
+            )
+
+
 def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raises ConfigError naming the setting and its choices."""
     if value not in choices:

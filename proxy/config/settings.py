@@ -21,6 +21,7 @@ from proxy.config.limits import (
     MediaLimits,
     MemoryLimits,
     MigrationLimits,
+    Planned,
     PoisonLimits,
     RecordLimits,
     RetryLimits,
@@ -92,6 +93,7 @@ class ProxySettings:
         otlp_traces_endpoint: URL that takes the spans of requests (OTLP over HTTP); by default none are made.
         records: what is remembered of requests that have ended.
         slo: what streamed answers are to keep to, for attainment and goodput; where it is named, stages hold to it.
+        planned: what `epd-serve plan` expects of the deployment; shown beside what is measured.
         policy: how instances are chosen: `first-token`, `least-loaded`, `round-robin` or `power-of-two`.
         prefix_routing: what instances have cached of a prompt counts as done when one is chosen.
         key_limits: what one API key may do at once and per minute.
@@ -143,6 +145,7 @@ class ProxySettings:
     otlp_traces_endpoint: str = ""
     records: RecordLimits = field(default_factory=RecordLimits)
     slo: Slo = field(default_factory=Slo)
+    planned: Planned = field(default_factory=Planned)
     policy: str = "first-token"
     prefix_routing: bool = True
     key_limits: KeyLimits = field(default_factory=KeyLimits)

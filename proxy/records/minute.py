@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from epd_serve.slo import Slo as Objective
-from proxy.config.limits import Slo
+from proxy.config.limits import Planned, Slo
 from proxy.records.kept import SERIOUS
 from proxy.records.record import Record
 
@@ -24,7 +24,12 @@ PARTS = 12
 PER_OCTAVE = 4
 LEAST_S = 1e-4
 FRACTIONS = {"p50": 0.5, "p99": 0.99}
-SLO = Slo()
+SLO, UNPLANNED = Slo(), Planned()
+ENOUGH = 20
+"""Judged answers of a minute from which on a plan is said to hold or not."""
+BEYOND, SLOWER, POINTS = 1.25, 1.5, 0.1
+"""More requests than planned by so much is another load; a median longer by so much, or an attainment lower by so many
+points, is not what was planned. Simulators of serving are off by a fifth on first tokens (docs/guides/planning.md)."""
 
 
 class Counts(Struct):
@@ -54,6 +59,7 @@ class Counts(Struct):
     attained: int = 0
     by_mean: int = 0
     slo: Slo = SLO
+    planned: Planned = UNPLANNED
 
     def add(self, record: Record) -> None:
         _count(self.outcomes, record.outcome)
@@ -98,6 +104,34 @@ class Counts(Struct):
                 **self._share(self.attained, seconds),
                 "mean": self._share(self.by_mean, seconds),
             },
+            "planned": self._planned(requests / seconds),
+        }
+
+    def _planned(self, requests_per_s: float) -> dict[str, Any] | None:
+        """What was planned, and under `apart` in what the minute is not that; None without a plan."""
+        plan = self.planned
+        if not plan.rate_rps:
+            return None
+        apart = []
+        if self.judged >= ENOUGH:
+            attainment = self.attained / self.judged
+            if requests_per_s > BEYOND * plan.rate_rps:
+                apart.append(f"{requests_per_s:.3g} requests/s come, {plan.rate_rps:.3g} were planned for")
+            for name, planned_s, measured in (
+                ("TTFT", plan.ttft_s, self.first_byte),
+                ("TPOT", plan.tpot_s, self.token),
+            ):
+                median_s = percentile_s(measured, 0.5)
+                if planned_s and median_s is not None and median_s > SLOWER * planned_s:
+                    apart.append(f"{name} p50 is {1e3 * median_s:.4g} ms, {1e3 * planned_s:.4g} were planned")
+            if attainment < plan.attainment - POINTS:
+                apart.append(f"{attainment:.0%} are within the SLO, {plan.attainment:.0%} were planned")
+        return {
+            "rate_rps": plan.rate_rps,
+            "ttft_ms": round(1e3 * plan.ttft_s, 2),
+            "tpot_ms": round(1e3 * plan.tpot_s, 2),
+            "attainment": plan.attainment,
+            "apart": apart,
         }
 
     def _share(self, attained: int, seconds: float) -> dict[str, Any]:
@@ -133,15 +167,16 @@ def together(several: Iterable[Counts]) -> Counts:
         sum(one.attained for one in every),
         sum(one.by_mean for one in every),
         every[0].slo if every else SLO,
+        every[0].planned if every else UNPLANNED,
     )
 
 
 class LastMinute:
     """Of one process. Times are of its clock, and do not go backwards."""
 
-    def __init__(self, now: float, slo: Slo = SLO) -> None:
+    def __init__(self, now: float, slo: Slo = SLO, planned: Planned = UNPLANNED) -> None:
         self._began = now
-        self._slo = slo
+        self._slo, self._planned = slo, planned
         self._parts: deque[tuple[float, Counts]] = deque([(now, Counts(slo=slo))], maxlen=PARTS)
 
     def add(self, record: Record) -> None:
@@ -152,7 +187,7 @@ class LastMinute:
         since = now - PARTS * PART_S
         counts = together(part for began, part in self._parts if began > since)
         counts.seconds = min(now - self._began, PARTS * PART_S)
-        counts.slo = self._slo
+        counts.slo, counts.planned = self._slo, self._planned
         return counts
 
     def _part(self, now: float) -> Counts:

@@ -9,10 +9,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from proxy.config.limits import RecordLimits, Slo
+from proxy.config.limits import Planned, RecordLimits, Slo
 from proxy.records.answer_end import answer_end
 from proxy.records.kept import Kept, KeptRecords
-from proxy.records.minute import SLO, Counts, LastMinute, together
+from proxy.records.minute import SLO, UNPLANNED, Counts, LastMinute, together
 from proxy.records.record import Record
 from proxy.records.report import report, summary
 
@@ -66,16 +66,22 @@ class Records:
 
     Args:
         failed: called with what a sink has failed of.
-        slo: what streamed answers are to keep to.
+        slo: what streamed answers are to keep to. planned: what was expected of them.
 
     Attributes:
         ended: who takes records that have ended, in this order. One that fails costs the others nothing.
     """
 
-    def __init__(self, limits: RecordLimits, failed: Callable[[Exception], object], slo: Slo = SLO) -> None:
+    def __init__(
+        self,
+        limits: RecordLimits,
+        failed: Callable[[Exception], object],
+        slo: Slo = SLO,
+        planned: Planned = UNPLANNED,
+    ) -> None:
         self._running: dict[str, Record] = {}
         self._kept = KeptRecords(limits)
-        self._minute = LastMinute(time.monotonic(), slo)
+        self._minute = LastMinute(time.monotonic(), slo, planned)
         self._failed = failed
         self.ended: list[Sink] = [self._minute.add, self._kept.add]
 

@@ -47,6 +47,18 @@ def test_nothing_is_held_back_before_anything_is_measured() -> None:
     assert ignorant().limits(0, 0, 500) == Limits(MOST_TOKENS, MOST_ITEMS)
 
 
+def test_an_slo_that_decodes_keep_is_not_given_up_where_prompts_break_it() -> None:
+    """A neighbour makes some steps twice as long: the share of TBT that is planned with shrinks below what decodes
+    take. That they take less than TBT is what counts: their steps go on with as little of a prompt as may be."""
+    budgets = learnt(slow=1.5)  # decodes alone: 0.45 of TBT
+    for _ in range(100):
+        budgets.measured(1.2 * TBT_S, decodes=10, prompt_tokens=32, item_tokens=0)
+    assert 0.4 * TBT_S < budgets.seconds(decodes=10) < 0.9 * TBT_S
+    assert budgets.seconds(tokens=budgets.limits(10, 0, 0).tokens) < TBT_S / 7 or (
+        budgets.limits(10, 0, 0).tokens == LEAST_TOKENS
+    )
+
+
 def test_what_steps_take_is_learnt_from_the_steps() -> None:
     assert learnt().seconds(decodes=4, tokens=200, items=300) == pytest.approx(machine(4, 200, 300), rel=0.05)
 

@@ -63,6 +63,8 @@ export function update({ rates: told, at }) {
     ["TTFT p50 / p99", pair(told.ttft_ms)], ["TPOT p50 / p99", pair(told.tpot_ms)],
     [`SLO attainment, ${named}`, `${percent(told.slo.attainment)} / ${percent(told.slo.mean.attainment)}`],
     [`Goodput per second, ${named}`, `${told.slo.goodput_per_s.toFixed(2)} / ${told.slo.mean.goodput_per_s.toFixed(2)}`],
+    ...(told.planned === null ? [] : [[`Planned: rate, TTFT p50, TPOT p50, attainment`, `${told.planned.rate_rps.toFixed(1)} / ${milliseconds(told.planned.ttft_ms)} / ${milliseconds(told.planned.tpot_ms)} / ${percent(told.planned.attainment)}`]]),
+    ...(told.planned?.apart.length ? [["Not as planned", told.planned.apart.join("; ")]] : []),
     ["Refused", counted(told.refused) || "none"], ["Errors", counted(others) || "none"],
   ];
   replace($("tiles"), tiles.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));

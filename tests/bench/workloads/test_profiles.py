@@ -61,6 +61,9 @@ def test_all_workloads_of_the_papers_are_there():
         "mme-like",
         "vizwiz-like",
         "azure-bursty",
+        "images-short-answers",
+        "long-prompts",
+        "long-answers",
     ]
 
 
@@ -69,6 +72,8 @@ def test_answers_have_64_tokens_except_where_a_source_says_otherwise():
         "textvqa-1080p": 256,
         "pope-like": 2,
         "mme-like": 2,
+        "images-short-answers": 16,
+        "long-answers": 192,
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from deploy.cli.top_frame import KEYS, SORTS, Seen, View, frame, roles_of
+from proxy.config.limits import Planned
 from proxy.records.minute import Counts
 
 WIDTH, HEIGHT = 80, 24
@@ -83,6 +84,14 @@ def test_rates_and_refusals_are_in_the_head() -> None:
     assert "10.1 requests/s" in head and "running 12, 4 of them waiting" in head
     assert "refused 5 overloaded" in head and "errors 2 stage_failed" in head and "tried again 3" in head
     assert "within TTFT 2000 ms, TPOT 50 ms: p90 99.0%, mean 90.0%" in head
+
+
+def test_a_plan_stands_beside_what_is_measured_and_what_parts_from_it_is_said() -> None:
+    counts = Counts(60.0, {"200": 600}, judged=600, attained=300, planned=Planned(2.0, 0.4, 0.02, 0.95))
+    head = "\n".join(lines(seen(rates=counts))[:9])
+    assert "planned: 2 requests/s, TTFT p50 400 ms, TPOT p50 20 ms, 95% within the SLO" in head
+    assert "not as planned: 10 requests/s come, 2 were planned for" in head
+    assert "not as planned: 50% are within the SLO, 95% were planned" in head
 
 
 def test_actions_are_shown_as_they_happen_the_newest_first() -> None:

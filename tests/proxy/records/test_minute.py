@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from epd_serve.errors import ConfigError
-from proxy.config.limits import Slo
+from proxy.config.limits import Planned, Slo
 from proxy.records.minute import LEAST_S, PART_S, PARTS, Counts, LastMinute, bucket, percentile_s, together
 from proxy.records.record import Record
 
@@ -139,3 +139,47 @@ def test_goodput_is_of_the_requests_that_attain_the_objective() -> None:
         "judge": "p90", "attained": 2, "attainment": 0.3333, "goodput_per_s": 0.2,
         "mean": {"attained": 4, "attainment": 0.6667, "goodput_per_s": 0.4},
     }  # fmt: skip
+
+
+PLAN = Planned(rate_rps=1.0, ttft_s=0.4, tpot_s=0.02, attainment=0.95)
+
+
+def minute_of(count: int, *, ttft_s: float, tpot_s: float, within: int = 9) -> dict[str, Any]:
+    """Of answers of ten tokens within ten seconds, at two front doors; `within`: of their nine gaps."""
+    doors = [LastMinute(0.0, planned=PLAN), LastMinute(0.0, planned=PLAN)]
+    for number in range(count):
+        total_s = ttft_s + 9 * tpot_s
+        doors[number % 2].add(ended(total_s, at_s=5.0, first_byte_s=ttft_s, tokens=10, gaps=(9, within)))
+    told: dict[str, Any] = together([door.counts(60.0) for door in doors]).summary()["planned"]
+    return told
+
+
+def test_a_minute_that_goes_as_planned_stands_beside_the_plan() -> None:
+    assert minute_of(60, ttft_s=0.45, tpot_s=0.018) == {
+        "rate_rps": 1.0, "ttft_ms": 400.0, "tpot_ms": 20.0, "attainment": 0.95, "apart": [],
+    }  # fmt: skip
+    assert LastMinute(0.0).counts(60.0).summary()["planned"] is None
+
+
+@pytest.mark.parametrize(
+    ("count", "minute", "said"),
+    [
+        (60, {"ttft_s": 0.8, "tpot_s": 0.02}, "TTFT p50 is"),
+        (60, {"ttft_s": 0.4, "tpot_s": 0.04}, "TPOT p50 is"),
+        (60, {"ttft_s": 0.4, "tpot_s": 0.02, "within": 0}, "0% are within the SLO, 95% were planned"),
+        (90, {"ttft_s": 0.4, "tpot_s": 0.02}, "1.5 requests/s come, 1 were planned for"),
+    ],
+)
+def test_what_parts_from_the_plan_is_said(count: int, minute: dict[str, Any], said: str) -> None:
+    (told,) = minute_of(count, **minute)["apart"]
+    assert told.startswith(said)
+
+
+def test_a_few_requests_say_nothing_of_a_plan() -> None:
+    assert minute_of(19, ttft_s=4.0, tpot_s=0.4)["apart"] == []
+
+
+@pytest.mark.parametrize("wrong", [{"rate_rps": -1.0}, {"attainment": 1.5}, {"ttft_s": -0.1}])
+def test_a_plan_that_is_none_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"planned.{next(iter(wrong))}"):
+        Planned(**wrong)
