@@ -10,7 +10,8 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from epd_serve import garbage
 from epd_serve.budgets import Budgets
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launcher := os.environ.get(LAUNCHER_ENV):
         die_with_parent(int(launcher))
     try:
-        profile = _profile(arguments)
+        profile = profile_of(arguments)
         wiring = _wiring(arguments)
         with _bind(arguments.host, arguments.port) as listening:
             _run(_serve(arguments, wiring, profile, listening))
@@ -83,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _profile(arguments: argparse.Namespace) -> Profile:
+def profile_of(arguments: argparse.Namespace) -> Profile:
+    """The file's, with the flags' capacities. Raises ConfigError."""
     profile = read_profile(arguments.profile)
     given = {
         name: getattr(arguments, name)

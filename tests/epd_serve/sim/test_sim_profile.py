@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from epd_serve.errors import ConfigError
-from epd_serve.sim.profile import Line, Profile, read_profile
+from epd_serve.sim.main import parsed, profile_of
+from epd_serve.sim.profile import Capacity, Line, Profile, read_profile
 
 
 def written(tmp_path: Path, value: object) -> str:
@@ -70,3 +71,7 @@ def test_jitter_is_the_same_in_every_run_and_another_at_every_instance() -> None
 
     assert drawn("P0") == drawn("P0") != drawn("P1")
     assert all(0.5 <= one <= 1.5 for one in drawn("P0"))
+
+
+def test_a_stages_flags_win_over_its_profile() -> None:
+    assert profile_of(parsed(["--max-num-seqs", "4"])).capacity == Capacity(max_running=4)
