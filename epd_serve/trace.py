@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 PROXY = "proxy"
+STEP = "step"
+"""A step of an engine, of no request alone: its subject is "", and it says what it did (`engine/status/pending.py`)."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 

@@ -15,6 +15,7 @@ from epd_serve.budgets import Budgets
 from epd_serve.sim.profile import Profile
 from epd_serve.sim.scheduler import Scheduler, Step
 from epd_serve.sim.sequence import Sequence
+from epd_serve.trace import STEP, Trace
 
 _SHORTEST_SLEEP_S = 0.0005
 _LATE_S = 0.02  # being later than that is the machine's fault, and is not made up for
@@ -52,10 +53,17 @@ class Engine:
         steps, item_count: steps done, items encoded in them.
         slowness: factor on all times, a fault on demand.
         changed: called after every step and arrival, for those who report the load.
+        trace: gets a stamp of each step, as a real one does.
     """
 
     def __init__(
-        self, profile: Profile, instance: str, *, priorities: bool = False, budgets: Budgets | None = None
+        self,
+        profile: Profile,
+        instance: str,
+        *,
+        priorities: bool = False,
+        budgets: Budgets | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self.profile = profile
         self.scheduler = Scheduler(profile.capacity, priorities=priorities, budgets=budgets)
@@ -65,6 +73,7 @@ class Engine:
         self.item_count = 0
         self.changed: Callable[[], None] = lambda: None
         self._factor = profile.factors(instance)
+        self._trace = trace
         self._work = asyncio.Event()
 
     def submit(self, sequence: Sequence, *, held: bool = False) -> None:
@@ -104,6 +113,8 @@ class Engine:
             now = time.monotonic()
             due = max(due, now - _LATE_S) + seconds if due else now + seconds
             await asyncio.sleep(due - now if due - now >= _SHORTEST_SLEEP_S else 0)
+            if self._trace is not None:
+                self._stamp(self._trace, step, seconds)
             self.steps += 1
             self.item_count += len(step.encodes)
             self.rates.took(step, seconds, self.profile.decode_s(len(step.decodes)))
@@ -118,8 +129,26 @@ class Engine:
             self.changed()
 
     def _seconds(self, step: Step) -> float:
-        parts_s = self.profile.step_parts_s(step.item_tokens, step.prompt_tokens, len(step.decodes))
+        parts_s = self.profile.step_parts_s(
+            step.item_tokens,
+            step.prompt_tokens,
+            len(step.decodes),
+            context_tokens=step.context_tokens,
+            kv_tokens=step.kv_tokens,
+        )
         return sum(parts_s) * self._factor() * self.slowness
+
+    def _stamp(self, trace: Trace, step: Step, seconds: float) -> None:
+        trace.stamp(
+            "",
+            STEP,
+            t0=time.monotonic() - seconds,
+            prompt_tokens=step.prompt_tokens,
+            item_tokens=step.item_tokens,
+            decodes=len(step.decodes),
+            context_tokens=round(step.context_tokens),
+            kv_tokens=step.kv_tokens,
+        )
 
     def _ring(self) -> None:
         self._work.set()

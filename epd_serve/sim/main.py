@@ -25,6 +25,7 @@ from epd_serve.sim.profile import Profile, read_profile
 from epd_serve.sim.request_lifecycle import RequestLifecycle
 from epd_serve.sim.stage import Stage
 from epd_serve.stage_plan import LAUNCHER_ENV
+from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 from store.addresses import authority
 
@@ -149,6 +150,7 @@ async def _serve(
         wiring.instance,
         priorities=arguments.scheduling_policy == "priority",
         budgets=budgets_of(wiring, profile),
+        trace=Trace(wiring.trace_path, wiring.instance) if wiring.trace_path else None,
     )
     key = os.environ.get(KEY_ENV, "") if arguments.guarded else ""
     if arguments.guarded and not key:

@@ -64,11 +64,14 @@ class StepWork:
     Attributes:
         prompt_tokens, item_tokens: that it computes, encodes.
         decodes: requests for which it generates tokens after their first.
+        context_tokens: sum, over those prompt tokens, of those before each. kv_tokens: of the requests that decode.
     """
 
     prompt_tokens: int = 0
     item_tokens: int = 0
     decodes: int = 0
+    context_tokens: int = 0
+    kv_tokens: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.prompt_tokens or self.item_tokens or self.decodes)
@@ -102,13 +105,19 @@ def pending(requests: Iterable[EngineRequest], *, encoded: Callable[[str], bool]
 
 def step_work(step: Step, requests: Mapping[str, EngineRequest]) -> StepWork:
     """What a step that has just been scheduled does; the requests count its tokens as computed already."""
-    prompt_tokens = item_tokens = decodes = 0
+    prompt_tokens = item_tokens = decodes = context_tokens = kv_tokens = 0
     for name, count in step.num_scheduled_tokens.items():
         request = requests[name]
-        left = request.num_prompt_tokens - (request.num_computed_tokens - count)
-        prompt_tokens += min(count, max(0, left))
-        decodes += left <= 0
+        computed = request.num_computed_tokens - count
+        left = request.num_prompt_tokens - computed
+        if left > 0:
+            chunk = min(count, left)
+            prompt_tokens += chunk
+            context_tokens += chunk * computed + chunk * (chunk - 1) // 2
+        else:
+            decodes += 1
+            kv_tokens += computed
     for name, indices in step.scheduled_encoder_inputs.items():
         features = requests[name].mm_features
         item_tokens += sum(features[index].mm_position.length for index in indices)
-    return StepWork(prompt_tokens, item_tokens, decodes)
+    return StepWork(prompt_tokens, item_tokens, decodes, context_tokens, kv_tokens)

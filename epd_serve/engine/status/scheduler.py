@@ -73,10 +73,13 @@ def reporting(base: Any) -> Any:
             self._publisher = LoadPublisher(wiring, ledger)
             if cache is not None:
                 cache.changed = self._publisher.cache_changed
-            self._watch = LoadWatch(self, wiring, self._publisher.offer, budgets=getattr(self, "budgets", None))
+            trace = Trace(wiring.trace_path, wiring.instance) if wiring.trace_path else None
+            self._watch = LoadWatch(
+                self, wiring, self._publisher.offer, budgets=getattr(self, "budgets", None), trace=trace
+            )
             self._watch.changed()
-            if wiring.trace_path:
-                self._trace = SchedulerTrace(Trace(wiring.trace_path, wiring.instance))
+            if trace is not None:
+                self._trace = SchedulerTrace(trace)
 
         def schedule(self, *args: Any, **more: Any) -> Any:
             output = super().schedule(*args, **more)

@@ -11,12 +11,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from epd_serve.budgets import Budgets
 from epd_serve.engine.status.pending import StepWork, pending, step_work
 from epd_serve.engine.status.rates import StepRates
+from epd_serve.trace import STEP, Trace
 from epd_serve.wire import StageReport
 from epd_serve.wiring import StageWiring
 
@@ -46,6 +47,7 @@ class LoadWatch:
         scheduler: vLLM's, after its `__init__`.
         offer: takes each new report, whose `seq` is 0; must not block.
         budgets: are told how long steps take, where there are any.
+        trace: gets a stamp `step` of nobody's (subject "") for each step that did something, with its `StepWork`.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class LoadWatch:
         offer: Callable[[StageReport], None],
         *,
         budgets: Budgets | None = None,
+        trace: Trace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
@@ -62,6 +65,7 @@ class LoadWatch:
         self._offer = offer
         self._clock = clock
         self._budgets = budgets
+        self._trace = trace
         self._running: deque[_RunningStep] = deque(maxlen=MAX_STEPS)
         self._rates = StepRates()
         self._due_at = float("-inf")
@@ -100,9 +104,14 @@ class LoadWatch:
         while any(step.output is output for step in self._running):
             step = self._running.popleft()
             if step.output is output:
-                seconds = self._rates.ended(step.work, step.begun_at, self._clock())
+                work, now = step.work, self._clock()
+                seconds = self._rates.ended(work, step.begun_at, now)
                 if self._budgets is not None:
-                    self._budgets.measured(seconds, **asdict(step.work))
+                    self._budgets.measured(
+                        seconds, decodes=work.decodes, prompt_tokens=work.prompt_tokens, item_tokens=work.item_tokens
+                    )
+                if self._trace is not None:
+                    self._trace.stamp("", STEP, t0=now - seconds, **vars(work))
         self._count()
 
     def _count(self) -> None:

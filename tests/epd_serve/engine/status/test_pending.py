@@ -46,7 +46,8 @@ def test_a_step_is_split_into_prompt_items_and_decodes() -> None:
         "speculates": FakeRequest(10, 24, "RUNNING"),
     }
     step = FakeStep({"first": 64, "last": 36, "decodes": 1, "speculates": 4}, {"first": [0, 1]})
-    assert step_work(step, requests) == StepWork(prompt_tokens=100, item_tokens=60, decodes=2)
+    before = sum(range(64)) + sum(range(64, 100))
+    assert step_work(step, requests) == StepWork(100, 60, 2, context_tokens=before, kv_tokens=13 + 20)
 
 
 def test_a_step_that_schedules_nothing_does_nothing() -> None:

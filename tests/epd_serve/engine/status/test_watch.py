@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from epd_serve.engine.status.pending import StepWork
 from epd_serve.engine.status.watch import COUNT_SHARE, MAX_STEPS, LoadWatch
+from epd_serve.phases.stamps import read_stamps
 from epd_serve.roles import Role
+from epd_serve.trace import STEP, Trace
 from epd_serve.wire import StageReport
 from epd_serve.wiring import StageWiring
 from tests.epd_serve.engine.status.fakes import FakeRequest, FakeScheduler, FakeStep, item
 
 
 class Watched:
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, trace: Trace | None = None) -> None:
         self.scheduler = FakeScheduler()
         self.now = 0.0
         self.reports: list[StageReport] = []
         wiring = StageWiring(f"{role}0", role, "life")
-        self.watch = LoadWatch(self.scheduler, wiring, self.reports.append, clock=lambda: self.now)
+        self.watch = LoadWatch(self.scheduler, wiring, self.reports.append, trace=trace, clock=lambda: self.now)
 
     def step(self, step: FakeStep) -> FakeStep:
         self.scheduler.plan.append(step)
@@ -149,3 +153,21 @@ def test_a_defect_is_said_once_and_ends_the_counting_not_the_engine(caplog: pyte
     engine.watch.changed()
     assert engine.last == StageReport("P0", "life", 0)
     assert len([record for record in caplog.records if "cannot be counted" in record.message]) == 1
+
+
+def test_each_step_that_did_something_is_stamped_in_a_trace(tmp_path: Path) -> None:
+    engine = Watched(Role.EPD, Trace(str(tmp_path / "EPD0.jsonl"), "EPD0"))
+    engine.scheduler.requests["r"] = FakeRequest(100, 0, "WAITING", [item("a", 10, 64)])
+    engine.scheduler.requests["d"] = FakeRequest(10, 30, "RUNNING")
+    first, empty = engine.step(FakeStep({"r": 90, "d": 1}, {"r": [0]})), engine.step(FakeStep())
+    second = engine.step(FakeStep({"r": 10, "d": 1}))  # begun before the first one has ended
+    engine.now = 0.5
+    engine.watch.updated(first)
+    engine.watch.updated(empty)
+    engine.now = 0.75
+    engine.watch.updated(second)
+    stamps = read_stamps(tmp_path)
+    assert [(one.subject, one.event, one.instance) for one in stamps] == [("", STEP, "EPD0")] * 2
+    assert [one.more["t0"] for one in stamps] == [0.0, 0.5]
+    work = [{name: value for name, value in one.more.items() if name != "t0"} for one in stamps]
+    assert work == [vars(StepWork(90, 64, 1, sum(range(90)), 30)), vars(StepWork(10, 0, 1, sum(range(90, 100)), 31))]
