@@ -1,9 +1,8 @@
 """A layout served for a measurement: `epd-serve serve` in a process of its own, as a user starts it.
 
-Owns the process, its scratch folder, and its processes' CPU time by the kernel's own accounts: who works during a
-request, who works when idle. Process and folder end with the context, the process also with a measurement that is
-killed. A folder has a short name, for sockets lie in it, and carries the process that made it: whoever makes the next
-one removes those of the dead. What is asked of a launch is the caller's.
+Owns the process and its scratch folder. Both end with the context, the process also with a measurement that is killed.
+A folder has a short name, for sockets lie in it, and carries the process that made it: whoever makes the next one
+removes those of the dead. What is asked of a launch is the caller's.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.started import started
-from deploy.agent.template import api_server_of
+from deploy.agent.cpu_time import Parts, groups, parts
 from deploy.host.ports import free_ports
-from deploy.host.processes import group_members, running
+from deploy.host.started import started
 
 ROOT = Path("/tmp")
 SETTLED_S = 120.0
@@ -163,12 +161,6 @@ def simulated(
             yield launch
 
 
-def groups(root: Path) -> dict[str, int]:
-    """The newest process group of each instance, from the run directory."""
-    lines = [line for path in root.glob("*/groups.jsonl") for line in path.read_text(encoding="utf-8").splitlines()]
-    return {entry["instance"]: entry["pid"] for entry in map(json.loads, lines)}
-
-
 def _keep_logs(name: str, folder: Path) -> None:
     kept = os.environ.get(LOGS_ENV)
     if not kept:
@@ -178,43 +170,3 @@ def _keep_logs(name: str, folder: Path) -> None:
     for log in (*folder.glob("*.log"), *folder.glob("run/last-failure-*.log"), *folder.glob("run/*/*.log")):
         with contextlib.suppress(OSError):  # the launch may be ending
             shutil.copyfile(log, target / log.name)
-
-
-Parts = Mapping[str, tuple[int, ...]]
-"""Process ids by part of a launch: `proxy`, `E0/api`, `E0/engine`, …"""
-
-
-def parts(launcher: int, groups: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """The parts of a launch that runs: per stage its API server (with the process that both are forked from) and what
-    that spawned, and all else as `proxy`: front doors, controller, agent and the process whose children they are.
-
-    Args:
-        groups: process group of each instance.
-    """
-    others = (one.pid for one in running() if one.parent == launcher and one.pid not in groups.values())
-    found: dict[str, tuple[int, ...]] = {"proxy": (launcher, *others)}
-    for instance, group in groups.items():
-        api = {group, api_server_of(group)}
-        found[f"{instance}/api"] = tuple(sorted(api))
-        found[f"{instance}/engine"] = tuple(one.pid for one in group_members(group) if one.pid not in api)
-    return found
-
-
-def cpu_seconds(launch: Parts) -> dict[str, float]:
-    """CPU seconds of the living threads of each part so far (nanosecond accounts, not clock ticks)."""
-    return {part: sum(map(_on_cpu_s, pids)) for part, pids in launch.items()}
-
-
-def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """CPU seconds spent between two readings; never negative, though a thread that ended takes its account along."""
-    return {part: max(0.0, seconds - before.get(part, 0.0)) for part, seconds in now.items()}
-
-
-def _on_cpu_s(pid: int) -> float:
-    spent_ns = 0
-    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        try:
-            spent_ns += int(thread.read_text(encoding="ascii").split()[0])
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # the thread has ended
-    return spent_ns / 1e9

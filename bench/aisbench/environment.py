@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.record import ROOT
-from bench.started import started
 from deploy.host.processes import signal_group
+from deploy.host.started import started
 from epd_serve.errors import ConfigError, StageError
 
 PINS, SCRIPT = ROOT / "requirements" / "aisbench.txt", ROOT / "deploy" / "install" / "environment.sh"

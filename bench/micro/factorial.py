@@ -41,7 +41,7 @@ from bench.micro.cores import core_us, ratios_at_one_speed
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, several, whole
 from bench.micro.rows import grouped, median, table_of
 from bench.served import scratch, served
-from bench.started import answers, started
+from bench.started import answers
 from bench.sweep.experiment import Deployment
 from bench.sweep.running import REST_S, command
 from bench.workloads.requests import ClosedLoop, Poisson, arrival_times
@@ -51,6 +51,7 @@ from deploy.agent.wiring import Site, wire
 from deploy.host.environment import stage_environment
 from deploy.host.ports import free_ports
 from deploy.host.rundir import RunDir
+from deploy.host.started import started
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import Blueprint, draw
 from epd_serve.cpu_threads import BIND_ENV, CPU_THREADS_ENV, CpuThreads

@@ -38,10 +38,11 @@ from bench.micro.over_vllm import ANSWER_TOKENS, EPD_TOKENS, LAYOUT, NEW, REPEAT
 from bench.micro.rows import grouped, median, table_of
 from bench.phases import HOPS, breakdown, hops, phase_rows, request_phases
 from bench.real_stages import closed_loop, seconds_to_ready, tpot_s
-from bench.served import Served, cpu_seconds, groups, served, since
+from bench.served import Served, served
 from bench.statistic import Spread
 from bench.sweep.running import proxy_status
 from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body
+from deploy.agent.cpu_time import cpu_seconds, groups, since
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import Blueprint, draw
 from epd_serve.errors import StageError

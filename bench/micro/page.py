@@ -21,8 +21,9 @@ from bench.clients.sender import Flow
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, whole
 from bench.micro.proxy.rivals import text_request
 from bench.micro.rows import grouped, median
-from bench.served import Served, cpu_seconds, simulated, since
+from bench.served import Served, simulated
 from bench.workloads.requests import Poisson, arrivals_within
+from deploy.agent.cpu_time import cpu_seconds, since
 from deploy.memory.placement_table import table
 from epd_serve.errors import EpdError
 

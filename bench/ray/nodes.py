@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.clients.process import Child
-from bench.served import Parts, scratch
+from bench.served import scratch
+from deploy.agent.cpu_time import Parts
 from deploy.host.processes import running, signal_process, stat
 from epd_serve.errors import ConfigError
 

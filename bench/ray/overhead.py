@@ -19,7 +19,8 @@ from bench.clients.results import RequestRecord
 from bench.micro.measurement import in_turns
 from bench.ray.deployed import FLAGS, LAYOUT, on_ray
 from bench.ray.nodes import RayNodes
-from bench.served import Served, cpu_seconds, simulated, since
+from bench.served import Served, simulated
+from deploy.agent.cpu_time import cpu_seconds, since
 
 LOCAL, RAY = "local", "ray"
 TURN_S, IDLE_S, SETTLE_S = 8.0, 5.0, 3.0

@@ -35,10 +35,11 @@ from bench.clients.sender import realtime_priority
 from bench.clients.target import Target
 from bench.record import ROOT
 from bench.served import scratch
-from bench.started import Started, answers, started
+from bench.started import answers
 from bench.statistic import percentile
 from bench.sweep.experiment import Deployment
 from deploy.host.ports import free_ports
+from deploy.host.started import Started, started
 from deploy.memory.check import VISIBLE
 from deploy.plan.blueprint import Blueprint
 from epd_serve.cpu_threads import BIND_ENV, cpu_threads

@@ -14,8 +14,8 @@ import pytest
 
 from bench.cli import COMMANDS, main, parser
 from bench.record import ROOT, busy, environment, flatten, write
-from bench.served import cpu_seconds, parts, since
 from bench.statistic import Spread, percentile
+from deploy.agent.cpu_time import cpu_seconds, parts, since
 from epd_serve.errors import ConfigError
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.served import LOGS_ENV, groups, parse_ready, served
+from bench.served import LOGS_ENV, parse_ready, served
+from deploy.agent.cpu_time import groups
 from deploy.launch.ready_message import ready_message
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw

@@ -27,9 +27,10 @@ from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
 from bench.micro.measurement import Goal
-from bench.served import cpu_seconds, simulated, since
+from bench.served import simulated
 from bench.statistic import percentile
 from bench.workloads.synthetic import image_body, text_body
+from deploy.agent.cpu_time import cpu_seconds, since
 from tests.soak.abusers import CrowdProcess, Scene, Seen
 from tests.soak.front_door import counters
 from tests.soak.harness import Result, Soak

@@ -24,9 +24,10 @@ from bench.clients.sender import Flow, ask, send
 from bench.clients.target import Target, requests
 from bench.micro.measurement import Goal
 from bench.served import Served, scratch, served
-from bench.started import answers, started
+from bench.started import answers
 from bench.workloads.synthetic import demo_body, demo_image
 from deploy.host.ports import free_ports
+from deploy.host.started import started
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.plan.proxy_settings import build_proxy_settings

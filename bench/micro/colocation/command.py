@@ -48,7 +48,8 @@ from bench.real_stages import (
     seconds_of,
     tpot_s,
 )
-from bench.served import Served, cpu_seconds, scratch, served
+from bench.served import Served, scratch, served
+from deploy.agent.cpu_time import cpu_seconds
 
 ALIKE, ALONE_S = 4, 120.0
 """Requests whose answers are compared, token for token."""

@@ -17,9 +17,10 @@ from typing import Any
 from bench.clients.process import Child
 from bench.micro.measurement import Row
 from bench.served import scratch
-from bench.started import answers, started
+from bench.started import answers
 from deploy.agent.pool_master import mooncake_command
 from deploy.host.ports import free_ports
+from deploy.host.started import started
 from deploy.memory.shared_memory import free_mib
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.peers import Peer, write_peers

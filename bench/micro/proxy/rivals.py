@@ -16,9 +16,10 @@ from bench.clients.sender import Flow
 from bench.clients.target import Request
 from bench.micro.measurement import Row, in_turns
 from bench.micro.rows import grouped, median, ratios, table_of
-from bench.served import Served, cpu_seconds
+from bench.served import Served
 from bench.started import Rival, running
 from bench.workloads.synthetic import image_body, text_body
+from deploy.agent.cpu_time import cpu_seconds
 from deploy.host.ports import free_ports
 
 CONCURRENCY = 32

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from bench.started import end, started
 from deploy.host.processes import group_members
+from deploy.host.started import end, started
 from epd_serve.errors import StageError
 
 
