@@ -1,6 +1,6 @@
 """How much operators slow each other down on one device, as `epd-bench interference` measured it: the file.
 
-For placement and planners: plain JSON, `VERSION` of this form, which nothing here reads back. Imports no framework.
+For `epd-serve profile --interference` and placement: plain JSON, `VERSION` of this form. Imports no framework.
 
     {"version": 1, "kind": "real",
      "device": {"kind": "npu", "name": "910B3", "cores": {"cube": 24}},
@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 VERSION = 1
 
@@ -102,3 +104,15 @@ class InterferenceProfile:
         order = ("version", "kind", "device", "measured", "operators", "maps")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({name: whole[name] for name in order}, indent=1) + "\n", encoding="utf-8")
+
+
+def read_interference_profile(path: Path) -> InterferenceProfile:
+    """What `InterferenceProfile.save` has written.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it is none of this version.
+    """
+    raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    if raw.pop("version", None) != VERSION:
+        raise ValueError(f"it is no interference profile of version {VERSION}")
+    return msgspec.convert(raw, InterferenceProfile)
