@@ -20,6 +20,7 @@ from deploy.cli.change import add_change
 from deploy.cli.end import add_logs_and_down
 from deploy.cli.key import add_key
 from deploy.cli.parts import add_proxy, add_stage
+from deploy.cli.profile import add_profile
 from deploy.cli.standard_output import until_the_reader_leaves
 from deploy.cli.top import add_top
 from deploy.cli.trace import add_trace
@@ -86,6 +87,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         **add_why(commands),
         **add_trace(commands),
         **add_top(commands),
+        **add_profile(commands),
     }
 
 

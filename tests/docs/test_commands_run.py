@@ -103,6 +103,7 @@ SERVE = [
 LAYOUTS = [one for one in EVERY if one.words[:2] == ("epd-serve", "layout") and len(one.words) > 2]
 LOOKING = [one for one in EVERY if one.words[:2] in (("epd-serve", "why"), ("epd-serve", "top"))]
 DOCTOR = [one for one in EVERY if one.words[:2] == ("epd-serve", "doctor") and "--imports" not in one.words]
+PROFILES = [one for one in EVERY if one.words[:2] == ("epd-serve", "profile") and len(one.words) > 2]
 PLACES = {
     "/models/Qwen2.5-VL-7B-Instruct": builtin_model_dir(),
     "/models/Qwen3-VL-8B-Instruct": builtin_model_dir(),
@@ -169,6 +170,16 @@ def test_a_deployment_is_served_as_written_but_simulated(command, tmp_path):
         environment = cluster.environment if cluster is not None else None
         base = stack.enter_context(simulated(command.words[2:], tmp_path, environment=environment))
         assert httpx.get(f"{base}/ready").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [one for one in PROFILES if "--calibrate" not in one.words], ids=str)
+def test_a_profile_is_written(command, tmp_path):
+    simulated = ("--engine", "sim", "--sim-profile", str(profile(tmp_path)), "--quick", "--parts", "alone")
+
+    run((*command.words, *simulated, "--out", "out.json"), tmp_path)
+
+    assert (tmp_path / "out.json").is_file()
 
 
 @pytest.mark.slow

@@ -1,0 +1,130 @@
+"""From measured parts to the profile: which steps tell what, and how well the profile tells them back. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from deploy.planner.fit import least_squares, line, residual, table
+from deploy.planner.profile import DECODE, ENCODE, PREFILL, DeviceProfile
+from deploy.planner.steps import Part, Step, fronts, handovers, kv_waits, role_of, slowdown
+from deploy.planner.sweep import ALONE
+from epd_serve.sim.profile import Capacity, Line, Profile
+
+
+def assembled(about: DeviceProfile, parts: Sequence[Part], *, cpu: bool) -> DeviceProfile:
+    """The profile of what was measured; what no part tells is as in `about`, one of whose stages is the default of all.
+
+    Args:
+        about: model, device, memory. cpu: the front's work takes cores from the stages.
+    """
+    (default,) = about.stages.values()
+    apart = {part.tp: part for part in parts if part.name.startswith(ALONE)}
+    stages = {tp: _stage(part, default) for tp, part in apart.items()}
+    pairs = {part.name: slowdown(_of_pair(part), *part.name.split("+")) for part in parts if "+" in part.name}
+    kv = line(row for part in parts for row in kv_waits(part))
+    if default.kv_bytes_per_token:
+        by_bytes = Line(kv.setup_s, kv.per_unit_s / default.kv_bytes_per_token)
+        stages = {tp: replace(stage, kv=by_bytes) for tp, stage in stages.items()}
+    one = apart.get(1)
+    return replace(
+        about,
+        stages=stages or about.stages,
+        front=line(fronts(one)) if one else about.front,
+        front_busy=line(one.front_busy) if one and cpu else about.front_busy,
+        handover=line(handovers(one)) if one else about.handover,
+        kv=kv,
+        slowdown={**about.slowdown, **{name: found for name, found in pairs.items() if found is not None}},
+        start_s=max((part.start_s for part in parts), default=0.0),
+        comment="; ".join(
+            filter(None, (about.comment, *(f"tp{tp}: {_errors(apart[tp], stages[tp])}" for tp in stages)))
+        ),
+    )
+
+
+def calibrated(profile: DeviceProfile, steps: Sequence[Step]) -> DeviceProfile:
+    """The profile whose encode, prefill and decode agree with steps that a deployment did: each is scaled by the median
+    of measured over predicted; a kind of which fewer than `LEAST_STEPS` steps did nothing else stays as it is.
+
+    Neighbours on its device slow a deployment's steps, and are in the factors; a profile that is to be used with
+    `slowdown` is calibrated by a deployment without them.
+    """
+    factors = {kind: _factor(profile, [step for step in steps if step.kind == kind]) for kind in KINDS}
+    stages = {tp: _scaled(stage, **factors) for tp, stage in profile.stages.items()}
+    told = ", ".join(f"{kind} x {factor:.2f}" for kind, factor in factors.items())
+    comment = "; ".join(filter(None, (profile.comment, f"calibrated by {len(steps)} steps: {told}")))
+    return replace(profile, stages=stages, how="calibrated", comment=comment)
+
+
+LEAST_STEPS = 20
+KINDS = (ENCODE, PREFILL, DECODE)
+
+
+def _factor(profile: DeviceProfile, steps: Sequence[Step]) -> float:
+    stage = profile.stages[min(profile.stages)]
+    ratios = [step.seconds / predicted for step in steps if (predicted := _step_s(stage, step)) > 0]
+    return statistics.median(ratios) if len(ratios) >= LEAST_STEPS else 1.0
+
+
+def _scaled(stage: Profile, encode: float, prefill: float, decode: float) -> Profile:
+    return replace(
+        stage,
+        encode=Line(stage.encode.setup_s * encode, stage.encode.per_unit_s * encode),
+        prefill=Line(stage.prefill.setup_s * prefill, stage.prefill.per_unit_s * prefill),
+        prefill_context_s=stage.prefill_context_s * prefill,
+        decode_step_s=tuple((batch, seconds * decode) for batch, seconds in stage.decode_step_s),
+        decode_kv_s=stage.decode_kv_s * decode,
+    )
+
+
+def _stage(part: Part, default: Profile) -> Profile:
+    steps = part.steps
+    prefills = [step for step in steps if step.kind == PREFILL]
+    fitted = least_squares(((1.0, one.prompt_tokens, one.context_tokens), one.seconds) for one in prefills)
+    setup_s, token_s, context_s = fitted or (0.0, 0.0, 0.0)
+    points, kv_s = table([(one.decodes, one.kv_tokens, one.seconds) for one in steps if one.kind == DECODE])
+    known = replace(
+        default,
+        prefill=Line(setup_s, token_s),
+        prefill_context_s=context_s,
+        decode_step_s=points,
+        decode_kv_s=kv_s,
+    )
+    most = max((one.prompt_tokens for one in prefills), default=0) or default.capacity.step_tokens
+    largest = max((one.item_tokens for one in steps), default=0)
+    capacity = Capacity(
+        max_running=part.max_running or default.capacity.max_running,
+        step_tokens=most,
+        kv_tokens=part.kv_tokens or default.capacity.kv_tokens,
+        block_tokens=default.capacity.block_tokens,
+        max_model_len=part.max_model_len or default.capacity.max_model_len,
+        encoder_tokens=max(most, largest),
+    )
+    # `known` takes no time to encode yet: what a step took beyond its prompts and decodes is its items'.
+    items = [(one.item_tokens, one.seconds - _step_s(known, one)) for one in steps if one.item_tokens]
+    return replace(known, encode=line(items), capacity=capacity)
+
+
+def _step_s(profile: Profile, step: Step) -> float:
+    work = step.item_tokens, step.prompt_tokens, step.decodes
+    return sum(profile.step_parts_s(*work, context_tokens=step.context_tokens, kv_tokens=step.kv_tokens))
+
+
+def _of_pair(part: Part) -> list[Step]:
+    """Steps of the two instances that share a device, by the roles of their kinds."""
+    roles = {ENCODE: "E", PREFILL: "P", DECODE: "D"}
+    kinds = part.name.split("+")
+    return [step for step in part.steps if role_of(step.instance) in [roles[kind] for kind in kinds]]
+
+
+def _errors(part: Part, profile: Profile) -> str:
+    """How far the profile is from the medians that it was made from."""
+    found = []
+    for kind in KINDS:
+        steps = [step for step in part.steps if step.kind == kind]
+        rows = [(_step_s(profile, one), one.seconds) for one in steps]
+        if rows:
+            found.append(f"{kind} {residual(rows):.1%}")
+    return f"median error of a step: {', '.join(found)}" if found else ""

@@ -1,0 +1,137 @@
+"""A layout that is served for a profile, and a client that sends it what no two times is alike.
+
+Owns the launch (`epd-serve serve` in a process of its own, ended with the context), the requests, and the reading of
+what the launch says. What is sent, and what follows from it, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from PIL import Image
+
+from deploy.agent.cpu_time import cpu_seconds, groups, parts, since
+from deploy.host.ports import free_ports
+from deploy.host.started import started
+from deploy.launch.ready_message import ENDS
+from deploy.planner.steps import Sent
+from epd_serve.errors import StageError
+
+START_S, STOP_S, ANSWER_S = 900.0, 60.0, 300.0
+_IDS = range(100, 400)
+"""Token ids of prompts: plain tokens in every vocabulary; 300 of them make prompts that have no block in common."""
+
+
+@dataclass
+class Launched:
+    """A layout that is ready, to one client.
+
+    Attributes:
+        url: of the proxy. model: its name there. start_s: from the process to readiness. traces: of its stages.
+        run: where its processes are written down. launcher: the pid of `serve`.
+    """
+
+    url: str
+    model: str
+    start_s: float
+    traces: Path
+    run: Path
+    launcher: int
+    http: httpx.Client
+    max_model_len: int = 0
+    _chance: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def ids(self, count: int) -> list[int]:
+        """A prompt of so many tokens, unlike any other."""
+        return self._chance.choices(_IDS, k=count)
+
+    def text(self, ids: Sequence[int], tokens: int = 1) -> Sent:
+        """Have a prompt answered with so many tokens."""
+        body = {"prompt": list(ids), "max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
+        return self._sent("/v1/completions", body, tokens)
+
+    def image(self, side: int, tokens: int = 1) -> Sent:
+        """The same about a square picture of `side` pixels, unlike any other, that compresses as photographs do."""
+        url = f"data:image/jpeg;base64,{base64.b64encode(_picture(side, self._chance)).decode()}"
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": tokens, "ignore_eos": True}
+        return self._sent("/v1/chat/completions", body, tokens)
+
+    def together(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+        """Have all prompts answered at a time."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            list(pool.map(lambda ids: self.text(ids, tokens), prompts))
+
+    def stages(self) -> list[dict[str, Any]]:
+        """What the schedulers of all instances report; those that have not yet are left out."""
+        table = self.http.get("/instances").raise_for_status().json()["instances"]
+        return [one["stage"] for one in table if one["stage"] is not None]
+
+    @contextlib.contextmanager
+    def cpu(self) -> Iterator[list[float]]:
+        """CPU seconds, put into the list at the end, of all processes of the launch but the engines."""
+        spent: list[float] = []
+        processes = parts(self.launcher, groups(self.run))
+        front = {name: pids for name, pids in processes.items() if not name.endswith("/engine")}
+        before = cpu_seconds(front)
+        yield spent
+        spent.append(sum(since(before, cpu_seconds(front)).values()))
+
+    def _sent(self, path: str, body: dict[str, Any], tokens: int) -> Sent:
+        begun = time.monotonic()
+        answer = self.http.post(path, json={"model": self.model, "temperature": 0, **body})
+        ended = time.monotonic()
+        if answer.status_code != 200:
+            raise StageError(f"{path} was answered with {answer.status_code}: {answer.text[:500]}", stage="proxy")
+        return Sent(begun, ended, tokens)
+
+
+@contextlib.contextmanager
+def launched(layout: str, flags: Sequence[str]) -> Iterator[Launched]:
+    """Serve `layout` until the context ends, with traces. `flags`: more of `epd-serve serve`, the model too.
+
+    Raises:
+        StageError: it ended before it was ready, or took longer than `START_S`; with the end of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="epd-profile-") as made:
+        folder, (port,) = Path(made), free_ports(1)
+        said, run = folder / "said", folder / "run"
+        argv = [sys.executable, "-m", "deploy.cli", "serve", "--layout", layout, "--port", str(port)]
+        argv += ["--run-root", str(run), "--trace-dir", str(folder / "traces"), "--lame-duck-s", "0", *flags]
+        begun = time.monotonic()
+        with started(argv, folder / "log", name=layout, out=said, stop_s=STOP_S) as process:
+            process.ready(lambda: ENDS in said.read_text(encoding="utf-8"), START_S)
+            start_s = time.monotonic() - begun
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_S, trust_env=False) as http:
+                (model, *_) = http.get("/v1/models").raise_for_status().json()["data"]
+                yield Launched(
+                    str(http.base_url),
+                    model["id"],
+                    start_s,
+                    folder / "traces",
+                    run,
+                    process.process.pid,
+                    http,
+                    model.get("max_model_len") or 0,
+                )
+
+
+def _picture(side: int, chance: random.Random) -> bytes:
+    """A JPEG: blocks of random brightness, smoothed."""
+    small = max(2, side // 16)
+    pixels = Image.frombytes("RGB", (small, small), chance.randbytes(3 * small * small))
+    file = io.BytesIO()
+    pixels.resize((side, side), Image.Resampling.BICUBIC).save(file, "JPEG", quality=85)
+    return file.getvalue()
