@@ -1,7 +1,7 @@
 """How long a stage takes for what, and how much it holds: read and checked once.
 
-A simulated stage takes it from a file (`--sim-profile`; `docs/guides/simulation.md` shows a whole one), the planner from
-the profile of a device (`deploy/planner/profile.py`). Latencies are straight lines (a + b·amount) and a table for
+A simulated stage takes it from a file (`--sim-profile`; `docs/guides/simulation.md` shows a whole one), the planner
+from the profile of a device (`deploy/planner/profile.py`). Latencies are straight lines (a + b·amount) and a table for
 decode steps. A stage without a profile takes no time for anything.
 """
 

@@ -11,6 +11,7 @@ from npu_ops.interference_profile import (
     InterferenceProfile,
     ProfiledOperator,
     Slowdown,
+    read_interference_profile,
 )
 
 
@@ -42,6 +43,16 @@ def test_the_file_has_its_version_and_every_pair_of_every_map(tmp_path):
         "operator": "encoder_matmul", "beside": "decode_attention",
         "slowdown": 1.2, "p25": pytest.approx(1.1), "p75": pytest.approx(1.3), "rounds": 5,
     }  # fmt: skip
+
+
+def test_what_was_saved_is_read_back(tmp_path):
+    path = tmp_path / "profile.json"
+    profile().save(path)
+    assert read_interference_profile(path) == profile()
+
+    path.write_text('{"version": 2}')
+    with pytest.raises(ValueError, match="no interference profile of version 1"):
+        read_interference_profile(path)
 
 
 def test_a_map_is_asked_for_by_its_division_of_the_cores():
