@@ -106,7 +106,7 @@ def _measured(arguments: dict[str, Any]) -> Any:
 
     model = arguments["model"] or str(builtin_model_dir())
     facts = read_model_facts(model)
-    multimodal = facts is None or facts.multimodal
+    multimodal = facts is None or (facts.multimodal and "image" in (facts.towers or {"image"}))
     try:
         inventory = discover("cpu" if arguments["engine"] == "sim" else arguments["device"])
     except DiscoveryError as error:

@@ -24,7 +24,7 @@ def assembled(about: DeviceProfile, parts: Sequence[Part], *, cpu: bool) -> Devi
     apart = {part.tp: part for part in parts if part.name.startswith(ALONE)}
     stages = {tp: _stage(part, default) for tp, part in apart.items()}
     pairs = {part.name: slowdown(_of_pair(part), *part.name.split("+")) for part in parts if "+" in part.name}
-    kv = line(row for part in parts for row in kv_waits(part))
+    kv = line((row for part in parts for row in kv_waits(part)), relative=False)
     if default.kv_bytes_per_token:
         by_bytes = Line(kv.setup_s, kv.per_unit_s / default.kv_bytes_per_token)
         stages = {tp: replace(stage, kv=by_bytes) for tp, stage in stages.items()}
@@ -34,7 +34,7 @@ def assembled(about: DeviceProfile, parts: Sequence[Part], *, cpu: bool) -> Devi
         stages=stages or about.stages,
         front=line(fronts(one)) if one else about.front,
         front_busy=line(one.front_busy) if one and cpu else about.front_busy,
-        handover=line(handovers(one)) if one else about.handover,
+        handover=line(handovers(one), relative=False) if one else about.handover,
         kv=kv,
         slowdown={**about.slowdown, **{name: found for name, found in pairs.items() if found is not None}},
         start_s=max((part.start_s for part in parts), default=0.0),

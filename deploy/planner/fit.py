@@ -25,30 +25,33 @@ def medians(rows: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
     return {key: statistics.median(values) for key, values in found.items()}
 
 
-def least_squares(rows: Iterable[tuple[Sequence[float], float]]) -> tuple[float, ...]:
-    """The coefficients, none below 0, with which (amounts, seconds) have the least squares of relative errors.
+def least_squares(rows: Iterable[tuple[Sequence[float], float]], *, relative: bool = True) -> tuple[float, ...]:
+    """The coefficients, none below 0, with which (amounts, seconds) have the least squares of relative errors, or, of
+    waits, which may be 0, of absolute ones.
 
     Medians of equal amounts are fitted: a stall of the machine counts for nothing, short times as much as long ones.
     Of the few amounts that there are, every choice of those that count is tried; () from no rows.
     """
-    points = [(amounts, y) for amounts, y in medians((tuple(amounts), y) for amounts, y in rows).items() if y > 0]
+    points = medians((tuple(amounts), y) for amounts, y in rows)
+    points = {amounts: y for amounts, y in points.items() if y > 0 or not relative}
     if not points:
         return ()
-    matrix = np.array([[one / y for one in amounts] for amounts, y in points])
+    wanted = np.array([1.0 if relative else y for y in points.values()])
+    matrix = np.array([[one / y if relative else one for one in amounts] for amounts, y in points.items()])
     best, least = np.zeros(matrix.shape[1]), np.inf
     for size in range(1, matrix.shape[1] + 1):
         for chosen in itertools.combinations(range(matrix.shape[1]), size):
             found = np.zeros(matrix.shape[1])
-            found[list(chosen)] = np.linalg.lstsq(matrix[:, chosen], np.ones(len(points)), rcond=None)[0]
-            error = float(np.square(matrix @ found - 1).sum())
-            if (found >= 0).all() and error < least - 1e-12:
+            found[list(chosen)] = np.linalg.lstsq(matrix[:, chosen], wanted, rcond=None)[0]
+            error = float(np.square(matrix @ found - wanted).sum())
+            if (found >= 0).all() and error < least * (1 - 1e-9):
                 best, least = found, error
     return tuple(float(one) for one in best)
 
 
-def line(rows: Iterable[tuple[float, float]]) -> Line:
+def line(rows: Iterable[tuple[float, float]], *, relative: bool = True) -> Line:
     """The line through (amount, seconds), as of `least_squares`; no time at all from no rows."""
-    setup, slope = least_squares(((1.0, x), y) for x, y in rows) or (0.0, 0.0)
+    setup, slope = least_squares((((1.0, x), y) for x, y in rows), relative=relative) or (0.0, 0.0)
     return Line(setup, slope)
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import msgspec
 
@@ -23,7 +23,6 @@ from epd_serve.errors import ConfigError
 
 VERSION = 1
 BAR = 24
-_encode = msgspec.json.Encoder().encode
 
 
 def measured(
@@ -41,18 +40,13 @@ def measured(
     head = {"version": VERSION, **about}
     done = _read(path, head)
     progress.begin(len(launches), sum(one.name in done for one in launches))
-    try:
-        with path.open("ab") as file:
-            if not file.tell():
-                file.write(_encode(head) + b"\n")
-            for launch in launches:
-                if launch.name not in done:
-                    progress.part(launch)
-                    done[launch.name] = part = run(launch)
-                    file.write(_encode(part) + b"\n")
-                    file.flush()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}", param="--out") from error
+    if not done:
+        _write(path, "wb", head)
+    for launch in launches:
+        if launch.name not in done:
+            progress.part(launch)
+            done[launch.name] = part = run(launch)
+            _write(path, "ab", part)
     progress.end()
     return [done[launch.name] for launch in launches]
 
@@ -83,6 +77,14 @@ def _read(path: Path, head: Mapping[str, Any]) -> dict[str, Part]:
         return {part.name: part for part in (msgspec.json.decode(line, type=Part) for line in lines)}
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} is no file of parts ({error}); remove it", param="--out") from error
+
+
+def _write(path: Path, mode: Literal["wb", "ab"], value: object) -> None:
+    try:
+        with path.open(mode) as file:
+            file.write(msgspec.json.encode(value) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", param="--out") from error
 
 
 def measure_part(launch: Launch, extent: Extent, flags: Sequence[str], progress: Progress, *, multimodal: bool) -> Part:

@@ -103,7 +103,8 @@ def launched(layout: str, flags: Sequence[str]) -> Iterator[Launched]:
     """Serve `layout` until the context ends, with traces. `flags`: more of `epd-serve serve`, the model too.
 
     Raises:
-        StageError: it ended before it was ready, or took longer than `START_S`; with the end of its log.
+        StageError: it ended before it was ready, or took longer than `START_S`, with the end of its log; or it stopped
+            answering.
     """
     with tempfile.TemporaryDirectory(prefix="epd-profile-") as made:
         folder, (port,) = Path(made), free_ports(1)
@@ -114,7 +115,7 @@ def launched(layout: str, flags: Sequence[str]) -> Iterator[Launched]:
         with started(argv, folder / "log", name=layout, out=said, stop_s=STOP_S) as process:
             process.ready(lambda: ENDS in said.read_text(encoding="utf-8"), START_S)
             start_s = time.monotonic() - begun
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_S, trust_env=False) as http:
+            with _client(f"http://127.0.0.1:{port}") as http:
                 (model, *_) = http.get("/v1/models").raise_for_status().json()["data"]
                 yield Launched(
                     str(http.base_url),
@@ -126,6 +127,15 @@ def launched(layout: str, flags: Sequence[str]) -> Iterator[Launched]:
                     http,
                     model.get("max_model_len") or 0,
                 )
+
+
+@contextlib.contextmanager
+def _client(url: str) -> Iterator[httpx.Client]:
+    try:
+        with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False) as http:
+            yield http
+    except httpx.HTTPError as error:
+        raise StageError(f"{url} does not answer: {type(error).__name__} {error}", stage="proxy") from error
 
 
 def _picture(side: int, chance: random.Random) -> bytes:

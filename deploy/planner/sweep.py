@@ -165,7 +165,7 @@ class Sweep:
         tokens = min(one["kv_tokens"] for one in self._models)
         for context in (32, min(1024, longest // 2)):
             for batch in extent.batches:
-                if batch <= room and batch * (context + extent.tokens + batch) <= tokens * 0.8:
+                if batch <= room and batch * (context + 2 * extent.tokens + batch) <= tokens * 0.8:
                     yield f"{batch} decode after {context}", partial(self._decode, batch, context)
 
     def _text(self, length: int, tokens: int = 1) -> Sent:
@@ -188,7 +188,7 @@ class Sweep:
             self._alone.append(self._served.text([*known, *self._served.ids(more)]))
 
     def _decode(self, batch: int, context: int) -> None:
-        tokens = self._extent.tokens + batch  # the larger the batch, the longer until all of it runs
+        tokens = 2 * self._extent.tokens + batch  # the larger the batch, the longer until all of it runs
         self._served.together([self._served.ids(context) for _ in range(batch)], tokens)
 
     # --- two kinds side by side -------------------------------------------------------------------------------------

@@ -40,6 +40,10 @@ def test_what_each_token_and_each_before_it_costs_is_told_apart() -> None:
     assert least_squares(rows) == pytest.approx(exact, rel=1e-6)
 
 
+def test_waits_that_are_0_count() -> None:
+    assert line([(1, 0.0), (10, 0.002), (100, 0.001)], relative=False).seconds(50) == pytest.approx(0.001, rel=0.1)
+
+
 def test_nothing_follows_from_no_rows() -> None:
     assert least_squares([]) == () and line([]).seconds(100) == 0 and table([]) == ((), 0.0)
     assert residual([]) == 0 and medians([]) == {}
