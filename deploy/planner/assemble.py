@@ -29,11 +29,14 @@ def assembled(about: DeviceProfile, parts: Sequence[Part], *, cpu: bool) -> Devi
         by_bytes = Line(kv.setup_s, kv.per_unit_s / default.kv_bytes_per_token)
         stages = {tp: replace(stage, kv=by_bytes) for tp, stage in stages.items()}
     one = apart.get(1)
+    front = line(fronts(one)) if one else about.front
+    # Its processes work beside each other, on other cores too: a core of the device is busy while it lasts at most.
+    busy = [(x, min(s, front.setup_s + front.per_unit_s * x)) for x, s in one.front_busy] if one and cpu else []
     return replace(
         about,
         stages=stages or about.stages,
-        front=line(fronts(one)) if one else about.front,
-        front_busy=line(one.front_busy) if one and cpu else about.front_busy,
+        front=front,
+        front_busy=line(busy) if busy else about.front_busy,
         handover=line(handovers(one), relative=False) if one else about.handover,
         kv=kv,
         slowdown={**about.slowdown, **{name: found for name, found in pairs.items() if found is not None}},
