@@ -145,7 +145,7 @@ class Sweep:
 
     def _warm_up(self) -> None:
         for length in (64, BESIDE_PROMPT):
-            self._served.text(self._served.ids(length), 4)
+            self._text(min(length, self._longest), 4)
         for side in (224, BESIDE_SIDE, BESIDE_SIDE) if self._multimodal else ():
             self._served.image(side, 2)
         self._since_s = time.monotonic()
@@ -157,8 +157,9 @@ class Sweep:
         for length in sorted({*(one for one in extent.lengths if one < longest), longest}):
             yield f"prompts of {length}", partial(self._repeat, partial(self._text, length))
         for share in extent.contexts:
-            for more in (64, 512):
-                yield f"{more} after {int(share * longest)}", partial(self._context, int(share * longest), more)
+            before = int(share * longest)
+            for more in (one for one in (64, 512) if before + one <= longest):
+                yield f"{more} after {before}", partial(self._context, before, more)
         for side in extent.sides if self._multimodal else ():
             yield f"pictures of {side}²", partial(self._repeat, partial(served.image, side))
         room = min(one["max_running"] for one in self._models)
@@ -168,15 +169,21 @@ class Sweep:
                 if batch <= room and batch * (context + 2 * extent.tokens + batch) <= tokens * 0.8:
                     yield f"{batch} decode after {context}", partial(self._decode, batch, context)
 
+    def _again(self) -> Iterator[None]:
+        """As often as something is repeated, which what takes long is less often."""
+        begun = time.monotonic()
+        for number in range(self._extent.repeats):
+            if number and time.monotonic() > begun + self._extent.repeat_s:
+                return
+            yield
+
     def _text(self, length: int, tokens: int = 1) -> Sent:
         return self._served.text(self._served.ids(length), tokens)
 
     def _repeat(self, send: Callable[[], Sent]) -> None:
         """With what of it is the front's work."""
-        begun, sent = time.monotonic(), list[Sent]()
         with self._served.cpu() as spent:
-            while len(sent) < self._extent.repeats and (not sent or time.monotonic() < begun + self._extent.repeat_s):
-                sent.append(send())
+            sent = [send() for _ in self._again()]
         self._alone += sent
         steps = read_steps(self._served.traces, sent[-1].sent_s)
         self._busy.append((sum(one.item_tokens for one in steps), spent[0] / len(sent)))
@@ -184,8 +191,7 @@ class Sweep:
     def _context(self, before: int, more: int) -> None:
         known = self._served.ids(before)
         self._served.text(known)
-        for _ in range(self._extent.repeats):
-            self._alone.append(self._served.text([*known, *self._served.ids(more)]))
+        self._alone += [self._served.text([*known, *self._served.ids(more)]) for _ in self._again()]
 
     def _decode(self, batch: int, context: int) -> None:
         tokens = 2 * self._extent.tokens + batch  # the larger the batch, the longer until all of it runs
@@ -194,13 +200,13 @@ class Sweep:
     # --- two kinds side by side -------------------------------------------------------------------------------------
 
     def _beside_actions(self) -> Iterator[Action]:
-        kinds, extent = self._launch.name.split("+"), self._extent
+        kinds = self._launch.name.split("+")
         for kind in kinds:
-            yield f"{kind} alone", partial(self._loop, self._work(kind), extent.repeats)
+            yield f"{kind} alone", partial(self._loop, self._work(kind))
         yield " beside ".join(kinds), partial(self._beside, [self._work(kind) for kind in kinds])
         if DECODE not in kinds or not self._multimodal:
-            for length in (one for one in extent.lengths if one < self._longest):
-                yield f"KV of {length}", partial(self._loop, partial(self._with_kv, length), extent.repeats)
+            for length in (one for one in self._extent.lengths if one < self._longest):
+                yield f"KV of {length}", partial(self._loop, partial(self._with_kv, length))
 
     def _with_kv(self, length: int) -> None:
         self._alone.append(self._text(length, 4))
@@ -213,8 +219,8 @@ class Sweep:
             return partial(self._text, min(BESIDE_PROMPT, self._longest))
         return lambda: served.together([served.ids(32) for _ in range(BESIDE_BATCH)], 2 * self._extent.tokens)
 
-    def _loop(self, work: Callable[[], object], times: int) -> None:
-        for _ in range(times):
+    def _loop(self, work: Callable[[], object]) -> None:
+        for _ in self._again():
             work()
 
     def _beside(self, works: Sequence[Callable[[], object]]) -> None:
