@@ -29,8 +29,8 @@ PAIRS = {
 TEXT_PAIRS = {f"{PREFILL}+{DECODE}": "(P-D)"}
 ONE_DEVICE = "(E-P-D)"
 
-LONGEST = 32_768
-"""Prompts beyond it say nothing new, and take minutes."""
+LONGEST, LONG_S = 32_768, 15.0
+"""Prompts beyond so many tokens say nothing new, nor those beyond one that took so long, and take minutes."""
 BESIDE_PROMPT, BESIDE_SIDE, BESIDE_BATCH = 512, 448, 4
 """Of what runs side by side: tokens of a prompt, pixels of a picture, sequences that decode."""
 
@@ -110,6 +110,7 @@ class Sweep:
         self._alone: list[Sent] = []
         self._busy: list[tuple[int, float]] = []
         self._since_s = 0.0
+        self._reach = LONGEST
         self._models = self._reporting()
         self._longest = min(served.max_model_len or 4096, LONGEST) - 2 * extent.tokens
 
@@ -155,7 +156,7 @@ class Sweep:
     def _alone_actions(self) -> Iterator[Action]:
         served, extent, longest = self._served, self._extent, self._longest
         for length in sorted({*(one for one in extent.lengths if one < longest), longest}):
-            yield f"prompts of {length}", partial(self._repeat, partial(self._text, length))
+            yield f"prompts of {length}", partial(self._prompts, length)
         for share in extent.contexts:
             before = int(share * longest)
             for more in (one for one in (64, 512) if before + one <= longest):
@@ -180,6 +181,13 @@ class Sweep:
     def _text(self, length: int, tokens: int = 1) -> Sent:
         return self._served.text(self._served.ids(length), tokens)
 
+    def _prompts(self, length: int) -> None:
+        if length <= self._reach:
+            begun = time.monotonic()
+            self._repeat(partial(self._text, length))
+            if time.monotonic() > begun + LONG_S:
+                self._reach = length
+
     def _repeat(self, send: Callable[[], Sent]) -> None:
         """With what of it is the front's work."""
         with self._served.cpu() as spent:
@@ -189,6 +197,8 @@ class Sweep:
         self._busy.append((sum(one.item_tokens for one in steps), spent[0] / len(sent)))
 
     def _context(self, before: int, more: int) -> None:
+        if before + more > self._reach:
+            return
         known = self._served.ids(before)
         self._served.text(known)
         self._alone += [self._served.text([*known, *self._served.ids(more)]) for _ in self._again()]

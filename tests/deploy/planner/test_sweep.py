@@ -69,3 +69,21 @@ def test_everything_that_is_sent_fits_the_model(
     assert served.pictures and not part.steps, "that of warming up is left out"
     assert bool(part.front_busy) is (launch.name == "alone")
     assert bool(part.alone) is (launch.name in ("alone", "encode+prefill"))
+
+
+def test_no_prompt_is_longer_than_one_that_took_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    served = FakeLaunched(tmp_path, 131_072)
+
+    def slow(ids: Sequence[int], tokens: int = 1) -> Sent:
+        nonlocal now
+        now += len(ids) / 200
+        return FakeLaunched.text(served, ids, tokens)
+
+    monkeypatch.setattr("deploy.planner.sweep.time.monotonic", lambda: now)
+    monkeypatch.setattr(served, "text", slow)
+    (launch,) = launches(2, [1], multimodal=True, only=["alone"])
+    for label, act in Sweep(launch, served, Extent(), multimodal=True).actions():
+        if "decode" not in label:
+            act()
+    assert served.most == 4096 + 1, "which takes 20 s"
