@@ -75,6 +75,7 @@ def _scaled(stage: Profile, encode: float, prefill: float, decode: float) -> Pro
     return replace(
         stage,
         encode=Line(stage.encode.setup_s * encode, stage.encode.per_unit_s * encode),
+        encode_context_s=stage.encode_context_s * encode,
         prefill=Line(stage.prefill.setup_s * prefill, stage.prefill.per_unit_s * prefill),
         prefill_context_s=stage.prefill_context_s * prefill,
         decode_step_s=tuple((batch, seconds * decode) for batch, seconds in stage.decode_step_s),
@@ -106,13 +107,16 @@ def _stage(part: Part, default: Profile) -> Profile:
         encoder_tokens=max(most, largest),
     )
     # `known` takes no time to encode yet: what a step took beyond its prompts and decodes is its items'.
-    items = [(one.item_tokens, one.seconds - _step_s(known, one)) for one in steps if one.item_tokens]
-    return replace(known, encode=line(items), capacity=capacity)
+    items = [one for one in steps if one.item_tokens]
+    fitted = least_squares(((1.0, one.item_tokens, one.item_pairs), one.seconds - _step_s(known, one)) for one in items)
+    setup_s, token_s, pair_s = fitted or (0.0, 0.0, 0.0)
+    return replace(known, encode=Line(setup_s, token_s), encode_context_s=pair_s, capacity=capacity)
 
 
 def _step_s(profile: Profile, step: Step) -> float:
     work = step.item_tokens, step.prompt_tokens, step.decodes
-    return sum(profile.step_parts_s(*work, context_tokens=step.context_tokens, kv_tokens=step.kv_tokens))
+    more = {"item_pairs": step.item_pairs, "context_tokens": step.context_tokens, "kv_tokens": step.kv_tokens}
+    return sum(profile.step_parts_s(*work, **more))
 
 
 def _of_pair(part: Part) -> list[Step]:

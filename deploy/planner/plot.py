@@ -16,7 +16,13 @@ def picture(profile: DeviceProfile) -> str:
     """The whole SVG file."""
     most = profile.stages[min(profile.stages)].capacity
     panels = (
-        _panel(0, profile, "encode, by item tokens", most.encoder_tokens, lambda one, x: one.encode.seconds(x)),
+        _panel(
+            0,
+            profile,
+            "encode, by item tokens",
+            most.encoder_tokens,
+            lambda one, x: one.step_parts_s(round(x), 0, 0)[0],
+        ),
         _panel(1, profile, "prefill, by prompt tokens of a step", most.step_tokens, _prefill),
         _panel(2, profile, "a decode step, by batch", most.max_running, lambda one, x: one.decode_s(round(x))),
     )

@@ -235,7 +235,12 @@ class VirtualStage:
         kv_tokens = step.kv_tokens + len(step.decodes) * (step.times - 1) / 2 if self._profile.decode_kv_s else 0.0
         context_tokens = step.context_tokens if self._profile.prefill_context_s else 0.0
         parts_s = self._profile.step_parts_s(
-            step.item_tokens, step.prompt_tokens, len(step.decodes), context_tokens=context_tokens, kv_tokens=kv_tokens
+            step.item_tokens,
+            step.prompt_tokens,
+            len(step.decodes),
+            item_pairs=step.item_pairs if self._profile.encode_context_s else 0.0,
+            context_tokens=context_tokens,
+            kv_tokens=kv_tokens,
         )
         alone_s = sum(parts_s) * self._factor() * self._slow
         mixed = mixture(**dict(zip((ENCODE, PREFILL, DECODE), parts_s, strict=True)))

@@ -24,6 +24,7 @@ class Step(Struct, frozen=True, array_like=True):
         begun_s, ended_s: monotonic.
         prompt_tokens: computed in it; 0 at an encoder, whose engine counts prompts that it does not compute.
         item_tokens: encoded. decodes: requests that got a token after their first.
+        item_pairs: sum, over those items, of their tokens squared.
         context_tokens: sum, over those prompt tokens, of those before each. kv_tokens: of the requests that decode.
     """
 
@@ -33,6 +34,7 @@ class Step(Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0
     item_tokens: int = 0
     decodes: int = 0
+    item_pairs: int = 0
     context_tokens: int = 0
     kv_tokens: int = 0
 

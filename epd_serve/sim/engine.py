@@ -133,6 +133,7 @@ class Engine:
             step.item_tokens,
             step.prompt_tokens,
             len(step.decodes),
+            item_pairs=step.item_pairs,
             context_tokens=step.context_tokens,
             kv_tokens=step.kv_tokens,
         )
@@ -146,6 +147,7 @@ class Engine:
             prompt_tokens=step.prompt_tokens,
             item_tokens=step.item_tokens,
             decodes=len(step.decodes),
+            item_pairs=step.item_pairs,
             context_tokens=round(step.context_tokens),
             kv_tokens=step.kv_tokens,
         )

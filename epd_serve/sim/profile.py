@@ -61,6 +61,7 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 
     Attributes:
         encode: by item tokens of a step; prefill: by prompt tokens of a step; kv: by bytes of a transfer.
+        encode_context_s: added for each item token, by each token of its item (attention of the encoder).
         prefill_context_s: added for each prompt token, by each token before it (attention).
         decode_step_s: seconds of a decode step by batch size, as [[1, 0.02], [64, 0.03]]: straight between the points,
             and on from the last one as between the last two.
@@ -75,6 +76,7 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     encode: Line = Line()
     prefill: Line = Line()
     kv: Line = Line()
+    encode_context_s: Seconds = 0.0
     prefill_context_s: Seconds = 0.0
     decode_step_s: tuple[tuple[Seconds, Seconds], ...] = ()
     decode_kv_s: Seconds = 0.0
@@ -104,15 +106,25 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         return max(0.0, y0 + (y1 - y0) * (batch - x0) / (x1 - x0)) + kv_s
 
     def step_parts_s(
-        self, item_tokens: int, prompt_tokens: int, decodes: int, *, context_tokens: float = 0.0, kv_tokens: float = 0.0
+        self,
+        item_tokens: int,
+        prompt_tokens: int,
+        decodes: int,
+        *,
+        item_pairs: float | None = None,
+        context_tokens: float = 0.0,
+        kv_tokens: float = 0.0,
     ) -> tuple[float, float, float]:
         """Seconds of encode, prefill and decode in one step: the encoder runs first, then one batch of the rest.
 
         Args:
+            item_pairs: sum, over the items, of their tokens squared; None: it is one item.
             context_tokens: sum, over the prompt tokens, of the tokens before each. kv_tokens: of the decodes.
         """
         prefill_s = self.prefill.seconds(prompt_tokens) + self.prefill_context_s * context_tokens
-        return self.encode.seconds(item_tokens), prefill_s, self.decode_s(decodes, kv_tokens)
+        pairs = item_tokens**2 if item_pairs is None else item_pairs
+        encode_s = self.encode.seconds(item_tokens) + self.encode_context_s * pairs
+        return encode_s, prefill_s, self.decode_s(decodes, kv_tokens)
 
     def factors(self, instance: str) -> Callable[[], float]:
         """The draws of `instance`: the same ones in every run."""

@@ -42,6 +42,11 @@ class Step:
         return sum(sequence.items[index] for sequence, index in self.encodes)
 
     @property
+    def item_pairs(self) -> int:
+        """Over the items, the sum of their tokens squared."""
+        return sum(sequence.items[index] ** 2 for sequence, index in self.encodes)
+
+    @property
     def context_tokens(self) -> float:
         """Over the prompt tokens, the sum of those before each."""
         return sum(tokens * (sequence.computed + (tokens - 1) / 2) for sequence, tokens in self.prefills)

@@ -64,12 +64,14 @@ class StepWork:
     Attributes:
         prompt_tokens, item_tokens: that it computes, encodes.
         decodes: requests for which it generates tokens after their first.
+        item_pairs: sum, over those items, of their tokens squared.
         context_tokens: sum, over those prompt tokens, of those before each. kv_tokens: of the requests that decode.
     """
 
     prompt_tokens: int = 0
     item_tokens: int = 0
     decodes: int = 0
+    item_pairs: int = 0
     context_tokens: int = 0
     kv_tokens: int = 0
 
@@ -105,7 +107,7 @@ def pending(requests: Iterable[EngineRequest], *, encoded: Callable[[str], bool]
 
 def step_work(step: Step, requests: Mapping[str, EngineRequest]) -> StepWork:
     """What a step that has just been scheduled does; the requests count its tokens as computed already."""
-    prompt_tokens = item_tokens = decodes = context_tokens = kv_tokens = 0
+    prompt_tokens = item_tokens = decodes = item_pairs = context_tokens = kv_tokens = 0
     for name, count in step.num_scheduled_tokens.items():
         request = requests[name]
         computed = request.num_computed_tokens - count
@@ -119,5 +121,7 @@ def step_work(step: Step, requests: Mapping[str, EngineRequest]) -> StepWork:
             kv_tokens += computed
     for name, indices in step.scheduled_encoder_inputs.items():
         features = requests[name].mm_features
-        item_tokens += sum(features[index].mm_position.length for index in indices)
-    return StepWork(prompt_tokens, item_tokens, decodes, context_tokens, kv_tokens)
+        lengths = [features[index].mm_position.length for index in indices]
+        item_tokens += sum(lengths)
+        item_pairs += sum(length * length for length in lengths)
+    return StepWork(prompt_tokens, item_tokens, decodes, item_pairs, context_tokens, kv_tokens)

@@ -73,7 +73,7 @@ def test_a_profile_is_corrected_by_the_steps_of_a_trace(tmp_path: Path) -> None:
     stage = Profile(encode=Line(0.01), prefill=Line(0.01), decode_step_s=((1, 0.02),))
     write_device_profile(tmp_path / "profile.json", DeviceProfile("m", "d", {1: stage}))
     trace = Trace(str(tmp_path / "PD0.jsonl"), "PD0")
-    work = {"prompt_tokens": 0, "item_tokens": 0, "decodes": 1, "context_tokens": 0, "kv_tokens": 100}
+    work = {"prompt_tokens": 0, "item_tokens": 0, "decodes": 1, "item_pairs": 0, "context_tokens": 0, "kv_tokens": 100}
     for _ in range(LEAST_STEPS):
         trace.stamp("", STEP, t0=time.monotonic() - 0.03, **work)
     trace.close()

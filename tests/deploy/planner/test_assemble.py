@@ -15,6 +15,7 @@ from epd_serve.sim.profile import Capacity, Line, Profile
 
 TRUE = Profile(
     encode=Line(0.004, 0.0002),
+    encode_context_s=1e-7,
     prefill=Line(0.003, 0.00005),
     prefill_context_s=2e-8,
     decode_step_s=((1, 0.004), (16, 0.01)),
@@ -28,7 +29,7 @@ def step(instance: str, begun_s: float, items: int = 0, prompt: int = 0, decodes
     """One that takes what `TRUE` says. `before`: tokens before the prompt's, or of each that decodes."""
     context, kv = (prompt * before + prompt * (prompt - 1) // 2, before * decodes)
     seconds = sum(TRUE.step_parts_s(items, prompt, decodes, context_tokens=context, kv_tokens=kv))
-    return Step(instance, begun_s, begun_s + seconds, prompt, items, decodes, context, kv)
+    return Step(instance, begun_s, begun_s + seconds, prompt, items, decodes, items**2, context, kv)
 
 
 def decodes(instance: str, begun_s: float) -> list[Step]:
@@ -44,7 +45,7 @@ def alone(apart: bool) -> Part:
         steps.append(step("PD0" if apart else "EPD0", 10.0 * at, prompt=prompt))
         sent.append(Sent(steps[-1].begun_s - FRONT_S, steps[-1].ended_s))
         steps.append(step(steps[-1].instance, 10.0 * at + 5, prompt=prompt, before=2048))
-    for at, items in enumerate((25, 100, 400)):
+    for at, items in enumerate((25, 100, 400, 1000)):
         begun_s = 100.0 + 10 * at
         if apart:
             steps.append(step("E0", begun_s, items=items))
@@ -62,7 +63,8 @@ def test_what_a_stage_takes_is_found(apart: bool) -> None:
     stage = found.stages[1]
     for line, true in ((stage.encode, TRUE.encode), (stage.prefill, TRUE.prefill)):
         assert (line.setup_s, line.per_unit_s) == pytest.approx((true.setup_s, true.per_unit_s), rel=0.01)
-    assert (stage.prefill_context_s, stage.decode_kv_s) == pytest.approx((2e-8, 1e-7), rel=0.01)
+    assert (stage.encode_context_s, stage.prefill_context_s) == pytest.approx((1e-7, 2e-8), rel=0.01)
+    assert stage.decode_kv_s == pytest.approx(1e-7, rel=0.01)
     assert [seconds for _, seconds in stage.decode_step_s] == pytest.approx([0.004, 0.01], rel=0.01)
     assert stage.capacity == Capacity(16, 1024, 5000, max_model_len=4096, encoder_tokens=1024)
     assert found.front.seconds(100) == pytest.approx(FRONT_S, rel=0.01)
@@ -115,7 +117,7 @@ def scaled(steps: Iterable[Step], factor: float) -> list[Step]:
 
 
 def work(one: Step) -> tuple[int, ...]:
-    return one.prompt_tokens, one.item_tokens, one.decodes, one.context_tokens, one.kv_tokens
+    return one.prompt_tokens, one.item_tokens, one.decodes, one.item_pairs, one.context_tokens, one.kv_tokens
 
 
 def test_a_profile_is_calibrated_by_steps_that_were_served() -> None:

@@ -47,7 +47,7 @@ def test_a_step_is_split_into_prompt_items_and_decodes() -> None:
     }
     step = FakeStep({"first": 64, "last": 36, "decodes": 1, "speculates": 4}, {"first": [0, 1]})
     before = sum(range(64)) + sum(range(64, 100))
-    assert step_work(step, requests) == StepWork(100, 60, 2, context_tokens=before, kv_tokens=13 + 20)
+    assert step_work(step, requests) == StepWork(100, 60, 2, 20**2 + 40**2, context_tokens=before, kv_tokens=13 + 20)
 
 
 def test_a_step_that_schedules_nothing_does_nothing() -> None:

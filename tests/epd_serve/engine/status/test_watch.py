@@ -170,4 +170,7 @@ def test_each_step_that_did_something_is_stamped_in_a_trace(tmp_path: Path) -> N
     assert [(one.subject, one.event, one.instance) for one in stamps] == [("", STEP, "EPD0")] * 2
     assert [one.more["t0"] for one in stamps] == [0.0, 0.5]
     work = [{name: value for name, value in one.more.items() if name != "t0"} for one in stamps]
-    assert work == [vars(StepWork(90, 64, 1, sum(range(90)), 30)), vars(StepWork(10, 0, 1, sum(range(90, 100)), 31))]
+    assert work == [
+        vars(StepWork(90, 64, 1, 64**2, sum(range(90)), 30)),
+        vars(StepWork(10, 0, 1, 0, sum(range(90, 100)), 31)),
+    ]
