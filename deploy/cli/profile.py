@@ -94,7 +94,9 @@ def _calibrated(arguments: dict[str, Any]) -> Any:
 
 def _measured(arguments: dict[str, Any]) -> Any:
     import os
+    import sys
 
+    from deploy.host.environment import is_terminal
     from deploy.plan.blueprint import DEMO_NAME
     from deploy.planner.about import about
     from deploy.planner.assemble import assembled
@@ -127,7 +129,7 @@ def _measured(arguments: dict[str, Any]) -> Any:
         multimodal=multimodal,
         interference=arguments["interference"],
     )
-    progress = Progress()
+    progress = Progress(sys.stderr, terminal=is_terminal())
     if unknown:
         progress.line(f"memory is unknown: {unknown}")
     flags = [*filter(None, (arguments["model"],)), "--device", inventory.kind, "--engine", arguments["engine"]]

@@ -7,7 +7,6 @@ that parts of two profiles never meet. Each part is written when it is whole; ha
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from deploy.host.environment import is_terminal
 from deploy.planner.served import launched
 from deploy.planner.steps import Part
 from deploy.planner.sweep import Extent, Launch, Sweep
@@ -101,8 +99,8 @@ def measure_part(launch: Launch, extent: Extent, flags: Sequence[str], progress:
 class Progress:
     """Says how far it is and how long it will take: a bar on a terminal, else a line per part."""
 
-    def __init__(self, out: TextIO = sys.stderr, *, terminal: bool | None = None) -> None:
-        self._out, self._terminal = out, is_terminal() if terminal is None else terminal
+    def __init__(self, out: TextIO, *, terminal: bool) -> None:
+        self._out, self._terminal = out, terminal
         self._parts = self._number = 0
         self._first = 0
         self._begun = self._part_begun = 0.0
