@@ -8,6 +8,7 @@ reader waited for.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -92,3 +93,24 @@ def gaps_within(times_s: Iterable[float], limit_s: float) -> tuple[int, int]:
     for at_s, events in Counter(times_s).items():  # in the order in which they came
         gaps.add(at_s, events)
     return gaps.count, gaps.within
+
+
+def parse_slos(text: str) -> tuple[Slo, ...]:
+    """Reads `TTFT:TPOT` in milliseconds, or `TTFT:TPOT:JUDGE` (`pNN`, `mean`), several with commas between.
+
+    Raises:
+        ConfigError: not of that form.
+    """
+    slos = []
+    for word in text.split(","):
+        try:
+            ttft, tpot, *judge = word.split(":", 2)
+            ttft_ms, tpot_ms = float(ttft), float(tpot)
+        except ValueError:
+            ttft_ms = tpot_ms = 0.0
+        if not (0 < ttft_ms < math.inf and 0 < tpot_ms < math.inf):
+            raise ConfigError(
+                f"--slo {word!r}: write TTFT:TPOT in milliseconds, as 2000:50 or 2000:50:mean", param="--slo"
+            )
+        slos.append(Slo(ttft_ms, tpot_ms, *judge))
+    return tuple(dict.fromkeys(slos))

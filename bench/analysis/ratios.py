@@ -26,7 +26,8 @@ from bench.analysis.results import PER_DEVICE, LoadedRun
 from bench.analysis.sweep_results import better
 from bench.clients.metrics import Window
 from bench.clients.results import Outcome, RequestRecord
-from bench.clients.slo import attains, parse_slos
+from bench.clients.slo import attains
+from epd_serve.slo import parse_slos
 
 LEVEL = 0.95
 RESAMPLES = 2000

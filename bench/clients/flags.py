@@ -8,11 +8,12 @@ from pathlib import Path
 
 from bench.clients.measure import Plan, Rules
 from bench.clients.sender import Bounds
-from bench.clients.slo import PAPER, parse_slos
+from bench.clients.slo import PAPER
 from bench.record import add_arguments as add_record_arguments
 from bench.workloads.requests import FORMS, Arrivals, ClosedLoop, RequestSpec, Trace, arrivals_at
 from bench.workloads.workload import OWN, add_content_arguments
 from epd_serve.errors import ConfigError
+from epd_serve.slo import parse_slos
 
 DURATION_S, QUICK_S = 60.0, 10.0
 

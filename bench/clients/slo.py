@@ -13,37 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from bench.clients.results import Outcome, RequestRecord
-from epd_serve.errors import ConfigError
 from epd_serve.slo import MEAN, Slo, gaps_within
 
-INFINITE = float("inf")
 GOOD_SHARE = 0.9
 """Of requests within the objective at which a rate counts as goodput (HydraInfer §5.2, DistServe)."""
 
 
 PAPER = (Slo(2000, 50), Slo(2000, 80), Slo(800, 30))
 """EPD-Serve §4: TTFT within 2 s with 50 or 80 ms per token, and the strict one."""
-
-
-def parse_slos(text: str) -> tuple[Slo, ...]:
-    """Reads `TTFT:TPOT` in milliseconds, or `TTFT:TPOT:JUDGE` (`pNN`, `mean`), several with commas between.
-
-    Raises:
-        ConfigError: not of that form.
-    """
-    slos = []
-    for word in text.split(","):
-        try:
-            ttft, tpot, *judge = word.split(":", 2)
-            ttft_ms, tpot_ms = float(ttft), float(tpot)
-        except ValueError:
-            ttft_ms = tpot_ms = 0.0
-        if not (0 < ttft_ms < INFINITE and 0 < tpot_ms < INFINITE):
-            raise ConfigError(
-                f"--slo {word!r}: write TTFT:TPOT in milliseconds, as 2000:50 or 2000:50:mean", param="--slo"
-            )
-        slos.append(Slo(ttft_ms, tpot_ms, *judge))
-    return tuple(dict.fromkeys(slos))
 
 
 def beside(slos: Iterable[Slo]) -> tuple[Slo, ...]:

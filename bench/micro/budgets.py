@@ -27,7 +27,7 @@ import numpy as np
 
 from bench.clients.process import SenderProcess
 from bench.clients.sender import Flow
-from bench.clients.slo import attainment, parse_slos
+from bench.clients.slo import attainment
 from bench.clients.target import requests
 from bench.micro.colocation.mix import EVERY_TOKEN, stream_body
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, one_of, several, whole
@@ -37,7 +37,7 @@ from bench.served import Served, scratch, served
 from bench.statistic import percentile
 from bench.workloads.synthetic import image_body
 from epd_serve.errors import StageError
-from epd_serve.slo import JUDGE, MEAN, Slo
+from epd_serve.slo import JUDGE, MEAN, Slo, parse_slos
 
 ON, OFF = "on", "off"
 LAYOUTS = {"tp1": "TP1", "colocated": "(E-PD)", "ep": "EP-D", "throughput": "TP1"}

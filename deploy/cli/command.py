@@ -29,6 +29,7 @@ from deploy.cli.why import add_why
 from deploy.options.config import DeployConfig, build_config
 from deploy.options.flags import Parser, add_option, split, subparser
 from deploy.options.suggestions import unknown
+from deploy.planner.command import add_plan
 from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
 
@@ -82,6 +83,7 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         "doctor": _add_doctor(commands),
         "demo-model": _add_demo_model(commands),
         "key": add_key(commands),
+        "plan": add_plan(commands),
         **add_change(commands),
         **add_logs_and_down(commands),
         **add_why(commands),

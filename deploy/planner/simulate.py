@@ -8,6 +8,7 @@ of reports. No failures, and every request is answered whole.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from epd_serve.roles import Role
 from epd_serve.sim.sequence import Sequence as Job
 from epd_serve.slo import Slo
 from epd_serve.traffic import Item, Request
+from epd_serve.wire import StageReport
 from proxy.encode.assignment import share_of, spread
 from proxy.registry.load import pending_s, reported_pending, reported_rate
 from proxy.routing.paths import Path, paths
@@ -99,11 +101,19 @@ class Simulated:
     span_s: float
     busy: Mapping[str, Mapping[str, float]]
 
-    def attained(self, number: int) -> float:
-        """The share of requests that attained `slos[number]`; 1 of none."""
+    def attained(self, number: int, since: int = 0) -> float:
+        """The share of requests, from that one on, that attained `slos[number]`; 1 of none."""
         slo = self.slos[number]
-        kept = [slo.attained(one.ttft_s, one.tpot_s, one.gaps, one.within[number]) for one in self.served]
+        kept = [slo.attained(one.ttft_s, one.tpot_s, one.gaps, one.within[number]) for one in self.served[since:]]
         return sum(kept) / len(kept) if kept else 1.0
+
+
+def check_simulated(layout: Layout, profile: DeviceProfile) -> None:
+    """Raises ConfigError: it cannot be served, or has a tensor-parallel size that the profile does not know."""
+    check_servable(layout)
+    if unknown := sorted({member.tp for member in layout.members()} - profile.stages.keys()):
+        known = ", ".join(map(str, sorted(profile.stages)))
+        raise ConfigError(f"layout {layout} has tp{unknown[0]}; the profile has sizes {known}", param="--profile")
 
 
 def simulate(
@@ -113,19 +123,20 @@ def simulate(
     *,
     slos: Sequence[Slo] = (),
     options: Options = Options(),
+    misses: int | None = None,
 ) -> Simulated:
     """Serve `requests`, in the order of their arrival, on devices that all are the profile's.
 
+    Args:
+        misses: of the first SLO, beyond which nobody wants to know more: the rest counts as never served.
+
     Raises:
-        ConfigError: the layout cannot be served, or has a tensor-parallel size that the profile does not know.
+        ConfigError: see `check_simulated`.
     """
-    check_servable(layout)
-    if unknown := sorted({member.tp for member in layout.members()} - profile.stages.keys()):
-        known = ", ".join(map(str, sorted(profile.stages)))
-        raise ConfigError(f"layout {layout} has tp{unknown[0]}; the profile has sizes {known}", param="--profile")
+    check_simulated(layout, profile)
     clock = Clock()
-    deployment = _Deployment(layout, profile, clock, slos, options)
     served: dict[str, Served] = {}
+    missed, left = 0, iter(requests)
 
     def arrivals() -> None:
         """One at a time: a day of them need not be on the clock at once."""
@@ -133,20 +144,34 @@ def simulate(
             clock.after(max(0.0, request.at_s - clock.now_s), lambda: arrive(request))
 
     def arrive(request: Request) -> None:
-        deployment.arrive(request, served)
+        deployment.arrive(request)
         arrivals()
 
-    left = iter(requests)
+    def ended(one: Served) -> None:
+        nonlocal missed
+        served[one.id] = one
+        if misses is not None:
+            missed += not slos[0].attained(one.ttft_s, one.tpot_s, one.gaps, one.within[0])
+            if missed > misses:
+                clock.stop()
+
+    deployment = _Deployment(layout, profile, clock, slos, options, ended)
     arrivals()
     clock.run()
-    assert len(served) == len(requests), f"{len(requests) - len(served)} requests never ended"
+    if missed <= (misses or 0):
+        assert len(served) == len(requests), f"{len(requests) - len(served)} requests never ended"
     first_s = requests[0].at_s if requests else 0.0
     span_s = max((one.last_s for one in served.values()), default=first_s) - first_s
     busy = {
         stage.name: {kind: s / span_s if span_s else 0.0 for kind, s in stage.busy_s.items()}
         for stage in deployment.stages
     }
-    return Simulated(tuple(slos), [served[one.id] for one in requests], span_s, busy)
+    never = math.inf
+    found = [
+        served.get(one.id) or Served(one.id, one.at_s, never, never, one.output_tokens, 1, (0,) * len(slos))
+        for one in requests
+    ]
+    return Simulated(tuple(slos), found, span_s, busy)
 
 
 @dataclass(eq=False)
@@ -168,15 +193,22 @@ class _Underway:
     step_s: float = 0.0
     steps: int = 0
     within: tuple[int, ...] = ()
+    ended: bool = False
 
 
 class _Deployment:
     """The instances of a layout, and who gets what: the proxy's own choices (`proxy/routing`, `proxy/encode`)."""
 
     def __init__(
-        self, layout: Layout, profile: DeviceProfile, clock: Clock, slos: Sequence[Slo], options: Options
+        self,
+        layout: Layout,
+        profile: DeviceProfile,
+        clock: Clock,
+        slos: Sequence[Slo],
+        options: Options,
+        ended: Callable[[Served], None],
     ) -> None:
-        self._profile, self._clock, self._options = profile, clock, options
+        self._profile, self._clock, self._options, self._tell = profile, clock, options, ended
         self._policy, self._by_neighbours = POLICIES[options.policy], options.policy == "first-token"
         self._limits_s = tuple(slo.tpot_ms / 1e3 for slo in slos)
         self._picks = itertools.count(1)
@@ -197,6 +229,7 @@ class _Deployment:
         self._neighbours = {plan.id: [self._by_name[name] for name in plan.colocated_with] for plan in plans}
         self._picked = dict.fromkeys(self._by_name, 0)
         self._unseen = dict.fromkeys(self._by_name, 0.0)
+        self._loads: dict[str, tuple[StageReport, float, tuple[float, float, float]]] = {}
         self._roles = frozenset(stage.role for stage in self.stages)
         self._encoders = [stage for stage in self.stages if stage.role is Role.E]
         self._at: dict[str, str] = {}  # who served a session last
@@ -238,13 +271,13 @@ class _Deployment:
 
     # --- stages of a request --------------------------------------------------------------------------------------
 
-    def arrive(self, request: Request, served: dict[str, Served]) -> None:
-        """It has come, and who takes it first is chosen; `served` has it once its last token is there. What is chosen
-        counts as pending there from now on, though the front takes its time (`proxy/registry/load.py`)."""
+    def arrive(self, request: Request) -> None:
+        """It has come, and who takes it first is chosen: it counts as pending there from now on, though the front takes
+        its time (`proxy/registry/load.py`)."""
         path, head = self._route(request)
         one = _Underway(request, path, head)
         if not path.encode:
-            self._through_front(head, request.item_tokens, request.prompt_tokens, lambda: self._generate(one, served))
+            self._through_front(head, request.item_tokens, request.prompt_tokens, lambda: self._generate(one))
             return
         left = len(request.items)
 
@@ -253,7 +286,7 @@ class _Deployment:
             left -= 1
             if not left:
                 one.path, one.head = self._route(request)  # what is pending has changed since it came
-                self._generate(one, served)
+                self._generate(one)
 
         self._encode(one, handed_over)
 
@@ -325,20 +358,20 @@ class _Deployment:
         sequence.on_encoded = encoded
         self._submit(one, encoder, sequence)
 
-    def _generate(self, one: _Underway, served: dict[str, Served]) -> None:
+    def _generate(self, one: _Underway) -> None:
         request, path = one.request, one.path
         head, own_items = one.head, () if path.encode else tuple(item.tokens for item in request.items)
         cached = request.cached_tokens if self._at.get(request.session) == head.name else 0
         if request.session:
             self._at[request.session] = head.name
         if path.tail is None:
-            whole = Job(request.prompt_tokens, request.output_tokens, self._tokens(one, head, served), own_items)
+            whole = Job(request.prompt_tokens, request.output_tokens, self._tokens(one, head), own_items)
             whole.cached = cached
             self._submit(one, head, whole)
             return
         tails = [stage for stage in self.stages if stage.role is path.tail]
         tail = self._chosen([self._candidate(stage) for stage in tails], 1.0)
-        answer = Job(request.prompt_tokens, request.output_tokens, self._tokens(one, tail, served))
+        answer = Job(request.prompt_tokens, request.output_tokens, self._tokens(one, tail))
 
         def transferred() -> None:
             head.scheduler.free(prompt)
@@ -350,7 +383,7 @@ class _Deployment:
             if self._options.first_token == "prefill":
                 one.first_s = self._clock.now_s
                 if request.output_tokens == 1:
-                    self._ended(one, served, 0, ())
+                    self._ended(one, 0, ())
             self._clock.after(self._profile.kv.seconds(request.prompt_tokens), transferred)
 
         def reserved() -> None:
@@ -362,7 +395,7 @@ class _Deployment:
         self._submit(one, head, prompt, held=True)
         self._submit(one, tail, answer)
 
-    def _tokens(self, one: _Underway, stage: VirtualStage, served: dict[str, Served]) -> Callable[[int, bool], None]:
+    def _tokens(self, one: _Underway, stage: VirtualStage) -> Callable[[int, bool], None]:
         """What is done with tokens that `stage` makes for it. Of a P's first token, which the client has already, the
         D's is a repetition."""
 
@@ -371,15 +404,13 @@ class _Deployment:
                 one.first_s = one.first_s or self._clock.now_s
                 one.second_s, one.step_s = self._clock.now_s, stage.decode_s
                 one.steps, one.within = stage.gaps.steps, tuple(stage.gaps.within)
-            if last and one.request.id not in served:
+            if last and not one.ended:
                 steps = stage.gaps.steps - one.steps
-                self._ended(
-                    one, served, steps, [now - then for now, then in zip(stage.gaps.within, one.within, strict=True)]
-                )
+                self._ended(one, steps, [now - then for now, then in zip(stage.gaps.within, one.within, strict=True)])
 
         return token
 
-    def _ended(self, one: _Underway, served: dict[str, Served], steps: int, within: Sequence[int]) -> None:
+    def _ended(self, one: _Underway, steps: int, within: Sequence[int]) -> None:
         """Args: steps: of its stage since its first token there; within: those of them within each limit."""
         request, now = one.request, self._clock.now_s
         gaps = request.output_tokens - 1
@@ -391,10 +422,9 @@ class _Deployment:
             if own and one.second_s > one.first_s and one.second_s + one.step_s - one.first_s > limit_s:
                 own -= 1
             counted.append(min(own, gaps))
-        served[request.id] = Served(
-            request.id, request.at_s, one.first_s, now, request.output_tokens, gaps, tuple(counted), one.path.name,
-            tuple(one.instances),
-        )  # fmt: skip
+        one.ended = True
+        found = (one.first_s, now, request.output_tokens, gaps, tuple(counted))
+        self._tell(Served(request.id, request.at_s, *found, one.path.name, tuple(one.instances)))
 
     def _submit(self, one: _Underway, stage: VirtualStage, sequence: Job, *, held: bool = False) -> None:
         """`held`: see `Scheduler.add`."""
@@ -419,22 +449,23 @@ class _Deployment:
         return self._by_name[chosen.id]
 
     def _candidate(self, stage: VirtualStage, cached: float = 0.0) -> Candidate:
-        report = stage.report()
+        load, rate, _ = self._load(stage)
+        around = self._neighbours[stage.name] if self._by_neighbours else ()
+        neighbours_s = tuple([self._load(one)[2] for one in around])
         return Candidate(
-            stage.name,
-            "1",
-            reported_pending(stage.role, report) + self._unseen[stage.name],
-            last_pick=self._picked[stage.name],
-            rate=reported_rate(stage.role, report),
-            neighbours_s=tuple(map(self._pending_s, self._neighbours[stage.name])) if self._by_neighbours else (),
-            cached=cached,
+            stage.name, "1", load, self._picked[stage.name], rate=rate, neighbours_s=neighbours_s, cached=cached
         )
 
-    def _pending_s(self, stage: VirtualStage) -> float:
-        report = stage.report()
-        rate = usual_rate([reported_rate(stage.role, report)])
-        pending = reported_pending(stage.role, report) + self._unseen[stage.name]
-        return pending_s(stage.role, pending, report.running, rate)
+    def _load(self, stage: VirtualStage) -> tuple[float, float, float]:
+        """What is pending, how much of it is done in a second, and for how long that keeps the device."""
+        report, unseen = stage.report(), self._unseen[stage.name]
+        known = self._loads.get(stage.name)
+        if known is not None and known[0] is report and known[1] == unseen:
+            return known[2]
+        load, rate = reported_pending(stage.role, report) + unseen, reported_rate(stage.role, report)
+        found = load, rate, pending_s(stage.role, load, report.running, usual_rate([rate]))
+        self._loads[stage.name] = report, unseen, found
+        return found
 
 
 def _told(encoder: VirtualStage) -> Callable[[float], None]:

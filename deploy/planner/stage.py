@@ -44,15 +44,20 @@ class Clock:
         self.now_s = 0.0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self._stopped = False
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call it so many seconds from now, after what is due then already."""
         assert seconds >= 0, f"{seconds} s from now is over"
         heapq.heappush(self._due, (self.now_s + seconds, next(self._numbers), call))
 
+    def stop(self) -> None:
+        """Nothing more happens, whatever is due."""
+        self._stopped = True
+
     def run(self) -> None:
         """Until nothing is due any more."""
-        while self._due:
+        while self._due and not self._stopped:
             self.now_s, _, call = heapq.heappop(self._due)
             call()
 

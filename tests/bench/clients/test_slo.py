@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from bench.clients.results import Outcome
-from bench.clients.slo import PAPER, attains, counted, parse_slos
+from bench.clients.slo import PAPER, attains, counted
 from epd_serve.errors import ConfigError
-from epd_serve.slo import Gaps, Slo, gaps_within
+from epd_serve.slo import Gaps, Slo, gaps_within, parse_slos
 from tests.bench.clients.made import failed, row
 
 

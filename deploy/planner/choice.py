@@ -1,0 +1,293 @@
+"""Which layout: candidates simulated, ranked, and why the first is before the second.
+
+First every candidate with one seed, then the best of them, and the best monolith, with all seeds and in more than one
+way to run them (budgets per step, smaller batches), because a difference that is only chance is none. Candidates are
+shared out over processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+from deploy.planner.candidates import Candidate, candidate, candidates
+from deploy.planner.goodput import Goal, Interval, Times, goodput, part_of, times_of
+from deploy.planner.profile import DeviceProfile
+from deploy.planner.simulate import Options, check_simulated
+from epd_serve.budgets import largest
+from epd_serve.errors import ConfigError
+from epd_serve.layout import Group, Layout
+from epd_serve.layout_parser import parse
+from epd_serve.placement import check_servable
+from epd_serve.roles import Role
+from epd_serve.sim.profile import Profile
+
+FINALISTS, AT_A_TIME = 3, 4
+START = 0.5
+"""Of its bound: most layouts serve something near it within an SLO."""
+AS_WELL = 0.98
+"""Of the best goodput, from which on a monolith is said to serve as well: it is the simpler thing to run."""
+BEYOND = 1.05
+"""Of its goodput, where ways to run a layout are compared."""
+UNUSED = 0.9
+"""Of its goodput, at which a layout's times are told."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is planned for.
+
+    Attributes:
+        devices: all of them are used; with a rate as few as will do.
+        rate_rps: that comes; None ranks by how much can be served.
+        price: of a device, an hour; 0 where cost does not matter.
+        survive: so many instances of the same kind may be lost, whichever it is, and what is left counts.
+        layouts: those alone are looked at; () leaves it to the families.
+        seeds: simulated of each finalist.
+    """
+
+    goal: Goal
+    profile: DeviceProfile
+    devices: int
+    rate_rps: float | None = None
+    price: float = 0.0
+    survive: int = 0
+    layouts: tuple[str, ...] = ()
+    seeds: int = 3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout with how it is run.
+
+    Attributes:
+        options: of the simulation, which are options of the deployment, too.
+        goodput: requests a second within the SLO, of all devices.
+        survived: the same once instances are lost; equal to it where none may be.
+        rate_rps: at which `times` are: the one that comes, or a little below the goodput.
+        enough: it serves the rate that comes.
+    """
+
+    layout: Layout
+    options: Options
+    goodput: Interval
+    survived: Interval
+    rate_rps: float
+    times: Times
+    price: float = 0.0
+    enough: bool = True
+
+    @property
+    def monolith(self) -> bool:
+        return self.layout.roles == {Role.EPD}
+
+    @property
+    def devices(self) -> int:
+        return self.layout.device_count
+
+    @property
+    def per_device(self) -> Interval:
+        one = self.survived
+        return Interval(one.value / self.devices, one.low / self.devices, one.high / self.devices)
+
+    @property
+    def cost(self) -> float:
+        """Of a thousand requests within the SLO."""
+        return 1e3 * self.devices * self.price / 3600 / self.survived.value if self.survived.value else float("inf")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ranking, best first, and what it is worth.
+
+    Attributes:
+        undecided: layouts whose interval meets the first one's.
+        monolith: the best one, wherever it is ranked, or None.
+        looked_at: how many layouts were simulated.
+    """
+
+    question: Question
+    choices: tuple[Choice, ...]
+    looked_at: int
+
+    @property
+    def first(self) -> Choice:
+        return self.choices[0]
+
+    @property
+    def undecided(self) -> tuple[Choice, ...]:
+        return tuple(one for one in self.choices[1:] if one.enough and one.per_device.meets(self.first.per_device))
+
+    @property
+    def monolith(self) -> Choice | None:
+        return next((one for one in self.choices if one.monolith), None)
+
+    @property
+    def monolith_will_do(self) -> bool:
+        """A monolith serves as well as anything else: within its interval, or as good as."""
+        one = self.monolith
+        if one is None or not one.enough:
+            return False
+        first = self.first.per_device
+        return one.per_device.value >= AS_WELL * first.value or one.per_device.meets(first)
+
+
+def plan(question: Question, processes: int | None = None) -> Plan:
+    """Simulate and rank.
+
+    Raises:
+        ConfigError: no layout of so many devices is there, or none serves anything within the SLO.
+    """
+    found = _candidates(question)
+    if not found:
+        raise ConfigError(f"no layout of {question.devices} devices fits the profile", param="--devices")
+    with _shared_out(question, processes) as each:
+        screened = _screened(found, each)
+        ranked = sorted(screened, key=lambda pair: -pair[1] / pair[0].layout.device_count)
+        kept = [pair for pair in ranked[:FINALISTS] if pair[1] > 0]
+        kept += [pair for pair in ranked if pair[0].monolith and pair[1] > 0 and pair not in kept][:1]
+        choices = list(each(_choice, kept))
+    if not choices:
+        raise ConfigError(
+            f"no layout of {question.devices} devices serves anything within {question.goal.slo.text}: one request "
+            "alone takes longer; allow more, or profile faster devices",
+            param="--slo",
+        )
+    return Plan(question, tuple(sorted(choices, key=_rank(question), reverse=True)), len(screened))
+
+
+def _candidates(question: Question) -> list[Candidate]:
+    work = question.goal.workload.work
+    if question.layouts:
+        layouts = [parse(text) for text in question.layouts]
+        for layout in layouts:
+            check_simulated(layout, question.profile)
+        return [candidate(layout, question.profile, work) for layout in layouts]
+    counts = range(1, question.devices + 1) if question.rate_rps else (question.devices,)
+    found = [one for count in counts for one in candidates(count, question.profile, work)]
+    if question.rate_rps:  # what cannot serve it by any bound is not worth a simulation, unless nothing can
+        able = [one for one in found if one.bound_rps >= question.rate_rps]
+        fewest = sorted(able, key=lambda one: one.layout.device_count)[: 4 * FINALISTS]
+        found = fewest or [one for one in found if one.layout.device_count == question.devices]
+    return found
+
+
+_asked: list[Question] = []
+"""Of this process: a recording is too long to be handed over with each candidate."""
+
+
+@contextmanager
+def _shared_out(question: Question, processes: int | None) -> Iterator[Callable[..., Iterable[Any]]]:
+    """A `map` whose calls run in so many processes; with one, here."""
+    count = processes or len(os.sched_getaffinity(0))
+    if count == 1:
+        _ask(question)
+        yield map
+        return
+    with ProcessPoolExecutor(count, get_context("forkserver"), _ask, (question,)) as pool:
+        yield pool.map
+
+
+def _ask(question: Question) -> None:
+    _asked[:] = [question]
+
+
+def _screened(found: Sequence[Candidate], each: Callable[..., Iterable[Any]]) -> list[tuple[Candidate, float]]:
+    """Candidates with their goodput, some at a time, best bounds first: whose bound is below what enough others serve
+    is not simulated, but for a monolith."""
+    screened: list[tuple[Candidate, float]] = []
+    left = sorted(found, key=lambda one: -one.bound_rps / one.layout.device_count)
+    while left:
+        served = sorted((rps / one.layout.device_count for one, rps in screened), reverse=True)
+        least = served[FINALISTS - 1] if len(served) >= FINALISTS else 0.0
+        left = [one for one in left if one.monolith or one.bound_rps / one.layout.device_count > least]
+        some, left = left[:AT_A_TIME], left[AT_A_TIME:]
+        screened += zip(some, each(_screen, some), strict=True)
+    return screened
+
+
+def _screen(one: Candidate) -> float:
+    question = _asked[0]
+    return goodput(question.goal, one.layout, question.profile, START * one.bound_rps, 0, _ways(question, one)[0])
+
+
+def _ways(question: Question, one: Candidate) -> list[Options]:
+    """To run it: with batches whose steps keep the gaps of the SLO, and with budgets per step, too; where that makes
+    batches smaller than they can be, with such as well."""
+    slo, kv_tokens = question.goal.slo, question.goal.workload.work.prompt_tokens
+    batches: dict[str, int] = {}
+    for group in one.layout.groups:
+        stage = question.profile.stages[group.tp]
+        most = stage.capacity.max_running
+        keeps = largest(partial(_keeps, stage, kv_tokens, slo.tpot_ms / 1e3), most)
+        batches |= {one.role.value: max(1, keeps) for one in group.members if one.role.decodes and keeps < most}
+    ways = [Options(max_running=batches), Options(max_running=batches, budgets=slo)]
+    return [*ways, Options()] if batches else ways
+
+
+def _keeps(stage: Profile, kv_tokens: float, limit_s: float, size: int) -> bool:
+    """Whether a step of so many decodes is no longer than that."""
+    return stage.decode_s(size, size * kv_tokens) <= limit_s
+
+
+def _choice(pair: tuple[Candidate, float]) -> Choice:
+    """A finalist in the best of the ways to run it."""
+    question, (one, screened_rps) = _asked[0], pair
+    goal, profile, layout = question.goal, question.profile, one.layout
+    seeds = range(1, question.seeds + 1)
+    noise = max(profile.noise.repeat, profile.noise.e2e)
+
+    def served(layout: Layout, options: Options, seeds: Iterable[int]) -> Interval:
+        found = [goodput(goal, layout, profile, screened_rps, seed, options) for seed in seeds]
+        return Interval.of(found).widened(noise)
+
+    part, times = part_of(layout)
+    ways = _ways(question, one)
+    runs = [goal.run(part, profile, BEYOND * screened_rps / times, 1, way) for way in ways]
+    options = max(zip(map(goal.attained, runs), reversed(range(len(ways))), ways, strict=True))[2]
+    whole = served(layout, options, seeds)
+    survived = whole
+    for left in _after_losses(layout, question.survive):
+        rest = served(left, options, seeds) if left else Interval(0.0, 0.0, 0.0)
+        survived = min(survived, rest, key=lambda interval: interval.value)
+    rate_rps = question.rate_rps or UNUSED * whole.value or screened_rps
+    told = times_of(goal.run(part, profile, rate_rps / times, 1, options), goal)
+    enough = question.rate_rps is None or survived.value >= question.rate_rps
+    return Choice(layout, options, whole, survived, rate_rps, told, question.price, enough)
+
+
+def _after_losses(layout: Layout, losses: int) -> list[Layout | None]:
+    """What is left where so many instances of one kind are lost, for each kind; None where nothing serves any more."""
+    if not losses:
+        return []
+    left: list[Layout | None] = []
+    for at, group in enumerate(layout.groups):
+        groups: list[Group] = [*layout.groups]
+        if group.repeat > losses:
+            groups[at] = replace(group, repeat=group.repeat - losses)
+        else:
+            del groups[at]
+        rest = Layout.of(groups)
+        try:
+            check_servable(rest)
+            left.append(rest if groups else None)
+        except ConfigError:
+            left.append(None)
+    return left
+
+
+def _rank(question: Question) -> Callable[[Choice], tuple[float, ...]]:
+    """With a rate: who serves it, by fewest devices, then by how much more; else by goodput a device."""
+
+    def key(one: Choice) -> tuple[float, ...]:
+        if question.rate_rps:
+            return (one.enough, -one.devices if one.enough else 0, one.survived.value)
+        return (one.per_device.value,)
+
+    return key
