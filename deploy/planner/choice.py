@@ -33,8 +33,8 @@ START = 0.5
 """Of its bound: most layouts serve something near it within an SLO."""
 AS_WELL = 0.98
 """Of the best goodput, from which on a monolith is said to serve as well: it is the simpler thing to run."""
-BEYOND = 1.05
-"""Of its goodput, where ways to run a layout are compared."""
+BEYOND = 1.1
+"""Of its goodput, where it is seen what a layout ends at, and ways to run it are compared."""
 UNUSED = 0.9
 """Of its goodput, at which a layout's times are told."""
 
@@ -249,8 +249,9 @@ def _choice(pair: tuple[Candidate, float]) -> Choice:
 
     part, times = part_of(layout)
     ways = _ways(question, one)
-    runs = [goal.run(part, profile, BEYOND * screened_rps / times, 1, way) for way in ways]
-    options = max(zip(map(goal.attained, runs), reversed(range(len(ways))), ways, strict=True))[2]
+    beyond = [times_of(goal.run(part, profile, BEYOND * screened_rps / times, 1, way), goal) for way in ways]
+    best = max(range(len(ways)), key=lambda at: (beyond[at].attained, -at))
+    options = ways[best]
     whole = served(layout, options, seeds)
     survived = whole
     for left in _after_losses(layout, question.survive):
@@ -258,6 +259,7 @@ def _choice(pair: tuple[Candidate, float]) -> Choice:
         survived = min(survived, rest, key=lambda interval: interval.value)
     rate_rps = question.rate_rps or UNUSED * whole.value or screened_rps
     told = times_of(goal.run(part, profile, rate_rps / times, 1, options), goal)
+    told = replace(told, late=beyond[best].late, slow=beyond[best].slow)
     enough = question.rate_rps is None or survived.value >= question.rate_rps
     return Choice(layout, options, whole, survived, rate_rps, told, question.price, enough)
 

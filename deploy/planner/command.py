@@ -49,6 +49,9 @@ def add_plan(commands: Any) -> Parser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw goodput over TTFT (SVG)")
+    parser.add_argument(
+        "--verify", type=float, metavar="S", help="serve first choice and monolith for S seconds each, and compare"
+    )
     parser.add_argument("--run", action="store_true", help="serve the first choice (needs --out)")
     return parser
 
@@ -65,6 +68,12 @@ def _plan(arguments: dict[str, Any]) -> int:
         _write(arguments["json"], json.dumps(as_json(found), indent=1) + "\n", "--json")
     if arguments["picture"] is not None:
         _write(arguments["picture"], picture(found), "--picture")
+    if arguments["verify"] is not None:
+        from deploy.planner.verify import verified
+
+        model = [arguments["model"]] if arguments["model"] else []
+        for told in verified(found, model, arguments["verify"]):
+            print(f"\n{told}", flush=True)
     if arguments["run"]:
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", "deploy.cli", "serve", "--config", str(arguments["out"])])
@@ -77,7 +86,7 @@ def question_of(arguments: dict[str, Any]) -> Question:
         value = arguments[name]
         if value is not None and value < least:
             raise ConfigError(f"--{name} is {value}: {least} or more", param=f"--{name}")
-    for name in ("rate", "share", "price"):
+    for name in ("rate", "share", "price", "verify"):
         value = arguments[name]
         if value is not None and not (value > 0 or (name == "price" and value == 0)):
             raise ConfigError(f"--{name} is {value:g}: above 0", param=f"--{name}")

@@ -20,13 +20,13 @@ from epd_serve.traffic import Request
 
 SHARE = 0.9
 """Of requests within the SLO."""
-CLOSE = 1.05
+CLOSE = 1.08
 """The search ends when the rate that misses is at most so many times the one that meets."""
 LEAST_DEVICES = 4
 """Of a part of a layout that is simulated instead of it."""
 STEP = 1.15
 LEAST_REQUESTS, MOST_REQUESTS = 240, 4000
-SPAN = 6.0
+SPAN = 5.0
 """Seconds of traffic: so many times the TTFT of the SLO. The queue of a stage that is too slow grows beyond it in a
 fraction of that."""
 SETTLING = 0.1
@@ -75,7 +75,12 @@ class Goal:
         return self.workload.at(rate_rps, min(max(LEAST_REQUESTS, round(rate_rps * span_s)), MOST_REQUESTS), seed)
 
     def run(self, layout: Layout, profile: DeviceProfile, rate_rps: float, seed: int, options: Options) -> Simulated:
-        return simulate(layout, profile, self.requests(rate_rps, seed), slos=(self.slo,), options=options)
+        return self.simulated(layout, profile, self.requests(rate_rps, seed), options)
+
+    def simulated(
+        self, layout: Layout, profile: DeviceProfile, requests: Sequence[Request], options: Options
+    ) -> Simulated:
+        return simulate(layout, profile, requests, slos=(self.slo,), options=options)
 
     def met(self, layout: Layout, profile: DeviceProfile, rate_rps: float, seed: int, options: Options) -> bool:
         """Whether enough requests attain the SLO; a run that cannot is broken off."""
@@ -126,7 +131,7 @@ class Times:
 
     Attributes:
         ttft_p50, ttft_p90, tpot_p50, tpot_p90, e2e_p50: of the requests. attained: share of them.
-        late, slow: share whose first token was late; whose gaps were too long.
+        late, slow: share whose first token was late, whose gaps were too long; of a choice just beyond its goodput.
         busy: by instance and kind of work, the share of the time.
     """
 

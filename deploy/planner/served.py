@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import json
 import random
 import sys
 import tempfile
@@ -64,10 +65,32 @@ class Launched:
 
     def image(self, side: int, tokens: int = 1) -> Sent:
         """The same about a square picture of `side` pixels, unlike any other, that compresses as photographs do."""
-        url = f"data:image/jpeg;base64,{base64.b64encode(_picture(side, self._chance)).decode()}"
-        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+        url = {"url": _url(side, side, self._chance)}
+        content = [{"type": "image_url", "image_url": url}, {"type": "text", "text": "What is it?"}]
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": tokens, "ignore_eos": True}
         return self._sent("/v1/chat/completions", body, tokens)
+
+    def streamed(self, sizes: Sequence[tuple[int, int]], text_tokens: int, tokens: int) -> list[float]:
+        """Have a request streamed, with pictures of these widths and heights: when each event with content was read."""
+        usual: dict[str, Any] = {"model": self.model, "temperature": 0, "ignore_eos": True, "stream": True}
+        text = self.ids(max(1, text_tokens))
+        if sizes:
+            pictures = [{"type": "image_url", "image_url": {"url": _url(*size, self._chance)}} for size in sizes]
+            words = {"type": "text", "text": " ".join("what" for _ in text)}
+            body = {"messages": [{"role": "user", "content": [*pictures, words]}], "max_tokens": tokens, **usual}
+        else:
+            body = {"prompt": text, "max_tokens": tokens, "min_tokens": tokens, **usual}
+        came: list[float] = []
+        with self.http.stream("POST", "/v1/chat/completions" if sizes else "/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                raise StageError(f"a request was answered with {answer.status_code}: {answer.read()!r}", stage="proxy")
+            for line in answer.iter_lines():
+                choices = json.loads(line[6:]).get("choices") if line.startswith("data: {") else None
+                if choices and (choices[0].get("text") or choices[0].get("delta", {}).get("content")):
+                    came.append(time.monotonic())
+        if not came:
+            raise StageError("a request was answered with nothing", stage="proxy")
+        return came
 
     def together(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
         """Have all prompts answered at a time."""
@@ -138,10 +161,10 @@ def _client(url: str) -> Iterator[httpx.Client]:
         raise StageError(f"{url} does not answer: {type(error).__name__} {error}", stage="proxy") from error
 
 
-def _picture(side: int, chance: random.Random) -> bytes:
-    """A JPEG: blocks of random brightness, smoothed."""
-    small = max(2, side // 16)
-    pixels = Image.frombytes("RGB", (small, small), chance.randbytes(3 * small * small))
+def _url(width: int, height: int, chance: random.Random) -> str:
+    """A JPEG of blocks of random brightness, smoothed, as a data URL."""
+    small = max(2, width // 16), max(2, height // 16)
+    pixels = Image.frombytes("RGB", small, chance.randbytes(3 * small[0] * small[1]))
     file = io.BytesIO()
-    pixels.resize((side, side), Image.Resampling.BICUBIC).save(file, "JPEG", quality=85)
-    return file.getvalue()
+    pixels.resize((width, height), Image.Resampling.BICUBIC).save(file, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

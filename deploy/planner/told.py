@@ -9,6 +9,7 @@ from xml.sax.saxutils import escape
 from deploy.memory.placement_table import table
 from deploy.planner.choice import Choice, Plan
 from deploy.planner.goodput import Interval
+from epd_serve.slo import Slo
 
 WIDTH, HEIGHT, EDGE = 640, 400, 60
 
@@ -54,7 +55,8 @@ def verdict(plan: Plan) -> str:
         )
     if plan.monolith_will_do and monolith is not None:
         if monolith is first:
-            return f"A monolith serves this best: {monolith.layout}."
+            as_well = "as well as anything" if plan.undecided else "best"
+            return f"A monolith serves this {as_well}: {monolith.layout}."
         of = f"{monolith.per_device.value:.3g} against {first.per_device.value:.3g} requests/s per device"
         return f"A monolith serves this as well: {monolith.layout}, {of} of {first.layout}."
     if plan.undecided:
@@ -80,15 +82,13 @@ def reasons(plan: Plan) -> Iterator[str]:
 
 def held_by(one: Choice, plan: Plan) -> str:
     """What a layout's goodput ends at."""
-    times, slo = one.times, plan.question.goal.slo
-    margins = {
-        f"TTFT is the limit (p90 {times.ttft_p90:.0f} of {slo.ttft_ms:g} ms)": times.ttft_p90 / slo.ttft_ms,
-        f"token gaps are the limit (TPOT p90 {times.tpot_p90:.1f} of {slo.tpot_ms:g} ms)": times.tpot_p90 / slo.tpot_ms,
-    }
-    if times.late != times.slow:
-        limit = list(margins)[times.slow > times.late]
+    times = one.times
+    if times.late > times.slow:
+        limit = f"first tokens come late beyond that (p90 {times.ttft_p90:.0f} ms at {one.rate_rps:.3g}/s)"
     else:
-        limit = max(margins, key=margins.__getitem__)
+        limit = (
+            f"gaps between tokens grow too long beyond that (TPOT p90 {times.tpot_p90:.1f} ms at {one.rate_rps:.3g}/s)"
+        )
     return f"{limit}, with {busiest(one)}"
 
 
@@ -151,29 +151,36 @@ def _interval(one: Interval) -> dict[str, float]:
 
 def deployment(plan: Plan, model: str) -> str:
     """The first choice as a file for `epd-serve serve --config`, with what is expected of it."""
-    first, slo = plan.first, plan.question.goal.slo
-    lines = [
-        f"# {line}"
-        for line in (
-            f"Written by epd-serve plan: {verdict(plan)}",
-            f"Expected at {first.rate_rps:.4g} requests/s; the page, status and top show what comes of it.",
-        )
-    ]
+    first, slo, times = plan.first, plan.question.goal.slo, plan.first.times
+    lines = [f"# Written by epd-serve plan: {verdict(plan)}"]
+    lines.append(f"# Expected at {first.rate_rps:.4g} requests/s; the page, status and top show what comes of it.")
     if model:
         lines.append(f"model: {_quoted(model)}")
     lines.append(f"layout: {_quoted(str(first.layout))}")
-    lines.append(f'step_budgets: "{"on" if first.options.budgets is not None else "off"}"')
+    lines.append(f'step_budgets: "{_budgets(first)}"')
     if first.options.max_running:
-        lines.append("stage_args:")
-        lines += [f'  - "{role}:--max-num-seqs {count}"' for role, count in first.options.max_running.items()]
+        lines += ["stage_args:", *(f'  - "{words}"' for words in _stage_args(first))]
     lines += ["proxy:", f"  slo.ttft_s: {slo.ttft_ms / 1e3:g}", f"  slo.tpot_s: {slo.tpot_ms / 1e3:g}"]
     lines += [f"  slo.judge: {slo.judge}", f"  planned.rate_rps: {first.rate_rps:.6g}"]
     lines += [
-        f"  planned.ttft_s: {first.times.ttft_p50 / 1e3:.6g}",
-        f"  planned.tpot_s: {first.times.tpot_p50 / 1e3:.6g}",
+        f"  planned.{name}_s: {ms / 1e3:.6g}" for name, ms in (("ttft", times.ttft_p50), ("tpot", times.tpot_p50))
     ]
-    lines.append(f"  planned.attainment: {first.times.attained:.4g}")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, f"  planned.attainment: {times.attained:.4g}"]) + "\n"
+
+
+def options_of(one: Choice, slo: Slo) -> list[str]:
+    """How it is run, as flags of `epd-serve serve`."""
+    words = ["--step-budgets", _budgets(one), "--proxy", f"slo.ttft_s={slo.ttft_ms / 1e3:g}"]
+    words += ["--proxy", f"slo.tpot_s={slo.tpot_ms / 1e3:g}"]
+    return [*words, *(word for args in _stage_args(one) for word in ("--stage-args", args))]
+
+
+def _budgets(one: Choice) -> str:
+    return "on" if one.options.budgets is not None else "off"
+
+
+def _stage_args(one: Choice) -> list[str]:
+    return [f"{role}:--max-num-seqs {count}" for role, count in one.options.max_running.items()]
 
 
 def _quoted(value: str) -> str:

@@ -76,7 +76,7 @@ class Workload:
         at_s, made = 0.0, []
         for number in range(count):
             at_s += chance.expovariate(rate_rps)
-            items = (Item(self.tokens.tokens(*self.size)),) * chance.randint(*self.images)
+            items = (Item(self.tokens.tokens(*self.size), *self.size),) * chance.randint(*self.images)
             text, output = chance.randint(*self.text), chance.randint(*self.output)
             prompt_tokens = text + sum(item.tokens for item in items)
             made.append(Request(f"{number}", at_s, prompt_tokens, output, items))

@@ -48,7 +48,7 @@ def planned(workload: str, slo: Slo, devices: int = 2, profile: DeviceProfile = 
 def test_text_within_a_loose_slo_is_a_monoliths() -> None:
     found = planned(TEXT, Slo(3000, 1000))
     assert found.monolith_will_do
-    assert verdict(found).startswith(("A monolith serves this best: 2EPD", "A monolith serves this as well: 2EPD"))
+    assert verdict(found).startswith("A monolith serves this ")
 
 
 def test_long_answers_of_which_hardly_a_gap_may_be_long_ask_for_a_decoder_apart() -> None:
@@ -57,7 +57,7 @@ def test_long_answers_of_which_hardly_a_gap_may_be_long_ask_for_a_decoder_apart(
     assert "D" in {member.role.value for member in found.first.layout.members()} and not found.monolith_will_do
     assert found.monolith is not None and found.first.per_device.value > 2 * found.monolith.per_device.value
     assert verdict(found).startswith((f"{found.first.layout} serves this best", "Undecided"))
-    assert "2EPD does: there token gaps are the limit" in "".join(reasons(found))
+    assert "2EPD does: there gaps between tokens grow too long beyond that" in "".join(reasons(found))
 
 
 def test_an_encoder_that_has_most_of_the_work_gets_most_of_the_devices() -> None:
