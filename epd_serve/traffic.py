@@ -1,7 +1,8 @@
 """Traffic as data: when requests came, how large they were and how long their answers. No content, no names of people.
 
 The proxy writes it (`proxy/records/recording.py`), the load generator replays it, planner and simulator read it. The
-file is JSON lines, one request each, in the order of their arrival; what is 0, empty or unknown is left out:
+file is JSON lines, one request each, in any order, since they are written as requests end; what is older is in a file
+of that name with `.1`, where there is one. What is 0, empty or unknown is left out:
 
     {"id": "r1", "at_s": 0.0, "prompt_tokens": 423, "output_tokens": 64, "items": [{"tokens": 391, "width": 644}]}
 """
@@ -14,6 +15,7 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from epd_serve.errors import ConfigError
 
@@ -42,7 +44,7 @@ class Request(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
 
     Attributes:
         id: unique within the traffic.
-        at_s: seconds from the traffic's beginning to its arrival.
+        at_s: of its arrival, in seconds; of what is read, since the first one. In a recording, since the epoch.
         prompt_tokens: of text and items together. output_tokens: of its answer.
         items: in the prompt's order.
         session: equal for requests that go on with the same conversation; "" for one that stands alone.
@@ -67,12 +69,23 @@ class Request(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
 
 
 def read_traffic(path: Path) -> list[Request]:
-    """The requests of a file, in the order of their arrival. Half a line at its end, of a writer that was killed, is
-    left out.
+    """The requests of a file, and of the older one beside it, in the order of their arrival, the first at 0. Half a
+    line at an end, of a writer that was killed, is left out.
 
     Raises:
         ConfigError: it cannot be read, is empty, or has a line that is no request; names file, line and field.
     """
+    requests = _read(path)
+    if (older := path.with_name(f"{path.name}.1")).exists():
+        requests += _read(older)
+    if not requests:
+        raise ConfigError(f"recorded traffic {path} holds no request", param="--workload")
+    requests.sort(key=lambda one: one.at_s)
+    first_s = requests[0].at_s
+    return [replace(one, at_s=one.at_s - first_s) for one in requests]
+
+
+def _read(path: Path) -> list[Request]:
     decode = msgspec.json.Decoder(Request).decode
     requests: list[Request] = []
     try:
@@ -88,9 +101,7 @@ def read_traffic(path: Path) -> list[Request]:
             if number == len(lines):
                 break
             raise ConfigError(f"recorded traffic {path}:{number}: {error}", param="--workload") from None
-    if not requests:
-        raise ConfigError(f"recorded traffic {path} holds no request", param="--workload")
-    return sorted(requests, key=lambda one: one.at_s)
+    return requests
 
 
 def write_traffic(path: Path, requests: Iterable[Request]) -> None:

@@ -190,6 +190,11 @@ class Metrics:
             "Lines of the access log that were lost: its disk is full, or nobody reads it.",
             registry=self.registry,
         )
+        self.recording_dropped = Counter(
+            "epd_proxy_recording_dropped",
+            "Requests that are missing in the recording: its disk is full, or too slow.",
+            registry=self.registry,
+        )
         self.traces_dropped = Counter(
             "epd_proxy_traces_dropped",
             "Requests whose OpenTelemetry spans were lost: the collector does not take them, or not as fast.",

@@ -36,7 +36,9 @@ from proxy.media.fetch import Resolver, UrlFetcher, resolve
 from proxy.media.loader import LoadedItem, MediaLoader, source_bytes
 from proxy.metrics import Metrics
 from proxy.records.access_log import AccessLog
+from proxy.records.lines_file import LinesFile
 from proxy.records.record import Record
+from proxy.records.recording import Recording
 from proxy.records.records import Records
 from proxy.records.request_metrics import RequestMetrics
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
@@ -92,10 +94,16 @@ class Pipeline:
         requests = RequestMetrics(settings.slo)
         self.metrics.registry.register(requests)
         self.records.ended.append(requests.ended)
-        self._access_log: AccessLog | None = None
+        self._files: list[LinesFile] = []
         if settings.access_log:
-            self._access_log = AccessLog(settings.access_log, dropped=self.metrics.access_log_dropped.inc)
-            self.records.ended.append(self._access_log.ended)
+            self._files.append(LinesFile(settings.access_log, "access_log", self.metrics.access_log_dropped.inc))
+            self.records.ended.append(AccessLog(self._files[-1]).ended)
+        self._recording: Recording | None = None
+        if settings.recording:
+            bound = settings.recording_bytes
+            self._files.append(LinesFile(settings.recording, "recording", self.metrics.recording_dropped.inc, bound))
+            self._recording = Recording(self._files[-1])
+            self.records.ended.append(self._recording.ended)
         self._spans: SpanExport | None = None
         if settings.otlp_traces_endpoint:
             self._spans = SpanExport(settings.otlp_traces_endpoint, dropped=self.metrics.traces_dropped.inc)
@@ -169,8 +177,8 @@ class Pipeline:
         await self._media.aclose()
         await self._stages.aclose()
         self.trace.close()
-        if self._access_log is not None:
-            self._access_log.close()
+        for file in self._files:
+            file.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
 
@@ -260,6 +268,8 @@ class Pipeline:
             base = with_xargs(base, **{PROMPT_XARG: prompt.word})
         tokens = prompt_tokens(request, items)
         passed.weighs(tokens)
+        if self._recording is not None:
+            self._recording.noted(record.id, tokens, items, prompt.nodes)
         if items:
             held.give_back(source_bytes(request.media))
             request = structs.replace(request, body=base, media=tuple(item.ref for item in items))

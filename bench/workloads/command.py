@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.statistic import percentile
 from bench.workloads.export_aisbench import export_aisbench
-from bench.workloads.exports import Exported, export_aiperf, export_vllm
+from bench.workloads.exports import Exported, export_aiperf, export_traffic, export_vllm
 from bench.workloads.generate import Knobs, Words, requests
 from bench.workloads.images import Images
 from bench.workloads.profiles import PROFILES, Profile
@@ -22,7 +22,7 @@ from bench.workloads.workload import add_arguments as add_workload_arguments
 from deploy.memory.placement_table import table
 from epd_serve.errors import ConfigError
 
-CLIENTS = ("aisbench", "vllm", "aiperf")
+CLIENTS = ("aisbench", "vllm", "aiperf", "traffic")
 COLUMNS = ("workload", "requests", "text only", "text tokens", "images", "size", "output")
 
 
@@ -70,7 +70,8 @@ def export(wanted: Workload, client: str, directory: Path, images: Images) -> Ex
     specs = list(wanted.requests())
     if client == "vllm":
         return export_vllm(specs, images, directory, wanted.arrivals, wanted.knobs.seed)
-    return {"aisbench": export_aisbench, "aiperf": export_aiperf}[client](specs, images, directory, wanted.arrivals)
+    exports = {"aisbench": export_aisbench, "aiperf": export_aiperf, "traffic": export_traffic}
+    return exports[client](specs, images, directory, wanted.arrivals)
 
 
 def overview() -> str:

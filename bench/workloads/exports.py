@@ -17,7 +17,9 @@ from typing import Any
 
 from bench.workloads.images import Images
 from bench.workloads.requests import Arrivals, ClosedLoop, Gamma, RequestSpec
+from bench.workloads.traffic import traffic_of
 from epd_serve.errors import ConfigError
+from epd_serve.traffic import write_traffic
 
 REQUESTS = "requests.jsonl"
 """In the directory of every export, one line per request."""
@@ -148,3 +150,26 @@ def _single_turn(request: RequestSpec, images: Images) -> dict[str, Any]:
     if request.arrival_s is not None:
         row["timestamp"] = round(request.arrival_s * 1000, 3)
     return row | {"extra": {"ignore_eos": True}}
+
+
+def export_traffic(
+    requests: Sequence[RequestSpec], _images: Images, directory: Path, arrivals: Arrivals | None
+) -> Exported:
+    """Times and sizes without content, as a recording, for the planner: `traffic.jsonl`. An image is a token per 28x28
+    pixels.
+
+    Raises:
+        ConfigError: requests without times; the directory cannot be written.
+    """
+    if arrivals is None and any(request.arrival_s is None for request in requests):
+        raise ConfigError("traffic is sizes and times: say how fast, --rate R", param="--rate")
+    if isinstance(arrivals, ClosedLoop):
+        raise ConfigError("traffic has times, and a closed loop has none: --rate R", param="--concurrency")
+    path = directory.absolute() / "traffic.jsonl"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(directory, error) from error
+    write_traffic(path, map(traffic_of, requests))
+    command = f"epd-serve plan MODEL --profile FILE --devices N --workload recorded:{path}"
+    return Exported(len(requests), (path,), command, ("tokens of images are by area; a recording has the model's own",))

@@ -35,10 +35,11 @@ from bench.workloads.requests import (
     arrivals_at,
     with_arrivals,
 )
+from bench.workloads.traffic import recorded
 from epd_serve.errors import ConfigError
 
-OWN = "own"
-"""What the workload is called on the command line."""
+OWN, RECORDED = "own", "recorded:"
+"""What workloads of the user's own are called on the command line; a file follows the second."""
 
 
 class _Line(msgspec.Struct):
@@ -227,6 +228,9 @@ def workload(name: str, arguments: argparse.Namespace, arrivals: Arrivals | None
         raise ConfigError(f"--n is {arguments.n}: 1 or more", param="--n")
     if name == OWN:
         return _own(arguments, knobs, arrivals)
+    if name.startswith(RECORDED):
+        own = recorded(Path(name.removeprefix(RECORDED)).expanduser(), words(arguments.tokenizer))
+        return Workload(name, arguments.n or len(own), knobs, arrivals, arguments.tokenizer, own)
     if arguments.pictures is not None or arguments.prompts is not None:
         raise ConfigError(f"--pictures and --prompts belong to the workload {OWN!r}, not to {name!r}", param="NAME")
     return Workload(name, arguments.n or profile(name).count, knobs, arrivals, arguments.tokenizer)

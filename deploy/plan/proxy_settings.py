@@ -50,8 +50,9 @@ def build_proxy_settings(
         media.setdefault("allowed_local_root", Path(config.media_root).resolve())
     if config.allow_private_media:
         media.setdefault("allow_private_addresses", True)
-    if log := overrides.get("access_log"):  # front doors may run in another folder
-        overrides["access_log"] = log if log == "-" else str(Path(log).resolve())
+    for name in ("access_log", "recording"):
+        if (path := overrides.get(name)) and path != "-":  # front doors may run in another folder
+            overrides[name] = str(Path(path).resolve())
     if config.trace_dir:
         overrides.setdefault("trace_path", Path(config.trace_dir).resolve() / "proxy.jsonl")
     if config.otlp_traces_endpoint:

@@ -90,6 +90,8 @@ class ProxySettings:
         max_known_features: how many features the proxy remembers.
         trace_path: JSON-lines file for phase stamps; by default none.
         access_log: file for a line of JSON for each request that has ended, `-` for standard error; by default none.
+        recording: file for sizes and times of the requests that were answered, without content, for `epd-serve plan`
+            and `epd-bench load`; by default none. recording_bytes: of it, and of the `.1` beside it with what is older.
         otlp_traces_endpoint: URL that takes the spans of requests (OTLP over HTTP); by default none are made.
         records: what is remembered of requests that have ended.
         slo: what streamed answers are to keep to, for attainment and goodput; where it is named, stages hold to it.
@@ -142,6 +144,8 @@ class ProxySettings:
     max_known_features: int = 65_536
     trace_path: Path | None = None
     access_log: str = ""
+    recording: str = ""
+    recording_bytes: int = 64 << 20
     otlp_traces_endpoint: str = ""
     records: RecordLimits = field(default_factory=RecordLimits)
     slo: Slo = field(default_factory=Slo)
@@ -162,7 +166,7 @@ class ProxySettings:
         if not self.served_models:
             raise ConfigError("the proxy needs at least one served model name", param="served_models")
         require_positive(self, "max_body_bytes", "max_n", "max_sequences", "max_in_flight")
-        require_positive(self, "max_known_features", "processes")
+        require_positive(self, "max_known_features", "processes", "recording_bytes")
         if self.retries < 0:
             raise ConfigError("retries must not be negative", param="retries")
         if self.tenant_header and not HEADER_NAME.fullmatch(self.tenant_header):

@@ -49,7 +49,7 @@ class LoadedItem:
         source: data URL (base64 for `input_audio`): what replaces the client's URL.
         key: its feature key, the `uuid` that every stage sees.
         tokens: that an encoder makes of it, at least 1: of an image by the rule of the model's processor, else a guess.
-        size_bytes: of the media itself.
+        size_bytes: of the media itself. size: width and height of an image in pixels, else 0.
     """
 
     ref: MediaRef
@@ -57,6 +57,7 @@ class LoadedItem:
     key: str
     tokens: float
     size_bytes: int = 0
+    size: tuple[int, int] = (0, 0)
 
 
 class MediaLoader:
@@ -208,7 +209,7 @@ class MediaLoader:
     ) -> LoadedItem:
         if not data:
             raise RequestError(f"{ref.param}: empty.", param=ref.param)
-        limits = self._limits
+        limits, size = self._limits, (0, 0)
         if ref.modality is Modality.IMAGE:
             mime, size = inspect_image(data, param=ref.param, max_pixels=limits.max_pixels)
             tokens = float(self._image_tokens.tokens(*size))
@@ -237,7 +238,7 @@ class MediaLoader:
         head = b"" if ref.key == "input_audio" else f"data:{mime};base64,".encode("ascii")
         # The client's own base64 where there is some: decoding it was strict, and encoding again takes its time.
         source = Inlined(head, inlined if inlined is not None else pybase64.b64encode(data))
-        return LoadedItem(replace(ref, source=""), source, key, tokens, len(data))
+        return LoadedItem(replace(ref, source=""), source, key, tokens, len(data), size)
 
     async def _in_turn(self, work: Callable[[], list[LoadedItem]], held: MemoryReservation) -> list[LoadedItem]:
         """Do it in a thread. No thread can be stopped: where the request ends first, its turn and all that it holds

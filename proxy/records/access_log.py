@@ -1,36 +1,15 @@
-"""The access log: one line of JSON for each request that has ended. No content of it, no key, no URL.
-
-Lines leave in a thread of their own, so that a full disk or a terminal that nobody reads keeps no client waiting; what
-then finds no room is dropped and counted. Several processes may write one file: a write is whole lines, at its end
-(O_APPEND). A file that is renamed or removed, as by logrotate, is followed by a new one within a second.
-"""
+"""The access log: one line of JSON for each request that has ended. No content of it, no key, no URL."""
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import msgspec
 from msgspec import Struct
 
-from epd_serve.errors import ConfigError
+from proxy.records.lines_file import LinesFile
 from proxy.records.record import Record
-
-logger = logging.getLogger(__name__)
-
-STDERR = "-"
-HELD_BYTES = 4 << 20
-"""Of lines that wait for the writer."""
-
-GATHER_S = 0.1
-LOOK_S = 1.0
-LAST_S = 2.0
-"""How long the end waits for what is left."""
 
 
 class Failure(Struct):
@@ -114,90 +93,12 @@ def line_of(record: Record) -> Line:
 
 
 class AccessLog:
-    """Args:
-        path: of the file, or `-` for standard error.
-        dropped: called with a number of lines that were lost.
+    """Args: file: where lines go; closed by whoever made it."""
 
-    Raises:
-        ConfigError: it cannot be opened.
-    """
-
-    def __init__(self, path: str, dropped: Callable[[int], object]) -> None:
-        self._path = path
-        self._dropped = dropped
+    def __init__(self, file: LinesFile) -> None:
+        self._file = file
         self._encoder = msgspec.json.Encoder()
-        self._lines: deque[bytes] = deque()
-        self._taken_bytes = self._left_bytes = 0  # each written by one thread
-        self._wanted = threading.Event()
-        self._ending = False
-        self._looked_at = time.monotonic()
-        self._fd = self._open()
-        self._thread = threading.Thread(target=self._write, name="access log", daemon=True)
-        self._thread.start()
 
     def ended(self, record: Record) -> None:
         """Write its line, soon."""
-        line = self._encoder.encode(line_of(record)) + b"\n"
-        if self._taken_bytes - self._left_bytes + len(line) > HELD_BYTES:
-            self._dropped(1)
-            return
-        self._taken_bytes += len(line)
-        self._lines.append(line)
-        if not self._wanted.is_set():
-            self._wanted.set()
-
-    def close(self) -> None:
-        """What has ended is written, unless that takes too long."""
-        self._ending = True
-        self._wanted.set()
-        self._thread.join(LAST_S)
-        if not self._thread.is_alive() and self._path != STDERR:
-            os.close(self._fd)
-
-    def _write(self) -> None:
-        while True:
-            self._wanted.wait()
-            if not self._ending:
-                time.sleep(GATHER_S)  # a system call for many
-            self._wanted.clear()
-            ending = self._ending
-            several = [self._lines.popleft() for _ in range(len(self._lines))]
-            try:
-                self._follow()
-                _write_all(self._fd, b"".join(several))
-            except OSError as error:
-                self._dropped(len(several))
-                logger.warning("%d lines of the access log are lost: %s", len(several), error.strerror)
-                time.sleep(LOOK_S)
-            self._left_bytes += sum(map(len, several))
-            if ending:
-                return
-
-    def _follow(self) -> None:
-        """Where somebody has taken the file away, go on in another one."""
-        now = time.monotonic()
-        if self._path == STDERR or now < self._looked_at + LOOK_S:
-            return
-        self._looked_at = now
-        here = os.fstat(self._fd)
-        try:
-            there = os.stat(self._path)
-        except FileNotFoundError:
-            there = None
-        if there is None or (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
-            os.close(self._fd)
-            self._fd = fd
-
-    def _open(self) -> int:
-        if self._path == STDERR:
-            return 2
-        try:
-            return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
-        except OSError as error:
-            raise ConfigError(f"access_log {self._path}: {error.strerror}", param="access_log") from error
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
+        self._file.write(self._encoder.encode(line_of(record)))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from epd_serve.errors import ConfigError
-from proxy.records import access_log
+from proxy.records import lines_file
 from proxy.records.access_log import AccessLog
+from proxy.records.lines_file import LinesFile
 from proxy.records.record import Record
 from tests.proxy.fakes import (
     DONE,
@@ -39,6 +41,16 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def ignored(_: int) -> None: ...
+
+
+class opened(AccessLog):
+    """With a file of its own."""
+
+    def __init__(self, path: Path, dropped: Callable[[int], object] = ignored) -> None:
+        super().__init__(LinesFile(str(path), "access_log", dropped))
+
+    def close(self) -> None:
+        self._file.close()
 
 
 async def test_an_answer_s_line_says_all_there_is_to_say(tmp_path: Path) -> None:
@@ -111,9 +123,9 @@ async def test_a_key_is_never_written_but_whose_request_it_was(tmp_path: Path) -
 
 
 def test_a_file_that_was_taken_away_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access_log, "LOOK_S", 0.0)
+    monkeypatch.setattr(lines_file, "LOOK_S", 0.0)
     path, old = tmp_path / "access.jsonl", tmp_path / "access.jsonl.1"
-    log = AccessLog(str(path), ignored)
+    log = opened(path)
     log.ended(Record("first"))
     wait_for(lambda: path.read_text().count("\n") == 1, "the first line")
     path.rename(old)
@@ -125,7 +137,7 @@ def test_a_file_that_was_taken_away_is_followed_by_another(tmp_path: Path, monke
 
 def test_processes_that_share_a_file_do_not_mix_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "access.jsonl"
-    several = [AccessLog(str(path), ignored) for _ in range(3)]
+    several = [opened(path) for _ in range(3)]
     for number in range(300):
         several[number % 3].ended(Record(str(number)))
     for one in several:
@@ -134,13 +146,13 @@ def test_processes_that_share_a_file_do_not_mix_their_lines(tmp_path: Path) -> N
 
 
 def test_a_reader_that_does_not_read_costs_lines_and_no_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(access_log, "HELD_BYTES", 10_000)
-    monkeypatch.setattr(access_log, "LAST_S", 0.1)
+    monkeypatch.setattr(lines_file, "HELD_BYTES", 10_000)
+    monkeypatch.setattr(lines_file, "LAST_S", 0.1)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     lost: list[int] = []
-    log = AccessLog(str(pipe), lost.append)
+    log = opened(pipe, lost.append)
     for number in range(2000):
         log.ended(Record(str(number)))
     log.close()
@@ -150,5 +162,5 @@ def test_a_reader_that_does_not_read_costs_lines_and_no_time(monkeypatch: pytest
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no/such/folder") as refused:
-        AccessLog(str(tmp_path / "no/such/folder"), ignored)
+        opened(tmp_path / "no/such/folder")
     assert refused.value.param == "access_log"
