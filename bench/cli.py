@@ -34,6 +34,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("layouts", "bench.layouts", "layouts and baselines against each other: started, loaded, drawn"),
         Command("report", "bench.analysis.page", "draw a comparison of layouts: charts, tables, one HTML page"),
         Command("load", "bench.clients.command", "requests to any OpenAI endpoint: TTFT, TPOT, attainment, goodput"),
+        Command("plan", "bench.planned", "what the planner predicts, beside what real stages do"),
         Command("aisbench", "bench.aisbench.command", "AISBench loads an endpoint, judged by the terms of `load`"),
         Command("workload", "bench.workloads.command", "what the workloads consist of, and as files of other clients"),
         Command(

@@ -11,20 +11,18 @@ from collections.abc import Iterable
 from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Run
 from bench.workloads.requests import RequestSpec
+from bench.workloads.traffic import traffic_of
 from deploy.planner.simulate import Options, Served, simulate
 from epd_serve.layout import Layout
 from epd_serve.sim.items import MERGE, PATCH_PIXELS
-from epd_serve.traffic import Item, Request
+from epd_serve.traffic import Request
 from tests.soak.emulation.device import StageDevice
 
 
-def traffic_of(spec: RequestSpec) -> Request:
-    """Images count a token per 28x28 pixels, as with simulated stages (`epd_serve/sim/items.py`)."""
-    assert spec.arrival_s is not None
+def _tokens(width: int, height: int) -> int:
+    """A token per 28x28 pixels, as with simulated stages (`epd_serve/sim/items.py`)."""
     side = PATCH_PIXELS * MERGE
-    items = tuple(Item(max(1, round(one.width / side)) * max(1, round(one.height / side))) for one in spec.images)
-    prompt_tokens = spec.text_tokens + sum(item.tokens for item in items)
-    return Request(spec.id, spec.arrival_s, prompt_tokens, spec.max_tokens, items)
+    return max(1, round(width / side)) * max(1, round(height / side))
 
 
 def emulate(
@@ -37,7 +35,7 @@ def emulate(
         label: of the run, in its rows.
         policy: of the proxy; the default is EPD-Serve's (§3.4), which knows nothing of neighbours.
     """
-    own = [traffic_of(spec) for spec in requests]
+    own = [traffic_of(spec, _tokens) for spec in requests]
     options = Options(policy=policy, first_token="decode")
     found = simulate(layout, device.profile(), own, options=options)
     run = Run(label, sent=len(own), issued_s=max((one.at_s for one in own), default=0.0))

@@ -1,0 +1,379 @@
+"""`epd-bench plan`: what the planner predicts, beside what real stages do.
+
+Three workloads that were fixed before anything was measured, five layouts of two devices and plain vLLM, rates as
+shares of what the monoliths are predicted to serve. First everything is predicted and written down, then a seed is
+drawn, then each layout is measured as `epd-bench layouts` does it. Objectives are multiples of what a request takes
+alone, by the profile.
+
+    first_choice_over_best_worst  goodput of the planner's first choice over the best measured one, the worst of all
+                                  workloads and objectives; goodput is requests a second within the objective, at the
+                                  best rate
+    best_layout_over_vllm         the best layout's over plain vLLM's, median of workloads and objectives
+    best_layout_over_monolith     the same over TP1x2, in the best of them
+    …_error_median, …_error_p90   relative errors of medians and of P90s, below 0.9 of a layout's capacity
+    goodput_rank_correlation      Kendall's, over pairs of layouts whose 90 % intervals are apart
+    plan_s_8, plan_s_64           seconds of `epd-serve plan` for so many devices
+    day_128_s                     seconds of a simulated day at 128 devices (not with --quick)
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import secrets
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench import layouts as sweep
+from bench.clients.results import RequestRecord, read_records
+from bench.clients.slo import attains
+from bench.micro.measurement import Goal, Row, goal_table
+from bench.record import add_arguments as add_record_arguments
+from bench.record import environment, kept, write
+from bench.served import scratch
+from bench.statistic import percentile
+from bench.sweep.experiment import deployments
+from bench.sweep.store import ROWS
+from bench.workloads.generate import Knobs
+from bench.workloads.requests import Poisson, with_arrivals
+from bench.workloads.traffic import Tokens, traffic_of
+from bench.workloads.workload import Workload
+from deploy.memory.placement_table import table
+from deploy.memory.sizing import processor_configs
+from deploy.planner.profile import DeviceProfile, read_device_profile
+from deploy.planner.simulate import Simulated, simulate
+from epd_serve.demo.presets import write_preset
+from epd_serve.image_tokens import image_tokens
+from epd_serve.layout_parser import parse
+from epd_serve.slo import Slo
+from epd_serve.traffic import Request
+
+WORKLOADS = ("images-short-answers", "long-prompts", "long-answers")
+LAYOUTS = ("TP1x2", "(E-PD)x2", "EP-D", "(E-P)-D", "E-PD")
+MONOLITH, VLLM = "TP1x2", "plain vLLM x2"
+FACTORS = (3.0, 5.0, 10.0)
+"""Of what a request takes alone: an objective each."""
+SHARES, QUICK_SHARES = (0.5, 0.8, 1.1), (0.6,)
+"""Of what the monoliths are predicted to serve within the loosest objective: rates."""
+DURATION_S, QUICK_S = 60.0, 25.0
+SEEDS = 4
+PLANNED = "images=1@802x652,text=32,output=128"
+PLANNED_SLO = "10000:200"
+"""Of the plans whose time is taken."""
+BELOW = 0.9
+"""Of a device's time, that a layout may be busy in a prediction whose error counts: beyond it queues grow for ever."""
+KINDS = ("ttft", "tpot", "e2e")
+DRAWS, COVERED = 500, (5, 95)
+GOALS = (
+    Goal("first_choice_over_best_worst", ">=", 0.95),
+    Goal("best_layout_over_vllm", ">=", 1.3),
+    Goal("best_layout_over_monolith", ">=", 1.1),
+    Goal("ttft_error_median", "<=", 0.15),
+    Goal("tpot_error_median", "<=", 0.15),
+    Goal("e2e_error_median", "<=", 0.07),
+    Goal("goodput_rank_correlation", ">=", 0.9),
+    Goal("plan_s_8", "<=", 10),
+    Goal("plan_s_64", "<=", 60),
+    Goal("day_128_s", "<=", 600),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload with its rates and objectives. Slos are judged by nine in ten gaps."""
+
+    workload: str
+    rates: tuple[float, ...]
+    slos: tuple[Slo, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--profile", type=Path, required=True, metavar="FILE", help="of `epd-serve profile` here")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), metavar="NAMES", help="with commas between")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="with commas between; TP1x2 among them")
+    parser.add_argument(
+        "--duration", type=float, metavar="S", help=f"of a run (default {DURATION_S:g}, quick {QUICK_S:g})"
+    )
+    parser.add_argument("--seed", type=int, help="of the real requests (default: drawn once all is predicted)")
+    parser.add_argument("--preset", default="bench", help="the model, as of `epd-bench layouts`")
+    parser.add_argument("--only", choices=("predict", "speed"), help="only predictions, or only how fast plans are")
+    add_record_arguments(parser, quick=f"one rate, runs of {QUICK_S:g} s, no day at 128 devices: some 15 minutes")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Returns 0; 1 where a layout could not be measured."""
+    env = environment(argv, "real stages beside simulated ones", arguments)
+    profile = read_device_profile(arguments.profile)
+    duration_s = arguments.duration or (QUICK_S if arguments.quick else DURATION_S)
+    figures: dict[str, float] = {}
+    rows: list[Row] = []
+    failed = 0
+    with kept(arguments.json, env, rows), scratch() as folder:
+        if arguments.only != "speed":
+            write_preset(folder / arguments.preset, arguments.preset)
+            model = Model.of(folder / arguments.preset)
+            names = arguments.layouts.split(",")
+            cases = [case_of(name, model, profile, quick=arguments.quick) for name in arguments.workloads.split(",")]
+            for case in cases:
+                rows += predicted(case, names, model, profile, duration_s)
+            print(_table(rows), flush=True)
+            if arguments.json is not None:  # before anything is measured
+                write(arguments.json.with_suffix(".predicted.json"), {"cases": float(len(cases))}, env, rows)
+        if arguments.only is None:
+            seed = secrets.randbelow(1 << 31) if arguments.seed is None else arguments.seed
+            env["seed_drawn"] = seed
+            for case in cases:
+                failed += measured(case, model, rows, arguments, folder / case.workload, seed, duration_s)
+            figures |= compared(rows)
+        if arguments.only != "predict":
+            figures |= speed(arguments.profile, day=not arguments.quick)
+    print(f"{_table(rows)}\n\n{goal_table(figures, GOALS)}")
+    write(arguments.json, figures, env, rows)
+    return 1 if failed else 0
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """What requests become at it. template_tokens: of its chat template."""
+
+    folder: Path
+    tokens: Tokens
+    template_tokens: int
+
+    @classmethod
+    def of(cls, folder: Path) -> Model:
+        from transformers import AutoTokenizer  # with vLLM; takes seconds
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "what"}], add_generation_prompt=True, tokenize=False
+        )
+        text = len(tokenizer("what", add_special_tokens=False).input_ids)
+        whole = len(tokenizer(asked, add_special_tokens=False).input_ids)
+        return cls(folder, image_tokens(processor_configs(folder)).tokens, whole - text)
+
+    def traffic(self, workload: str, rate_rps: float, seed: int, duration_s: float) -> list[Request]:
+        """What a run at this rate consists of."""
+        endless = Workload(workload, 1, Knobs(seed), tokenizer=self.folder).endless()
+        due = with_arrivals(endless, Poisson(rate_rps), seed)
+        own = itertools.takewhile(lambda one: (one.arrival_s or 0.0) < duration_s, due)
+        return [traffic_of(one, self.tokens, template_tokens=self.template_tokens) for one in own]
+
+
+def case_of(workload: str, model: Model, profile: DeviceProfile, *, quick: bool) -> Case:
+    """Objectives from what requests take alone at a monolith; rates from what monoliths then serve of them."""
+    alone = simulate(parse(MONOLITH), profile, model.traffic(workload, 1 / 60, 0, 3600.0))
+    ttft_s, tpot_s, _ = (statistics.median(values) for values in times(alone).values())
+    slos = tuple(Slo(round(1e3 * factor * ttft_s), max(1, round(1e3 * factor * tpot_s))) for factor in FACTORS)
+    low, high = 1 / 60, 1.0
+    while _holds(workload, model, high, profile, slos[-1]):
+        low, high = high, high * 2
+    while high > low * 1.05:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _holds(workload, model, middle, profile, slos[-1]) else (low, middle)
+    return Case(workload, tuple(float(f"{share * low:.2g}") for share in (QUICK_SHARES if quick else SHARES)), slos)
+
+
+def _holds(workload: str, model: Model, rate_rps: float, profile: DeviceProfile, slo: Slo) -> bool:
+    requests = model.traffic(workload, rate_rps, 0, max(120.0, 200 / rate_rps))
+    return simulate(parse(MONOLITH), profile, requests, slos=(slo,)).attained(0) >= BELOW
+
+
+def times(run: Simulated) -> dict[str, list[float]]:
+    """Seconds of each request by kind."""
+    return {
+        "ttft": [one.ttft_s for one in run.served],
+        "tpot": [one.tpot_s for one in run.served if one.tpot_s is not None],
+        "e2e": [one.e2e_s for one in run.served],
+    }
+
+
+def predicted(
+    case: Case, names: Sequence[str], model: Model, profile: DeviceProfile, duration_s: float
+) -> Iterator[Row]:
+    """A row per layout and rate, over `SEEDS` seeds that no run will have."""
+    for name, rate in itertools.product(names, case.rates):
+        runs = [
+            simulate(parse(name), profile, model.traffic(case.workload, rate, -seed, duration_s), slos=case.slos)
+            for seed in range(1, SEEDS + 1)
+        ]
+        found = {kind: [s for run in runs for s in times(run)[kind]] for kind in KINDS}
+        yield {
+            "workload": case.workload,
+            "layout": name,
+            "rate_rps": rate,
+            "slos": [str(slo) for slo in case.slos],
+            "busy": round(max(sum(kinds.values()) for run in runs for kinds in run.busy.values()), 3),
+            "attained": [round(statistics.fmean(run.attained(at) for run in runs), 4) for at in range(len(case.slos))],
+            **_quantiles(found),
+        }
+
+
+def _quantiles(found: Mapping[str, Sequence[float]], of: str = "predicted") -> Row:
+    return {
+        f"{of}_{kind}_p{at}_ms": round(1e3 * percentile(values, at), 3)
+        for kind, values in found.items()
+        for at in (50, 90)
+        if values
+    }
+
+
+# --- measurements -----------------------------------------------------------------------------------------------------
+
+
+def measured(
+    case: Case, model: Model, rows: list[Row], arguments: argparse.Namespace, folder: Path, seed: int, duration_s: float
+) -> int:
+    """Serve each layout and plain vLLM for real; adds to the rows of `case` what came of it. Returns what failed."""
+    words = ["--layouts", arguments.layouts, "--baselines", "vllm", "--model", str(model.folder)]
+    words += ["--tokenizer", str(model.folder)]
+    words += ["--workload", case.workload, "--rates", ",".join(map(str, case.rates)), "--seed", str(seed)]
+    words += ["--duration", str(duration_s), "--slo", ",".join(map(str, case.slos)), "--min-samples", "3"]
+    parser = argparse.ArgumentParser()
+    sweep.add_arguments(parser)
+    asked = parser.parse_args([*words, "--out", str(folder)])
+    code = sweep.run(asked, ["layouts", *words])
+    if code >= 128:
+        raise KeyboardInterrupt
+    for one in deployments(arguments.layouts, vllm=True):
+        path = folder / one.slug / ROWS
+        records = read_records(path) if path.exists() else []
+        for rate in case.rates:
+            own = [record for record in records if record.run == f"{rate:g} rps"]
+            about = {"workload": case.workload, "layout": one.name, "rate_rps": rate}
+            row = next((each for each in rows if about.items() <= each.items()), None)
+            if row is None:  # plain vLLM, which nobody predicts
+                row = {**about, "slos": list(map(str, case.slos))}
+                rows.append(row)
+            row |= _measured_row(own, case)
+    return code
+
+
+def _measured_row(records: Sequence[RequestRecord], case: Case) -> Row:
+    if not records:
+        return {}
+    good = [one for one in records if one.ok]
+    found = {
+        "ttft": [one.ttft_s for one in good if one.ttft_s is not None],
+        "tpot": [one.tpot_s for one in good if one.tpot_s is not None],
+        "e2e": [one.e2e_s for one in good],
+    }
+    kept_by = [[attains(one, slo) for one in records] for slo in case.slos]
+    rng = np.random.default_rng(0)
+    draws = [np.mean(np.array(one)[rng.integers(len(one), size=(DRAWS, len(one)))], axis=1) for one in kept_by]
+    return {
+        "requests": len(records),
+        "measured_attained": [round(float(np.mean(one)), 4) for one in kept_by],
+        "measured_attained_90": [[round(float(np.percentile(one, at)), 4) for at in COVERED] for one in draws],
+        **_quantiles(found, "measured"),
+    }
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def compared(rows: Sequence[Row]) -> dict[str, float]:
+    """The figures of rows that were predicted and measured."""
+    figures: dict[str, float] = {}
+    for at, kind in itertools.product((50, 90), KINDS):
+        errors = [
+            abs(row[f"predicted_{kind}_p{at}_ms"] / row[f"measured_{kind}_p{at}_ms"] - 1)
+            for row in rows
+            if row.get("busy", 2.0) <= BELOW and row.get(f"measured_{kind}_p{at}_ms")
+        ]
+        if errors:
+            figures[f"{kind}_error_{'median' if at == 50 else 'p90'}"] = round(statistics.median(errors), 4)
+    shares, over_vllm, over_monolith, agreeing = [], [], [], []
+    for workload, number in itertools.product(dict.fromkeys(row["workload"] for row in rows), range(len(FACTORS))):
+        own = [row for row in rows if row["workload"] == workload and "measured_attained" in row]
+        best = {name: _best(own, name, number) for name in dict.fromkeys(row["layout"] for row in own)}
+        ours = {name: one for name, one in best.items() if name != VLLM}
+        if not ours or max(one["measured"] for one in ours.values()) <= 0:
+            continue
+        choice, top = max(ours, key=lambda name: ours[name]["predicted"]), max(one["measured"] for one in ours.values())
+        shares.append(ours[choice]["measured"] / top)
+        if best.get(VLLM, {}).get("measured"):
+            over_vllm.append(top / best[VLLM]["measured"])
+        if best.get(MONOLITH, {}).get("measured"):
+            over_monolith.append(top / best[MONOLITH]["measured"])
+        for one, other in itertools.combinations(ours.values(), 2):
+            if one["low"] > other["high"] or other["low"] > one["high"]:
+                gap = (one["measured"] - other["measured"]) * (one["predicted"] - other["predicted"])
+                agreeing.append(1.0 if gap > 0 else -1.0)
+    if shares:
+        figures["first_choice_over_best_worst"] = round(min(shares), 4)
+        figures["first_choice_over_best_median"] = round(statistics.median(shares), 4)
+    if over_vllm:
+        figures["best_layout_over_vllm"] = round(statistics.median(over_vllm), 4)
+    if over_monolith:
+        figures["best_layout_over_monolith"] = round(max(over_monolith), 4)
+    if agreeing:
+        figures["goodput_rank_correlation"] = round(statistics.fmean(agreeing), 4)
+        figures["pairs_apart"] = float(len(agreeing))
+    return figures
+
+
+def _best(rows: Sequence[Row], layout: str, number: int) -> dict[str, float]:
+    """Goodput of a layout at its best rate, requests a second: measured, with its 90 % interval, and predicted."""
+    own = [row for row in rows if row["layout"] == layout]
+    top = max(own, key=lambda row: row["rate_rps"] * row["measured_attained"][number])
+    low, high = (top["rate_rps"] * share for share in top["measured_attained_90"][number])
+    predicted_rps = max((row["rate_rps"] * row["attained"][number] for row in own if "attained" in row), default=0.0)
+    measured_rps = top["rate_rps"] * top["measured_attained"][number]
+    return {"measured": measured_rps, "low": low, "high": high, "predicted": predicted_rps}
+
+
+# --- how fast ---------------------------------------------------------------------------------------------------------
+
+DAY_S, DAY_LAYOUT, DAY_RPS = 86_400.0, "48E-48P-32D", 12.0
+PLAN_WITHIN_S = 600.0
+
+
+def speed(profile: Path, *, day: bool) -> dict[str, float]:
+    """Seconds of plans for 8 and 64 devices, as a user asks for them; of a day at 128 devices where wanted."""
+    figures = {}
+    for devices in (8, 64):
+        words = ["plan", "--profile", str(profile), "--workload", PLANNED, "--slo", PLANNED_SLO]
+        command = [sys.executable, "-m", "deploy.cli", *words, "--devices", str(devices)]
+        begun = time.monotonic()
+        subprocess.run(command, check=True, timeout=PLAN_WITHIN_S, stdout=subprocess.DEVNULL)
+        figures[f"plan_s_{devices}"] = round(time.monotonic() - begun, 2)
+    if day:
+        begun = time.monotonic()
+        due = with_arrivals(Workload("azure-bursty", 1, Knobs(0)).endless(), Poisson(DAY_RPS), 0)
+        requests = [traffic_of(one) for one in itertools.takewhile(lambda one: (one.arrival_s or 0.0) < DAY_S, due)]
+        simulate(parse(DAY_LAYOUT), read_device_profile(profile), requests)
+        figures["day_128_s"] = round(time.monotonic() - begun, 2)
+    return figures
+
+
+def _table(rows: Sequence[Row]) -> str:
+    names = [f"{kind}_p50_ms" for kind in KINDS]
+    head = (
+        "workload",
+        "layout",
+        "req/s",
+        *(f"{name} predicted / measured" for name in names),
+        "within, predicted",
+        "measured",
+    )
+    lines = [head]
+    for row in rows:
+        cells = [
+            f"{row.get(f'predicted_{name}', float('nan')):.4g} / {row.get(f'measured_{name}', float('nan')):.4g}"
+            for name in names
+        ]
+        within = [" ".join(f"{share:.2f}" for share in row.get(name, ())) for name in ("attained", "measured_attained")]
+        lines.append((row["workload"], row["layout"], f"{row['rate_rps']:g}", *cells, *within))
+    return table(lines)
