@@ -18,6 +18,7 @@ from msgspec import structs
 
 from epd_serve.errors import OverloadedError, RequestError
 from epd_serve.trace import PROXY, Trace
+from epd_serve.traffic import Item
 from epd_serve.wire import PROMPT_XARG
 from proxy.admission.capacity import CapacityTracker
 from proxy.admission.demand import kind_of, priority_of, sequences_of
@@ -269,7 +270,8 @@ class Pipeline:
         tokens = prompt_tokens(request, items)
         passed.weighs(tokens)
         if self._recording is not None:
-            self._recording.noted(record.id, tokens, items, prompt.nodes)
+            own = [Item(round(one.tokens), *one.size, one.ref.modality.value, one.key) for one in items]
+            self._recording.noted(record.id, tokens, own, prompt.nodes)
         if items:
             held.give_back(source_bytes(request.media))
             request = structs.replace(request, body=base, media=tuple(item.ref for item in items))

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 import xxhash
+from msgspec.structs import replace
 
 from epd_serve.traffic import Item, Request
-from proxy.media.loader import LoadedItem
 from proxy.records.lines_file import LinesFile
 from proxy.records.record import Record
 
@@ -30,11 +30,13 @@ class Recording:
         self._encoder = msgspec.json.Encoder()
         self._noted: dict[str, tuple[float, tuple[Item, ...], str]] = {}
 
-    def noted(self, record_id: str, prompt_tokens: float, items: Sequence[LoadedItem], nodes: Sequence[int]) -> None:
-        """What is known of a request before it is answered. `nodes`: of its prompt (`proxy/stages/prompt_nodes.py`)."""
-        own = tuple(
-            Item(round(one.tokens), *one.size, one.ref.modality.value, self._hash(one.key.encode())) for one in items
-        )
+    def noted(self, record_id: str, prompt_tokens: float, items: Sequence[Item], nodes: Sequence[int]) -> None:
+        """What is known of a request before it is answered.
+
+        Args:
+            items: with their own keys. nodes: of its prompt (`proxy/stages/prompt_nodes.py`).
+        """
+        own = tuple(replace(item, key=self._hash(item.key.encode())) for item in items)
         session = self._hash(repr(nodes[:FIRST_NODES]).encode()) if len(nodes) >= FIRST_NODES else ""
         self._noted[record_id] = prompt_tokens, own, session
 
