@@ -65,7 +65,7 @@ SHARES, QUICK_SHARES = (0.5, 0.8, 1.1), (0.6,)
 DURATION_S, QUICK_S = 60.0, 25.0
 SEEDS = 4
 PLANNED = "images=1@802x652,text=32,output=128"
-PLANNED_SLO = "10000:200"
+PLANNED_SLO = "2000:50"
 """Of the plans whose time is taken."""
 BELOW = 0.9
 """Of a device's time, that a layout may be busy in a prediction whose error counts: beyond it queues grow for ever."""

@@ -25,7 +25,7 @@ CLOSE = 1.08
 LEAST_DEVICES = 4
 """Of a part of a layout that is simulated instead of it."""
 STEP = 1.15
-LEAST_REQUESTS, MOST_REQUESTS = 240, 4000
+LEAST_REQUESTS, MOST_REQUESTS = 240, 1500
 SPAN = 5.0
 """Seconds of traffic: so many times the TTFT of the SLO. The queue of a stage that is too slow grows beyond it in a
 fraction of that."""

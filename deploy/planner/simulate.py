@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -229,6 +229,7 @@ class _Deployment:
         self._neighbours = {plan.id: [self._by_name[name] for name in plan.colocated_with] for plan in plans}
         self._picked = dict.fromkeys(self._by_name, 0)
         self._unseen = dict.fromkeys(self._by_name, 0.0)
+        self._fronts: dict[str, deque[tuple[float, Callable[[], None]]]] = {name: deque() for name in self._by_name}
         self._loads: dict[str, tuple[StageReport, float, tuple[float, float, float]]] = {}
         self._roles = frozenset(stage.role for stage in self.stages)
         self._encoders = [stage for stage in self.stages if stage.role is Role.E]
@@ -306,9 +307,23 @@ class _Deployment:
             self._clock.after(idle_s, seen)
 
         if busy_s > 0:
-            stage.device.run({FRONT: 1.0}, busy_s, computed)
+            waiting = self._fronts[stage.name]
+            waiting.append((busy_s, computed))
+            if len(waiting) == 1:
+                self._next_front(stage)
         else:
             computed()
+
+    def _next_front(self, stage: VirtualStage) -> None:
+        """An API server computes for one request at a time."""
+        waiting = self._fronts[stage.name]
+
+        def done() -> None:
+            waiting.popleft()[1]()
+            if waiting:
+                self._next_front(stage)
+
+        stage.device.run({FRONT: 1.0}, waiting[0][0], done)
 
     def _encode(self, one: _Underway, handed_over: Callable[[], None]) -> None:
         """All items, spread over the encoders, each key once. `handed_over`: called for each when P can have it."""

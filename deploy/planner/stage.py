@@ -281,12 +281,9 @@ class VirtualStage:
             self.busy_s[kind] += share * seconds
         self.rates.took(step, seconds / run.times, run.decode_s)
         if (budgets := self.scheduler.budgets) is not None:
-            budgets.measured(
-                seconds / run.times,
-                decodes=len(step.decodes),
-                prompt_tokens=step.prompt_tokens,
-                item_tokens=step.item_tokens,
-            )
+            work = {"prompt_tokens": step.prompt_tokens, "item_tokens": step.item_tokens}
+            for _ in range(run.times):
+                budgets.measured(seconds / run.times, decodes=len(step.decodes), **work)
         self.scheduler.complete(step, run.times)
         self._begin()
 
