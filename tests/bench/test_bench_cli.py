@@ -41,7 +41,7 @@ except SystemExit:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
 
     names = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("    ")]
-    assert names[:7] == ["layouts", "report", "load", "aisbench", "workload", "model-check", "compare"]
+    assert names[:8] == ["layouts", "report", "load", "plan", "aisbench", "workload", "model-check", "compare"]
     assert done.stdout.splitlines()[-1] == "['bench.cli']"
 
 
