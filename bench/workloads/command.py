@@ -70,8 +70,9 @@ def export(wanted: Workload, client: str, directory: Path, images: Images) -> Ex
     specs = list(wanted.requests())
     if client == "vllm":
         return export_vllm(specs, images, directory, wanted.arrivals, wanted.knobs.seed)
-    exports = {"aisbench": export_aisbench, "aiperf": export_aiperf, "traffic": export_traffic}
-    return exports[client](specs, images, directory, wanted.arrivals)
+    if client == "traffic":
+        return export_traffic(specs, directory, wanted.arrivals)
+    return {"aisbench": export_aisbench, "aiperf": export_aiperf}[client](specs, images, directory, wanted.arrivals)
 
 
 def overview() -> str:

@@ -152,9 +152,7 @@ def _single_turn(request: RequestSpec, images: Images) -> dict[str, Any]:
     return row | {"extra": {"ignore_eos": True}}
 
 
-def export_traffic(
-    requests: Sequence[RequestSpec], _images: Images, directory: Path, arrivals: Arrivals | None
-) -> Exported:
+def export_traffic(requests: Sequence[RequestSpec], directory: Path, arrivals: Arrivals | None) -> Exported:
     """Times and sizes without content, as a recording, for the planner: `traffic.jsonl`. An image is a token per 28x28
     pixels.
 

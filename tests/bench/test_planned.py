@@ -13,7 +13,9 @@ def row(layout: str, predicted: float, measured: float, *, spread: float = 0.01,
     """One workload, one rate of 1, each objective alike: shares within it."""
     return {
         "workload": "w", "layout": layout, "rate_rps": 1.0, "busy": 0.5, "attained": [predicted] * 3,
-        "measured_attained": [measured] * 3, "measured_attained_90": [[measured - spread, measured + spread]] * 3, **more,
+        "measured_attained": [measured] * 3,
+        "measured_attained_90": [[measured - spread, measured + spread]] * 3,
+        **more,
     }  # fmt: skip
 
 

@@ -60,7 +60,7 @@ REAL: Mapping[str, str] = {
 TESTED_ELSEWHERE: Mapping[str, str] = {
     "plan": "tests/bench/test_planned.py: hours of real stages",
     "workload NAME --rate 1 --export traffic": "tests/bench/workloads/test_traffic.py",
-    "load http://127.0.0.1:8000 --workload recorded:traffic.jsonl": "tests/bench/workloads/test_traffic.py: wants a recording",
+    "load http://127.0.0.1:8000 --workload recorded:traffic.jsonl": "tests/bench/workloads: wants a recording",
     "aisbench": "tests/bench/aisbench: it makes an environment of 2.2 GB",
     "model-check": "tests/bench/model_check, tests/e2e/test_model_check.py: it wants two servers",
     "proxy": "tests/bench/micro/proxy: half an hour",
