@@ -319,7 +319,9 @@ class _Deployment:
         waiting = self._fronts[stage.name]
 
         def done() -> None:
-            waiting.popleft()[1]()
+            busy_s, then = waiting.popleft()
+            stage.busy_s[FRONT] += busy_s
+            then()
             if waiting:
                 self._next_front(stage)
 

@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.planner.profile import DECODE, ENCODE, PREFILL
+from deploy.planner.profile import DECODE, ENCODE, KINDS, PREFILL
 from epd_serve.budgets import Budgets
 from epd_serve.roles import Role
 from epd_serve.sim.engine import Rates
@@ -197,7 +197,7 @@ class VirtualStage:
         self.name, self.role = name, role
         self.scheduler, self.rates = Scheduler(profile.capacity, budgets=budgets), Rates()
         self.gaps = Gaps(limits_s)
-        self.busy_s = dict.fromkeys((ENCODE, PREFILL, DECODE), 0.0)
+        self.busy_s = dict.fromkeys(KINDS, 0.0)
         self.device = device
         self.stepped: Callable[[float], None] = lambda seconds: None
         self._profile, self._clock = profile, clock

@@ -38,7 +38,7 @@ def text(plan: Plan) -> str:
         ))  # fmt: skip
     lines = [verdict(plan), "", table(rows), ""]
     lines += reasons(plan)
-    profile = f"profile of {question.profile.device}, {question.profile.how} {question.profile.date}".strip()
+    profile = f"profile of {question.profile.model} on {question.profile.device}, {question.profile.how}"
     lines.append(
         f"Simulated: {plan.looked_at} layouts, the best with {question.seeds} seeds; {profile}. {_trust(plan)}"
     )

@@ -15,6 +15,8 @@ from epd_serve.traffic import Item, Request
 from tests.deploy.planner.rounds import PROFILE, STAGE, drawn, request, served
 
 LAYOUTS = ("TP1x2", "EP-D", "E-P-D", "(E-PD)x2", "(E-P)-D", "(E-D)-P", "2E-P-2D", "(E-P-D)", "EPD-E-PD")
+NEIGHBOURS = ("(E-PD)x2", "(E-D)-P", "(E-P-D)")
+"""An encoder hears of its neighbour's steps there, of those that count as one once: budgets are not the same."""
 ENCODE, PREFILL, STEP = 0.1, 0.22, 0.011
 
 
@@ -25,19 +27,28 @@ ENCODE, PREFILL, STEP = 0.1, 0.22, 0.011
     rate_rps=st.sampled_from((0.7, 2.3, 6.1)),
     limit_ms=st.sampled_from((11.5, 17.0, 60.0)),
     tight=st.booleans(),
+    held=st.booleans(),
 )
 def test_steps_that_count_as_one_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, layout: str, seed: int, rate_rps: float, limit_ms: float, *, tight: bool
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    seed: int,
+    rate_rps: float,
+    limit_ms: float,
+    *,
+    tight: bool,
+    held: bool,
 ) -> None:
-    """`tight`: KV for a few requests, so that some wait and some are preempted."""
+    """`tight`: KV for a few requests, so that some wait and some are preempted. `held`: to budgets."""
     capacity = STAGE.capacity if not tight else replace(STAGE.capacity, kv_tokens=1600)
     one = replace(STAGE, capacity=capacity, encode=Line(0.0007, 0.000317), decode_step_s=((1, 0.0113), (2, 0.01237)))
     profile = replace(PROFILE, stages={1: one}, front=Line(0.0531, 0.0000713))
     traffic, slo = drawn(seed, 25, rate_rps), Slo(2000, limit_ms)
-    together = served(layout, *traffic, profile=profile, slo=slo)
+    budgets = slo if held and layout not in NEIGHBOURS else None
+    together = served(layout, *traffic, profile=profile, slo=slo, budgets=budgets)
     with monkeypatch.context() as patch:
         patch.setattr(stage, "MOST_STEPS", 1)
-        apart = served(layout, *traffic, profile=profile, slo=slo)
+        apart = served(layout, *traffic, profile=profile, slo=slo, budgets=budgets)
     for quick, slow in zip(together.served, apart.served, strict=True):
         assert (quick.first_s, quick.last_s) == pytest.approx((slow.first_s, slow.last_s), abs=1e-6)
         assert quick.within == slow.within and quick.instances == slow.instances
