@@ -19,6 +19,8 @@ from msgspec.structs import replace
 
 from epd_serve.errors import ConfigError
 
+TORN = "Input data was truncated"
+"""What msgspec says of half a line."""
 Count = Annotated[int, Meta(ge=0)]
 
 
@@ -70,14 +72,15 @@ class Request(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
 
 def read_traffic(path: Path) -> list[Request]:
     """The requests of a file, and of the older one beside it, in the order of their arrival, the first at 0. Half a
-    line at an end, of a writer that was killed, is left out.
+    line, of a writer that was killed or had no room, is left out.
 
     Raises:
         ConfigError: it cannot be read, is empty, or has a line that is no request; names file, line and field.
     """
     requests = _read(path)
     if (older := path.with_name(f"{path.name}.1")).exists():
-        requests += _read(older)
+        known = {one.id for one in requests}  # the file may have been turned over just now
+        requests += [one for one in _read(older) if one.id not in known]
     if not requests:
         raise ConfigError(f"recorded traffic {path} holds no request", param="--workload")
     requests.sort(key=lambda one: one.at_s)
@@ -98,8 +101,8 @@ def _read(path: Path) -> list[Request]:
         try:
             requests.append(decode(line))
         except msgspec.DecodeError as error:
-            if number == len(lines):
-                break
+            if number == len(lines) or str(error) == TORN:
+                continue
             raise ConfigError(f"recorded traffic {path}:{number}: {error}", param="--workload") from None
     return requests
 

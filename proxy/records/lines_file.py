@@ -72,6 +72,7 @@ class LinesFile:
             os.close(self._fd)
 
     def _run(self) -> None:
+        torn = b""
         while True:
             self._wanted.wait()
             if not self._ending:
@@ -81,8 +82,10 @@ class LinesFile:
             several = [self._lines.popleft() for _ in range(len(self._lines))]
             try:
                 self._follow()
-                _write_all(self._fd, b"".join(several))
+                _write_all(self._fd, torn + b"".join(several))
+                torn = b""
             except OSError as error:
+                torn = b"\n"  # half a line may be there: it is not to take the next one along
                 self._dropped(len(several))
                 logger.warning("%d lines of %s are lost: %s", len(several), self._setting, error.strerror)
                 time.sleep(LOOK_S)
@@ -121,9 +124,21 @@ class LinesFile:
         if self._path == STDERR:
             return 2
         try:
-            return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
+            if os.path.isfile(self._path) and _ends_torn(self._path):
+                os.write(fd, b"\n")
+            return fd
         except OSError as error:
             raise ConfigError(f"{self._setting} {self._path}: {error.strerror}", param=self._setting) from error
+
+
+def _ends_torn(path: str) -> bool:
+    """Whether the last line is half of one, of a writer that was killed."""
+    with open(path, "rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -29,6 +29,12 @@ def test_what_is_older_is_beside_it_and_half_a_line_is_left_out(tmp_path: Path) 
     with (tmp_path / "t").open("a") as file:
         file.write('{"id": "half')
     assert [one.id for one in read_traffic(tmp_path / "t")] == ["a", "b"]
+    with (tmp_path / "t").open("a") as file:
+        file.write('\n{"id": "c", "at_s": 13, "prompt_tokens": 1, "output_tokens": 1}\n')
+    write_traffic(tmp_path / "t.1", [*ROWS, ROWS[1]])
+    assert [one.id for one in read_traffic(tmp_path / "t")] == ["a", "b", "c"], (
+        "as another one goes on; each is there once"
+    )
 
 
 @pytest.mark.parametrize(

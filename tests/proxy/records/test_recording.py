@@ -82,6 +82,15 @@ def test_a_recording_keeps_the_newest_within_its_bound(monkeypatch: pytest.Monke
     assert path.stat().st_size + older.stat().st_size < 8000
 
 
+def test_half_a_line_of_one_that_was_killed_takes_no_other_along(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'{"id":"killed","at_s"')
+    file = LinesFile(str(path), "recording", lambda lines: None)
+    file.write(b'{"id":"next","at_s":1,"prompt_tokens":9,"output_tokens":1}')
+    file.close()
+    assert [one.id for one in read_traffic(path)] == ["next"]
+
+
 def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
