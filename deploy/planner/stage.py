@@ -178,7 +178,7 @@ class VirtualStage:
 
     Attributes:
         scheduler: who changes it calls `wake`. rates: as of a simulated stage, so that `stage_report` reads them.
-        gaps: its steps. busy_s: by kind of work, how long its steps took.
+        gaps: its steps. busy_s: by kind of work, how long it has worked, by the time of a stage alone.
         stepped: called with the seconds of each step with decodes, for its neighbours.
     """
 
@@ -278,7 +278,7 @@ class VirtualStage:
                 self.gaps.add(run.times, seconds / run.times)
             self.stepped(seconds / run.times)
         for kind, share in run.mixture.items():
-            self.busy_s[kind] += share * seconds
+            self.busy_s[kind] += share * run.alone_s * run.times
         self.rates.took(step, seconds / run.times, run.decode_s)
         if (budgets := self.scheduler.budgets) is not None:
             work = {"prompt_tokens": step.prompt_tokens, "item_tokens": step.item_tokens}
