@@ -156,6 +156,9 @@ class Budgets:
         if prompt_tokens < LEAST_TOKENS and not item_tokens:  # the last of a prompt whose KV came: a token like others
             decodes, prompt_tokens = decodes + (prompt_tokens > 0), 0
         rest_s = seconds - self._decode.seconds(decodes)
+        if decodes and rest_s <= 0:  # then decodes were thought too slow, and nothing follows for what was beside them
+            self._decode.add(decodes, seconds)
+            return
         if item_tokens and prompt_tokens and not self._prompt.count:
             self._prompt.add(prompt_tokens, rest_s / 2)  # a guess; steps with prompts alone, which follow, correct it
         if item_tokens:

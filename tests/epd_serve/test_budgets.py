@@ -59,6 +59,16 @@ def test_an_slo_that_decodes_keep_is_not_given_up_where_prompts_break_it() -> No
     )
 
 
+def test_a_prompt_beside_decodes_that_were_thought_too_slow_is_not_thought_to_take_no_time() -> None:
+    budgets = ignorant()
+    budgets.measured(1.0, decodes=1, prompt_tokens=0, item_tokens=0)  # compiles
+    budgets.measured(0.5, decodes=1, prompt_tokens=500, item_tokens=0)
+    budgets.measured(0.3, decodes=0, prompt_tokens=1000, item_tokens=0)
+    budgets.measured(0.1, decodes=1, prompt_tokens=500, item_tokens=0)
+    assert budgets.seconds(decodes=1) < 1.0
+    assert budgets.limits(0, 0, 0).tokens < MOST_TOKENS
+
+
 def test_what_steps_take_is_learnt_from_the_steps() -> None:
     assert learnt().seconds(decodes=4, tokens=200, items=300) == pytest.approx(machine(4, 200, 300), rel=0.05)
 
