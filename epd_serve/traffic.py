@@ -51,6 +51,7 @@ class Request(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
         items: in the prompt's order.
         session: equal for requests that go on with the same conversation; "" for one that stands alone.
         cached_tokens: of its prompt, that an earlier request of the session has in common with it.
+        ttft_s, e2e_s: what its client waited for the first token of a stream, and for all; 0 where nobody knows.
     """
 
     id: str
@@ -60,6 +61,8 @@ class Request(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
     items: tuple[Item, ...] = ()
     session: str = ""
     cached_tokens: Count = 0
+    ttft_s: Annotated[float, Meta(ge=0)] = 0.0
+    e2e_s: Annotated[float, Meta(ge=0)] = 0.0
 
     @property
     def item_tokens(self) -> int:

@@ -41,8 +41,10 @@ def add_profile(commands: Any) -> dict[str, Parser]:
     )  # fmt: skip
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="a profile to correct; nothing is started")
     parser.add_argument(
-        "--from", dest="traces", type=Path, metavar="DIR", help="with --calibrate: a deployment's --trace-dir"
-    )
+        "--from", dest="served", type=Path, metavar="PATH",
+        help="with --calibrate: a deployment's --trace-dir, or what it recorded (--proxy recording=FILE)",
+    )  # fmt: skip
+    parser.add_argument("--layout", metavar="SPEC", help="with --calibrate and a recording: what served it")
     return {"profile": parser}
 
 
@@ -61,8 +63,8 @@ def _profile(arguments: dict[str, Any]) -> int:
     from deploy.planner.plot import picture
     from deploy.planner.profile import write_device_profile
 
-    if bool(arguments["calibrate"]) != bool(arguments["traces"]):
-        raise ConfigError("--calibrate FILE and --from DIR go together", param="--calibrate")
+    if bool(arguments["calibrate"]) != bool(arguments["served"]):
+        raise ConfigError("--calibrate FILE and --from PATH go together", param="--calibrate")
     profile = _calibrated(arguments) if arguments["calibrate"] else _measured(arguments)
     out: Path = arguments["out"]
     write_device_profile(out, profile)
@@ -82,14 +84,21 @@ def _parts_file(out: Path) -> Path:
 
 
 def _calibrated(arguments: dict[str, Any]) -> Any:
-    from deploy.planner.assemble import calibrated
+    from deploy.planner.calibrate import by_clients, by_steps
     from deploy.planner.profile import read_device_profile
     from deploy.planner.steps import read_steps
+    from epd_serve.layout_parser import parse
+    from epd_serve.traffic import read_traffic
 
-    traces: Path = arguments["traces"]
-    if not traces.is_dir():
-        raise ConfigError(f"--from {traces} is no folder of traces (epd-serve serve --trace-dir)", param="--from")
-    return calibrated(read_device_profile(arguments["calibrate"]), read_steps(traces))
+    profile, served, layout = read_device_profile(arguments["calibrate"]), arguments["served"], arguments["layout"]
+    if served.is_dir():
+        return by_steps(profile, read_steps(served))
+    if not layout:
+        raise ConfigError(
+            f"--from {served} is no folder of traces (epd-serve serve --trace-dir), and a recording needs --layout",
+            param="--from",
+        )
+    return by_clients(profile, parse(layout), read_traffic(served))
 
 
 def _measured(arguments: dict[str, Any]) -> Any:

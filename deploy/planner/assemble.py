@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -47,42 +46,6 @@ def assembled(about: DeviceProfile, parts: Sequence[Part], *, cpu: bool) -> Devi
     )
 
 
-def calibrated(profile: DeviceProfile, steps: Sequence[Step]) -> DeviceProfile:
-    """The profile whose encode, prefill and decode agree with steps that a deployment did: each is scaled by the median
-    of measured over predicted; a kind of which fewer than `LEAST_STEPS` steps did nothing else stays as it is.
-
-    Neighbours on its device slow a deployment's steps, and are in the factors; a profile that is to be used with
-    `slowdown` is calibrated by a deployment without them.
-    """
-    factors = {kind: _factor(profile, [step for step in steps if step.kind == kind]) for kind in KINDS}
-    stages = {tp: _scaled(stage, **factors) for tp, stage in profile.stages.items()}
-    told = ", ".join(f"{kind} x {factor:.2f}" for kind, factor in factors.items())
-    comment = "; ".join(filter(None, (profile.comment, f"calibrated by {len(steps)} steps: {told}")))
-    return replace(profile, stages=stages, how="calibrated", comment=comment)
-
-
-LEAST_STEPS = 20
-KINDS = (ENCODE, PREFILL, DECODE)
-
-
-def _factor(profile: DeviceProfile, steps: Sequence[Step]) -> float:
-    stage = profile.stages[min(profile.stages)]
-    ratios = [step.seconds / predicted for step in steps if (predicted := _step_s(stage, step)) > 0]
-    return statistics.median(ratios) if len(ratios) >= LEAST_STEPS else 1.0
-
-
-def _scaled(stage: Profile, encode: float, prefill: float, decode: float) -> Profile:
-    return replace(
-        stage,
-        encode=Line(stage.encode.setup_s * encode, stage.encode.per_unit_s * encode),
-        encode_context_s=stage.encode_context_s * encode,
-        prefill=Line(stage.prefill.setup_s * prefill, stage.prefill.per_unit_s * prefill),
-        prefill_context_s=stage.prefill_context_s * prefill,
-        decode_step_s=tuple((batch, seconds * decode) for batch, seconds in stage.decode_step_s),
-        decode_kv_s=stage.decode_kv_s * decode,
-    )
-
-
 def _stage(part: Part, default: Profile) -> Profile:
     steps = part.steps
     prefills = [step for step in steps if step.kind == PREFILL]
@@ -108,12 +71,12 @@ def _stage(part: Part, default: Profile) -> Profile:
     )
     # `known` takes no time to encode yet: what a step took beyond its prompts and decodes is its items'.
     items = [one for one in steps if one.item_tokens]
-    fitted = least_squares(((1.0, one.item_tokens, one.item_pairs), one.seconds - _step_s(known, one)) for one in items)
+    fitted = least_squares(((1.0, one.item_tokens, one.item_pairs), one.seconds - step_s(known, one)) for one in items)
     setup_s, token_s, pair_s = fitted or (0.0, 0.0, 0.0)
     return replace(known, encode=Line(setup_s, token_s), encode_context_s=pair_s, capacity=capacity)
 
 
-def _step_s(profile: Profile, step: Step) -> float:
+def step_s(profile: Profile, step: Step) -> float:
     work = step.item_tokens, step.prompt_tokens, step.decodes
     more = {"item_pairs": step.item_pairs, "context_tokens": step.context_tokens, "kv_tokens": step.kv_tokens}
     return sum(profile.step_parts_s(*work, **more))
@@ -129,9 +92,9 @@ def _of_pair(part: Part) -> list[Step]:
 def _errors(part: Part, profile: Profile) -> str:
     """How far the profile is from the medians that it was made from."""
     found = []
-    for kind in KINDS:
+    for kind in (ENCODE, PREFILL, DECODE):
         steps = [step for step in part.steps if step.kind == kind]
-        rows = [(_step_s(profile, one), one.seconds) for one in steps]
+        rows = [(step_s(profile, one), one.seconds) for one in steps]
         if rows:
             found.append(f"{kind} {residual(rows):.1%}")
     return f"median error of a step: {', '.join(found)}" if found else ""

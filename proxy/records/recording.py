@@ -49,7 +49,8 @@ class Recording:
         guessed, items, session = known
         prompt_tokens = max(1, record.prompt_tokens or round(guessed))
         cached = min(record.cached_tokens or 0, prompt_tokens)
-        row = Request(record.id, record.began, prompt_tokens, tokens, items, session, cached)
+        waited_s = record.first_byte_s or 0.0, record.total_s
+        row = Request(record.id, record.began, prompt_tokens, tokens, items, session, cached, *waited_s)
         self._file.write(self._encoder.encode(row))
 
     def _hash(self, content: bytes) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from deploy.cli.command import BAD_INPUT, main
 from deploy.host.processes import group_members, running
-from deploy.planner.assemble import LEAST_STEPS
+from deploy.planner.calibrate import LEAST_STEPS
 from deploy.planner.profile import DeviceProfile, read_device_profile, write_device_profile
 from epd_serve.sim.profile import Line, Profile
 from epd_serve.trace import STEP, Trace
@@ -84,11 +84,29 @@ def test_a_profile_is_corrected_by_the_steps_of_a_trace(tmp_path: Path) -> None:
     assert found.stages[1].decode_s(1) == pytest.approx(0.03, rel=0.05)
 
 
+def test_a_profile_is_corrected_by_a_recording_of_a_layout_that_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile, recording, out = tmp_path / "profile.json", tmp_path / "traffic.jsonl", tmp_path / "calibrated.json"
+    stage = Profile(prefill=Line(0.01), decode_step_s=((1, 0.02),))
+    write_device_profile(profile, DeviceProfile("m", "d", {1: stage}))
+    row = '{"id":"%d","at_s":%d,"prompt_tokens":9,"output_tokens":11,"ttft_s":0.03,"e2e_s":0.13}\n'
+    recording.write_text("".join(row % (number, number) for number in range(40)))
+    words = ["profile", "--calibrate", str(profile), "--from", str(recording), "--out", str(out)]
+    assert main(words) == BAD_INPUT
+    assert (
+        "is no folder of traces (epd-serve serve --trace-dir), and a recording needs --layout" in capfd.readouterr().err
+    )
+    assert main([*words, "--layout", "TP1"]) == 0
+    (found,) = read_device_profile(out).stages.values()
+    assert found.prefill.setup_s == pytest.approx(0.03, rel=0.02)
+    assert found.decode_s(1) == pytest.approx(0.01, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--calibrate a.json", "--calibrate FILE and --from DIR go together"),
-        ("--calibrate a.json --from no/folder", "--from no/folder is no folder of traces"),
+        ("--calibrate a.json", "--calibrate FILE and --from PATH go together"),
         ("--devices 0", "--devices 0: this machine has"),
         ("--tp 0", "no list of sizes such as 1,2"),
         ("--parts nothing", "--parts has no nothing; there are alone"),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 
 import pytest
 
-from deploy.planner.assemble import assembled, calibrated
+from deploy.planner.assemble import assembled
 from deploy.planner.plot import picture
 from deploy.planner.profile import DeviceProfile
 from deploy.planner.steps import Part, Sent, Step, slowdown
@@ -107,24 +106,3 @@ def test_neighbours_are_as_slow_as_both_become(slower: float) -> None:
 
 def test_kinds_that_never_met_say_nothing_of_each_other() -> None:
     assert slowdown(beside(2.0)[:20], "encode", "prefill") is None
-
-
-def scaled(steps: Iterable[Step], factor: float) -> list[Step]:
-    return [
-        Step(one.instance, one.begun_s, one.begun_s + one.seconds * (factor if one.decodes else 1.0), *list(work(one)))
-        for one in steps
-    ]
-
-
-def work(one: Step) -> tuple[int, ...]:
-    return one.prompt_tokens, one.item_tokens, one.decodes, one.item_pairs, one.context_tokens, one.kv_tokens
-
-
-def test_a_profile_is_calibrated_by_steps_that_were_served() -> None:
-    profile = DeviceProfile("m", "d", {1: TRUE, 2: TRUE})
-    served = scaled([*decodes("PD0", 0.0), *decodes("PD0", 100.0), step("PD0", 300.0, prompt=99)], 1.3)
-    found = calibrated(profile, served)
-    assert found.how == "calibrated" and "decode x 1.30" in found.comment
-    for stage in found.stages.values():
-        assert stage.decode_s(16, 2000) == pytest.approx(1.3 * TRUE.decode_s(16, 2000))
-        assert stage.prefill == TRUE.prefill, "one step is no reason"
