@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from deploy.planner.profile import FRONT, KINDS, DeviceProfile
 from deploy.planner.stage import Clock, SharedDevice, VirtualStage
 from epd_serve.budgets import Budgets
+from epd_serve.core_shares import share_cores
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.placement import InstancePlan, check_servable, lower
@@ -41,7 +42,7 @@ class Options:
         policy: of the proxy. first_token: `prefill` shows streams the token of P, `decode` that of D.
         budgets: steps are held to it; None leaves them to the limits.
         max_running, step_tokens, encoder_tokens: of every stage, by role; else the profile's.
-        core_shares: of a device's cores, by role; none is no limit.
+        core_share: of the cores of a device, as `--core-share` has it; "" is no limit.
     """
 
     policy: str = "first-token"
@@ -50,7 +51,7 @@ class Options:
     max_running: Mapping[str, int] = field(default_factory=dict)
     step_tokens: Mapping[str, int] = field(default_factory=dict)
     encoder_tokens: Mapping[str, int] = field(default_factory=dict)
-    core_shares: Mapping[str, float] = field(default_factory=dict)
+    core_share: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,15 +215,10 @@ class _Deployment:
         self._picks = itertools.count(1)
         slowdowns = {frozenset((one, other)): profile.slows(one, other) for one in KINDS for other in KINDS}
         devices: dict[int, SharedDevice] = defaultdict(lambda: SharedDevice(clock, slowdowns))
-        plans = lower(layout, range(layout.device_count))
+        plans = share_cores(options.core_share, lower(layout, range(layout.device_count)))
         self.stages = [
             # Who has a share of the cores to itself meets nobody.
-            self._stage(
-                plan,
-                devices[plan.devices[0]]
-                if plan.role.value not in options.core_shares
-                else SharedDevice(clock, slowdowns),
-            )
+            self._stage(plan, SharedDevice(clock, slowdowns) if plan.core_share else devices[plan.devices[0]])
             for plan in plans
         ]
         self._by_name = {stage.name: stage for stage in self.stages}
@@ -267,7 +263,7 @@ class _Deployment:
             self._clock,
             budgets=budgets,
             limits_s=self._limits_s,
-            slow=1.0 / options.core_shares.get(plan.role.value, 1.0),
+            slow=1.0 / (plan.core_share or 1.0),
         )
 
     # --- stages of a request --------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_the_front_shares_the_device_where_it_computes_there() -> None:
 def test_a_share_of_the_cores_is_slower_and_meets_nobody() -> None:
     first, second = request(1, 0.0, tokens=20), request(2, 0.4)
     shared, _ = served("(E-D)-P", first, second).served
-    alone, _ = served("(E-D)-P", first, second, core_shares={"E": 0.5, "D": 0.5}).served
+    alone, _ = served("(E-D)-P", first, second, core_share="E=0.5,D=0.5").served
     assert alone.tpot_s is not None and shared.tpot_s is not None and alone.tpot_s > shared.tpot_s
     assert alone.ttft_s == pytest.approx(shared.ttft_s + ENCODE)
 
