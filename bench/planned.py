@@ -1,16 +1,20 @@
 """`epd-bench plan`: what the planner predicts, beside what real stages do.
 
 Three workloads that were fixed before anything was measured, five layouts of two devices and plain vLLM, rates as
-shares of what the monoliths are predicted to serve. First everything is predicted and written down, then a seed is
-drawn, then each layout is measured as `epd-bench layouts` does it. Objectives are multiples of what a request takes
-alone, by the profile.
+shares of what the monoliths are predicted to serve. First everything is predicted and written down, then seeds are
+drawn, then each layout is measured as `epd-bench layouts` does it, once with each seed. Objectives are multiples of
+what a request takes alone, by the profile; each workload names who judges the gaps.
 
-    first_choice_over_best_worst  goodput of the planner's first choice over the best measured one, the worst of all
-                                  workloads and objectives; goodput is requests a second within the objective, at the
-                                  best rate
-    best_layout_over_vllm         the best layout's over plain vLLM's, median of workloads and objectives
-    best_layout_over_monolith     the same over TP1x2, in the best of them
+A case is a workload with an objective. Goodput is requests a second within the objective, at the best rate.
+
+    first_choice_over_best_worst  the planner's first choice over the best measured one, the worst case
+    first_choice_held             cases in which it is within 5 % of the best, or their 90 % intervals meet
+    constant_over_best_worst      the worst case of the best constant answer: one layout, whatever the case
+    first_choice_over_monolith_worst  over TP1x2, the worst case
+    best_layout_over_vllm         the best layout over plain vLLM, median of the cases
+    best_layout_over_monolith     the same over TP1x2, of the largest case whose intervals are apart; 1 where none are
     …_error_median, …_error_p90   relative errors of medians and of P90s, below 0.9 of a layout's capacity
+    …_repeat_median               of one seed's medians over another's: what no prediction can be better than
     goodput_rank_correlation      Kendall's, over pairs of layouts whose 90 % intervals are apart
     plan_s_8, plan_s_64           seconds of `epd-serve plan` for so many devices
     day_128_s                     seconds of a simulated day at 128 devices (not with --quick)
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import secrets
 import statistics
 import subprocess
@@ -52,27 +57,33 @@ from deploy.planner.simulate import Simulated, simulate
 from epd_serve.demo.presets import write_preset
 from epd_serve.image_tokens import image_tokens
 from epd_serve.layout_parser import parse
-from epd_serve.slo import Slo
+from epd_serve.slo import JUDGE, Slo
 from epd_serve.traffic import Request
 
-WORKLOADS = ("images-short-answers", "long-prompts", "long-answers")
+WORKLOADS = {"images-short-answers": "p90", "long-prompts": "p99", "long-answers": "p99"}
+"""Who judges the gaps: short answers have hardly enough for a P99."""
 LAYOUTS = ("TP1x2", "(E-PD)x2", "EP-D", "(E-P)-D", "E-PD")
 MONOLITH, VLLM = "TP1x2", "plain vLLM x2"
 FACTORS = (3.0, 5.0, 10.0)
 """Of what a request takes alone: an objective each."""
 SHARES, QUICK_SHARES = (0.5, 0.8, 1.1), (0.6,)
 """Of what the monoliths are predicted to serve within the loosest objective: rates."""
-DURATION_S, QUICK_S = 60.0, 25.0
-SEEDS = 4
+DURATION_S, QUICK_S, LEAST_REQUESTS = 60.0, 25.0, 40
+"""A run is longer where that would be fewer requests."""
+SEEDS, DRAWN = 4, 2
 PLANNED = "images=1@802x652,text=32,output=128"
 PLANNED_SLO = "2000:50"
 """Of the plans whose time is taken."""
 BELOW = 0.9
 """Of a device's time, that a layout may be busy in a prediction whose error counts: beyond it queues grow for ever."""
+WITHIN = 0.95
+"""Of the best measured goodput, from which on a first choice counts as right."""
 KINDS = ("ttft", "tpot", "e2e")
 DRAWS, COVERED = 500, (5, 95)
 GOALS = (
     Goal("first_choice_over_best_worst", ">=", 0.95),
+    Goal("first_choice_held", ">=", 1.0),
+    Goal("first_choice_over_monolith_worst", ">=", 0.98),
     Goal("best_layout_over_vllm", ">=", 1.3),
     Goal("best_layout_over_monolith", ">=", 1.1),
     Goal("ttft_error_median", "<=", 0.15),
@@ -87,11 +98,12 @@ GOALS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A workload with its rates and objectives. Slos are judged by nine in ten gaps."""
+    """A workload with its rates and objectives, and how long its runs are."""
 
     workload: str
     rates: tuple[float, ...]
     slos: tuple[Slo, ...]
+    duration_s: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,10 +113,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--duration", type=float, metavar="S", help=f"of a run (default {DURATION_S:g}, quick {QUICK_S:g})"
     )
-    parser.add_argument("--seed", type=int, help="of the real requests (default: drawn once all is predicted)")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help=f"of real requests (default: {DRAWN}, drawn once all is predicted)",
+    )
     parser.add_argument("--preset", default="bench", help="the model, as of `epd-bench layouts`")
     parser.add_argument("--only", choices=("predict", "speed"), help="only predictions, or only how fast plans are")
-    add_record_arguments(parser, quick=f"one rate, runs of {QUICK_S:g} s, no day at 128 devices: some 15 minutes")
+    add_record_arguments(parser, quick=f"one rate, runs of {QUICK_S:g} s, no day at 128 devices: some 40 minutes")
     parser.set_defaults(run=run)
 
 
@@ -121,17 +139,20 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             write_preset(folder / arguments.preset, arguments.preset)
             model = Model.of(folder / arguments.preset)
             names = arguments.layouts.split(",")
-            cases = [case_of(name, model, profile, quick=arguments.quick) for name in arguments.workloads.split(",")]
+            cases = [
+                case_of(name, model, profile, duration_s, quick=arguments.quick)
+                for name in arguments.workloads.split(",")
+            ]
             for case in cases:
-                rows += predicted(case, names, model, profile, duration_s)
+                rows += predicted(case, names, model, profile)
             print(_table(rows), flush=True)
             if arguments.json is not None:  # before anything is measured
                 write(arguments.json.with_suffix(".predicted.json"), {"cases": float(len(cases))}, env, rows)
         if arguments.only is None:
-            seed = secrets.randbelow(1 << 31) if arguments.seed is None else arguments.seed
-            env["seed_drawn"] = seed
+            seeds = arguments.seeds or [secrets.randbelow(1 << 31) for _ in range(DRAWN)]
+            env["seeds_drawn"] = seeds
             for case in cases:
-                failed += measured(case, model, rows, arguments, folder / case.workload, seed, duration_s)
+                failed += measured(case, model, rows, arguments, folder / case.workload, seeds)
             figures |= compared(rows)
         if arguments.only != "predict":
             figures |= speed(arguments.profile, day=not arguments.quick)
@@ -171,18 +192,20 @@ class Model:
         return [traffic_of(one, self.tokens, template_tokens=self.template_tokens) for one in own]
 
 
-def case_of(workload: str, model: Model, profile: DeviceProfile, *, quick: bool) -> Case:
+def case_of(workload: str, model: Model, profile: DeviceProfile, duration_s: float, *, quick: bool) -> Case:
     """Objectives from what requests take alone at a monolith; rates from what monoliths then serve of them."""
     alone = simulate(parse(MONOLITH), profile, model.traffic(workload, 1 / 60, 0, 3600.0))
     ttft_s, tpot_s, _ = (statistics.median(values) for values in times(alone).values())
-    slos = tuple(Slo(round(1e3 * factor * ttft_s), max(1, round(1e3 * factor * tpot_s))) for factor in FACTORS)
+    judge = WORKLOADS.get(workload, JUDGE)
+    slos = tuple(Slo(round(1e3 * factor * ttft_s), max(1, round(1e3 * factor * tpot_s)), judge) for factor in FACTORS)
     low, high = 1 / 60, 1.0
     while _holds(workload, model, high, profile, slos[-1]):
         low, high = high, high * 2
     while high > low * 1.05:
         middle = (low + high) / 2
         low, high = (middle, high) if _holds(workload, model, middle, profile, slos[-1]) else (low, middle)
-    return Case(workload, tuple(float(f"{share * low:.2g}") for share in (QUICK_SHARES if quick else SHARES)), slos)
+    rates = tuple(float(f"{share * low:.2g}") for share in (QUICK_SHARES if quick else SHARES))
+    return Case(workload, rates, slos, max(duration_s, math.ceil(LEAST_REQUESTS / rates[0])))
 
 
 def _holds(workload: str, model: Model, rate_rps: float, profile: DeviceProfile, slo: Slo) -> bool:
@@ -199,13 +222,11 @@ def times(run: Simulated) -> dict[str, list[float]]:
     }
 
 
-def predicted(
-    case: Case, names: Sequence[str], model: Model, profile: DeviceProfile, duration_s: float
-) -> Iterator[Row]:
+def predicted(case: Case, names: Sequence[str], model: Model, profile: DeviceProfile) -> Iterator[Row]:
     """A row per layout and rate, over `SEEDS` seeds that no run will have."""
     for name, rate in itertools.product(names, case.rates):
         runs = [
-            simulate(parse(name), profile, model.traffic(case.workload, rate, -seed, duration_s), slos=case.slos)
+            simulate(parse(name), profile, model.traffic(case.workload, rate, -seed, case.duration_s), slos=case.slos)
             for seed in range(1, SEEDS + 1)
         ]
         found = {kind: [s for run in runs for s in times(run)[kind]] for kind in KINDS}
@@ -233,42 +254,50 @@ def _quantiles(found: Mapping[str, Sequence[float]], of: str = "predicted") -> R
 
 
 def measured(
-    case: Case, model: Model, rows: list[Row], arguments: argparse.Namespace, folder: Path, seed: int, duration_s: float
+    case: Case, model: Model, rows: list[Row], arguments: argparse.Namespace, folder: Path, seeds: Sequence[int]
 ) -> int:
     """Serve each layout and plain vLLM for real; adds to the rows of `case` what came of it. Returns what failed."""
-    words = ["--layouts", arguments.layouts, "--baselines", "vllm", "--model", str(model.folder)]
-    words += ["--tokenizer", str(model.folder)]
-    words += ["--workload", case.workload, "--rates", ",".join(map(str, case.rates)), "--seed", str(seed)]
-    words += ["--duration", str(duration_s), "--slo", ",".join(map(str, case.slos)), "--min-samples", "3"]
-    parser = argparse.ArgumentParser()
-    sweep.add_arguments(parser)
-    asked = parser.parse_args([*words, "--out", str(folder)])
-    code = sweep.run(asked, ["layouts", *words])
-    if code >= 128:
-        raise KeyboardInterrupt
+    failed = 0
+    for seed in seeds:
+        words = ["--layouts", arguments.layouts, "--baselines", "vllm", "--model", str(model.folder)]
+        words += ["--tokenizer", str(model.folder)]
+        words += ["--workload", case.workload, "--rates", ",".join(map(str, case.rates)), "--seed", str(seed)]
+        words += ["--duration", str(case.duration_s), "--slo", ",".join(map(str, case.slos)), "--min-samples", "3"]
+        parser = argparse.ArgumentParser()
+        sweep.add_arguments(parser)
+        asked = parser.parse_args([*words, "--out", str(folder / str(seed))])
+        code = sweep.run(asked, ["layouts", *words])
+        if code >= 128:
+            raise KeyboardInterrupt
+        failed += code
     for one in deployments(arguments.layouts, vllm=True):
-        path = folder / one.slug / ROWS
-        records = read_records(path) if path.exists() else []
+        paths = [folder / str(seed) / one.slug / ROWS for seed in seeds]
+        by_seed = [read_records(path) if path.exists() else [] for path in paths]
         for rate in case.rates:
-            own = [record for record in records if record.run == f"{rate:g} rps"]
+            own = [[record for record in records if record.run == f"{rate:g} rps"] for records in by_seed]
             about = {"workload": case.workload, "layout": one.name, "rate_rps": rate}
             row = next((each for each in rows if about.items() <= each.items()), None)
             if row is None:  # plain vLLM, which nobody predicts
                 row = {**about, "slos": list(map(str, case.slos))}
                 rows.append(row)
-            row |= _measured_row(own, case)
-    return code
+            row |= _measured_row(list(itertools.chain(*own)), case)
+            row["repeats"] = [_quantiles(_times_of(each), "seed") for each in own]
+    return failed
+
+
+def _times_of(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
+    """Seconds of those that were answered whole, by kind."""
+    good = [one for one in records if one.ok]
+    return {
+        "ttft": [one.ttft_s for one in good if one.ttft_s is not None],
+        "tpot": [one.tpot_s for one in good if one.tpot_s is not None],
+        "e2e": [one.e2e_s for one in good],
+    }
 
 
 def _measured_row(records: Sequence[RequestRecord], case: Case) -> Row:
     if not records:
         return {}
-    good = [one for one in records if one.ok]
-    found = {
-        "ttft": [one.ttft_s for one in good if one.ttft_s is not None],
-        "tpot": [one.tpot_s for one in good if one.tpot_s is not None],
-        "e2e": [one.e2e_s for one in good],
-    }
     kept_by = [[attains(one, slo) for one in records] for slo in case.slos]
     rng = np.random.default_rng(0)
     draws = [np.mean(np.array(one)[rng.integers(len(one), size=(DRAWS, len(one)))], axis=1) for one in kept_by]
@@ -276,7 +305,7 @@ def _measured_row(records: Sequence[RequestRecord], case: Case) -> Row:
         "requests": len(records),
         "measured_attained": [round(float(np.mean(one)), 4) for one in kept_by],
         "measured_attained_90": [[round(float(np.percentile(one, at)), 4) for at in COVERED] for one in draws],
-        **_quantiles(found, "measured"),
+        **_quantiles(_times_of(records), "measured"),
     }
 
 
@@ -294,34 +323,62 @@ def compared(rows: Sequence[Row]) -> dict[str, float]:
         ]
         if errors:
             figures[f"{kind}_error_{'median' if at == 50 else 'p90'}"] = round(statistics.median(errors), 4)
-    shares, over_vllm, over_monolith, agreeing = [], [], [], []
-    for workload, number in itertools.product(dict.fromkeys(row["workload"] for row in rows), range(len(FACTORS))):
-        own = [row for row in rows if row["workload"] == workload and "measured_attained" in row]
-        best = {name: _best(own, name, number) for name in dict.fromkeys(row["layout"] for row in own)}
+    for kind in KINDS:
+        spreads = [
+            abs(one[name] / other[name] - 1)
+            for row in rows
+            for one, other in itertools.combinations(row.get("repeats", ()), 2)
+            if (name := f"seed_{kind}_p50_ms") in one and name in other
+        ]
+        if spreads:
+            figures[f"{kind}_repeat_median"] = round(statistics.median(spreads), 4)
+    cases = [
+        {name: _best(own, name, number) for name in dict.fromkeys(row["layout"] for row in own)}
+        for workload in dict.fromkeys(row["workload"] for row in rows)
+        if (own := [row for row in rows if row["workload"] == workload and "measured_attained" in row])
+        for number in range(len(FACTORS))
+    ]
+    cases = [best for best in cases if max(one["measured"] for name, one in best.items() if name != VLLM) > 0]
+    return figures | _choices(cases) if cases else figures
+
+
+def _choices(cases: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
+    """Figures of cases: by layout, what it serves and what was predicted."""
+    figures: dict[str, float] = {}
+    shares, held, over_vllm, over_monolith, choice_over_monolith = [], [], [], [1.0], []
+    agreeing: list[float] = []
+    by_layout: dict[str, list[float]] = {}
+    for best in cases:
         ours = {name: one for name, one in best.items() if name != VLLM}
-        if not ours or max(one["measured"] for one in ours.values()) <= 0:
-            continue
-        choice, top = max(ours, key=lambda name: ours[name]["predicted"]), max(one["measured"] for one in ours.values())
-        shares.append(ours[choice]["measured"] / top)
+        choice = max(ours.values(), key=lambda one: one["predicted"])
+        top = max(ours.values(), key=lambda one: one["measured"])
+        shares.append(choice["measured"] / top["measured"])
+        held.append(choice["measured"] >= WITHIN * top["measured"] or choice["high"] >= top["low"])
+        for name, one in ours.items():
+            by_layout.setdefault(name, []).append(one["measured"] / top["measured"])
         if best.get(VLLM, {}).get("measured"):
-            over_vllm.append(top / best[VLLM]["measured"])
-        if best.get(MONOLITH, {}).get("measured"):
-            over_monolith.append(top / best[MONOLITH]["measured"])
+            over_vllm.append(top["measured"] / best[VLLM]["measured"])
+        monolith = ours.get(MONOLITH)
+        if monolith is not None and monolith["measured"]:
+            choice_over_monolith.append(choice["measured"] / monolith["measured"])
+            if top["low"] > monolith["high"]:
+                over_monolith.append(top["measured"] / monolith["measured"])
         for one, other in itertools.combinations(ours.values(), 2):
             if one["low"] > other["high"] or other["low"] > one["high"]:
                 gap = (one["measured"] - other["measured"]) * (one["predicted"] - other["predicted"])
                 agreeing.append(1.0 if gap > 0 else -1.0)
-    if shares:
-        figures["first_choice_over_best_worst"] = round(min(shares), 4)
-        figures["first_choice_over_best_median"] = round(statistics.median(shares), 4)
+    figures["first_choice_over_best_worst"] = round(min(shares), 4)
+    figures["first_choice_over_best_median"] = round(statistics.median(shares), 4)
+    figures["first_choice_held"] = round(statistics.fmean(held), 4)
+    figures["constant_over_best_worst"] = round(max(min(one) for one in by_layout.values()), 4)
+    figures["best_layout_over_monolith"] = round(max(over_monolith), 4)
+    if choice_over_monolith:
+        figures["first_choice_over_monolith_worst"] = round(min(choice_over_monolith), 4)
     if over_vllm:
         figures["best_layout_over_vllm"] = round(statistics.median(over_vllm), 4)
-    if over_monolith:
-        figures["best_layout_over_monolith"] = round(max(over_monolith), 4)
     if agreeing:
         figures["goodput_rank_correlation"] = round(statistics.fmean(agreeing), 4)
-        figures["pairs_apart"] = float(len(agreeing))
-    return figures
+    return figures | {"cases": float(len(cases)), "pairs_apart": float(len(agreeing))}
 
 
 def _best(rows: Sequence[Row], layout: str, number: int) -> dict[str, float]:

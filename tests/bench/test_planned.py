@@ -26,6 +26,32 @@ def test_the_first_choice_is_held_against_the_best_measured_one() -> None:
     assert figures["best_layout_over_vllm"] == 2.0
     assert figures["best_layout_over_monolith"] == 1.25
     assert figures["goodput_rank_correlation"] == -1.0
+    assert figures["first_choice_held"] == 0.0 and figures["first_choice_over_monolith_worst"] == 1.0
+    assert figures["constant_over_best_worst"] == 1.0, "EP-D whatever the case"
+
+
+def test_a_set_in_which_no_one_layout_is_always_best_fails_constant_answers() -> None:
+    """Two workloads, each with a layout of its own, and a planner that knows which."""
+    one = [row("TP1x2", 0.9, 0.9), row("EP-D", 0.6, 0.6)]
+    other = [row("TP1x2", 0.5, 0.5) | {"workload": "v"}, row("EP-D", 1.0, 1.0) | {"workload": "v"}]
+    figures = compared([*one, *other])
+
+    assert figures["first_choice_over_best_worst"] == figures["first_choice_held"] == 1.0
+    assert figures["constant_over_best_worst"] == pytest.approx(0.6667)
+    assert figures["first_choice_over_monolith_worst"] == 1.0 and figures["best_layout_over_monolith"] == 2.0
+
+
+def test_a_first_choice_holds_where_its_interval_meets_the_best_ones() -> None:
+    figures = compared([row("TP1x2", 0.9, 0.8, spread=0.2), row("EP-D", 0.8, 0.9, spread=0.2)])
+
+    assert figures["first_choice_held"] == 1.0 and figures["first_choice_over_best_worst"] < 0.95
+    assert figures["best_layout_over_monolith"] == 1.0, "what intervals do not tell apart is no gain"
+
+
+def test_how_far_two_seeds_are_apart_is_told() -> None:
+    figures = compared([row("TP1x2", 0.9, 0.8, repeats=[{"seed_ttft_p50_ms": 110.0}, {"seed_ttft_p50_ms": 100.0}])])
+
+    assert figures["ttft_repeat_median"] == 0.1 and "tpot_repeat_median" not in figures
 
 
 def test_pairs_whose_intervals_meet_have_no_order() -> None:
