@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from deploy.planner.fit import least_squares, line, residual, table
+from deploy.planner.fit import least_squares, line, residual, spread, table
 from deploy.planner.profile import DECODE, ENCODE, PREFILL, DeviceProfile
 from deploy.planner.steps import Part, Step, fronts, handovers, kv_waits, role_of, slowdown
 from deploy.planner.sweep import ALONE
@@ -39,6 +39,7 @@ def assembled(about: DeviceProfile, parts: Sequence[Part], *, cpu: bool) -> Devi
         handover=line(handovers(one), relative=False) if one else about.handover,
         kv=kv,
         slowdown={**about.slowdown, **{name: found for name, found in pairs.items() if found is not None}},
+        spread=spread(_decodes(one, stages[1])) if one else about.spread,
         start_s=max((part.start_s for part in parts), default=0.0),
         comment="; ".join(
             filter(None, (about.comment, *(f"tp{tp}: {_errors(apart[tp], stages[tp])}" for tp in stages)))
@@ -80,6 +81,11 @@ def step_s(profile: Profile, step: Step) -> float:
     work = step.item_tokens, step.prompt_tokens, step.decodes
     more = {"item_pairs": step.item_pairs, "context_tokens": step.context_tokens, "kv_tokens": step.kv_tokens}
     return sum(profile.step_parts_s(*work, **more))
+
+
+def _decodes(part: Part, profile: Profile) -> list[tuple[float, float]]:
+    """What each step of decodes alone was predicted to take, and took."""
+    return [(step_s(profile, step), step.seconds) for step in part.steps if step.kind == DECODE]
 
 
 def _of_pair(part: Part) -> list[Step]:

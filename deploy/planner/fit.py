@@ -56,7 +56,8 @@ def line(rows: Iterable[tuple[float, float]], *, relative: bool = True) -> Line:
 
 
 def table(rows: Sequence[tuple[int, float, float]], least: int = 8) -> tuple[tuple[tuple[float, float], ...], float]:
-    """Seconds of decode steps: (batch, KV tokens, seconds) → points by batch, and what each token of KV adds.
+    """Seconds of decode steps: (batch, KV tokens, seconds) → points by batch, means of those that nothing held up, and
+    what each token of KV adds.
 
     What KV adds is the slope within batches, all together; more in a batch never takes less time (neighbours that would
     fall are put at their mean). Batches of which fewer than `least` steps were seen are left out.
@@ -73,7 +74,7 @@ def table(rows: Sequence[tuple[int, float, float]], least: int = 8) -> tuple[tup
         spread += weight * sum((kv - mean_kv) ** 2 for kv, _ in found)
         both += weight * sum((kv - mean_kv) * (y - mean_y) for kv, y in found)
     slope = max(0.0, both / spread) if spread else 0.0
-    points = {batch: statistics.median(max(0.0, y - slope * kv) for kv, y in by_batch[batch]) for batch in by_batch}
+    points = {batch: statistics.fmean(max(0.0, y - slope * kv) for kv, y in by_batch[batch]) for batch in by_batch}
     return rising(points), slope
 
 
@@ -92,3 +93,11 @@ def residual(rows: Iterable[tuple[float, float]]) -> float:
     """Median relative error of (predicted, measured); 0 of none."""
     errors = [abs(predicted - measured) / measured for predicted, measured in rows if measured > 0]
     return statistics.median(errors) if errors else 0.0
+
+
+def spread(rows: Iterable[tuple[float, float]], count: int = 20) -> tuple[float, ...]:
+    """Of (predicted, measured): measured over predicted at `count` shares of the rows, ascending; () of fewer rows."""
+    ratios = [measured / predicted for predicted, measured in rows if predicted > 0]
+    if len(ratios) < count:
+        return ()
+    return tuple(round(float(one), 4) for one in np.quantile(ratios, (np.arange(count) + 0.5) / count))

@@ -49,6 +49,8 @@ class DeviceProfile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             `encode+prefill` and so on; 1 where they do not feel each other, 2 where they take turns.
         weight_bytes: of a stage by its role (`E`, `P`, `D`, `PD`, …), per device, by tensor-parallel size.
         memory_bytes: of a device.
+        spread: what steps take over what they are expected to, ascending: each value stands for as many steps. What a
+            host shares among engine, API server and clients differs from step to step; () where all are alike.
         start_s: from a stage's start until it serves.
         noise: see there.
     """
@@ -67,6 +69,7 @@ class DeviceProfile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     slowdown: dict[str, Annotated[float, Meta(ge=1)]] = {}
     weight_bytes: dict[str, dict[int, int]] = {}
     memory_bytes: int = 0
+    spread: tuple[Annotated[float, Meta(gt=0)], ...] = ()
     start_s: Seconds = 0.0
     noise: Noise = Noise()
 
@@ -74,6 +77,8 @@ class DeviceProfile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         pairs = {pair_of(one, other) for one in KINDS for other in KINDS}
         if wrong := sorted(self.slowdown.keys() - pairs):
             raise ValueError(f"slowdown names {wrong[0]}; it has pairs such as encode+decode")
+        if list(self.spread) != sorted(self.spread):
+            raise ValueError("spread has to ascend")
         if not self.stages:
             raise ValueError("stages has to name a tensor-parallel size")
 

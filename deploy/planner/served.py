@@ -65,37 +65,49 @@ class Launched:
 
     def image(self, side: int, tokens: int = 1) -> Sent:
         """The same about a square picture of `side` pixels, unlike any other, that compresses as photographs do."""
-        url = {"url": _url(side, side, self._chance)}
-        content = [{"type": "image_url", "image_url": url}, {"type": "text", "text": "What is it?"}]
-        body = {"messages": [{"role": "user", "content": content}], "max_tokens": tokens, "ignore_eos": True}
+        body = {**self._about([(side, side)], "What is it?"), "max_tokens": tokens, "ignore_eos": True}
         return self._sent("/v1/chat/completions", body, tokens)
 
     def streamed(self, sizes: Sequence[tuple[int, int]], text_tokens: int, tokens: int) -> list[float]:
         """Have a request streamed, with pictures of these widths and heights: when each event with content was read."""
-        usual: dict[str, Any] = {"model": self.model, "temperature": 0, "ignore_eos": True, "stream": True}
         text = self.ids(max(1, text_tokens))
+        asked: dict[str, Any] = {"prompt": text}
         if sizes:
-            pictures = [{"type": "image_url", "image_url": {"url": _url(*size, self._chance)}} for size in sizes]
-            words = {"type": "text", "text": " ".join("what" for _ in text)}
-            body = {"messages": [{"role": "user", "content": [*pictures, words]}], "max_tokens": tokens, **usual}
-        else:
-            body = {"prompt": text, "max_tokens": tokens, "min_tokens": tokens, **usual}
+            asked = self._about(sizes, " ".join("what" for _ in text))
+        came = self._stream(asked, tokens)
+        if not came:
+            raise StageError("a request was answered with nothing", stage="proxy")
+        return came
+
+    def _about(self, sizes: Sequence[tuple[int, int]], words: str) -> dict[str, Any]:
+        pictures = [{"type": "image_url", "image_url": {"url": _url(*size, self._chance)}} for size in sizes]
+        return {"messages": [{"role": "user", "content": [*pictures, {"type": "text", "text": words}]}]}
+
+    def _stream(self, asked: dict[str, Any], tokens: int) -> list[float]:
+        """When each event with content was read. Raises StageError: it is refused."""
+        path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
+        body = {
+            "model": self.model,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "max_tokens": tokens,
+            **asked,
+        }
         came: list[float] = []
-        with self.http.stream("POST", "/v1/chat/completions" if sizes else "/v1/completions", json=body) as answer:
+        with self.http.stream("POST", path, json=body) as answer:
             if answer.status_code != 200:
                 raise StageError(f"a request was answered with {answer.status_code}: {answer.read()!r}", stage="proxy")
             for line in answer.iter_lines():
                 choices = json.loads(line[6:]).get("choices") if line.startswith("data: {") else None
                 if choices and (choices[0].get("text") or choices[0].get("delta", {}).get("content")):
                     came.append(time.monotonic())
-        if not came:
-            raise StageError("a request was answered with nothing", stage="proxy")
         return came
 
     def together(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-        """Have all prompts answered at a time."""
+        """Have the answers to all prompts streamed at a time: who reads along is part of what a step takes."""
         with ThreadPoolExecutor(len(prompts)) as pool:
-            list(pool.map(lambda ids: self.text(ids, tokens), prompts))
+            list(pool.map(lambda ids: self._stream({"prompt": list(ids)}, tokens), prompts))
 
     def stages(self) -> list[dict[str, Any]]:
         """What the schedulers of all instances report; those that have not yet are left out."""

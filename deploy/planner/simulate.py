@@ -263,6 +263,7 @@ class _Deployment:
             self._clock,
             budgets=budgets,
             limits_s=self._limits_s,
+            spread=self._profile.spread,
             slow=1.0 / (plan.core_share or 1.0),
         )
 

@@ -13,10 +13,14 @@ many steps.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from deploy.planner.profile import DECODE, ENCODE, KINDS, PREFILL
 from epd_serve.budgets import Budgets
@@ -152,29 +156,34 @@ class SharedDevice:
 class Gaps:
     """The steps of one stage that decoded, counted: whoever decodes in all of them has a token in each.
 
+    Args:
+        spread: as of `DeviceProfile`. How many of some steps are within a limit is drawn by it, with `seed`.
+
     Attributes:
         limits_s: of gaps. steps: so far. within: by limit, those of them that took no longer.
     """
 
-    __slots__ = ("limits_s", "steps", "within")
+    __slots__ = ("_chance", "_spread", "limits_s", "steps", "within")
 
-    def __init__(self, limits_s: Sequence[float]) -> None:
+    def __init__(self, limits_s: Sequence[float], spread: Sequence[float] = (), seed: int = 0) -> None:
         self.limits_s = tuple(limits_s)
+        self._spread, self._chance = spread or (1.0,), np.random.default_rng(seed)
         self.steps = 0
         self.within = [0] * len(self.limits_s)
 
     def add(self, times: int, seconds: float) -> None:
         self.steps += times
         for at, limit_s in enumerate(self.limits_s):
-            if seconds <= limit_s:
-                self.within[at] += times
+            share = bisect.bisect_right(self._spread, limit_s / seconds) / len(self._spread) if seconds > 0 else 1.0
+            self.within[at] += times * int(share) if share in (0.0, 1.0) else int(self._chance.binomial(times, share))
 
 
 class VirtualStage:
     """One instance.
 
     Args:
-        limits_s: of gaps between tokens, for `gaps`. slow: how many times the profile's time its steps take.
+        limits_s: of gaps between tokens, for `gaps`. spread: of steps.
+        slow: how many times the profile's time its steps take.
 
     Attributes:
         scheduler: who changes it calls `wake`. rates: as of a simulated stage, so that `stage_report` reads them.
@@ -192,11 +201,12 @@ class VirtualStage:
         *,
         budgets: Budgets | None = None,
         limits_s: Sequence[float] = (),
+        spread: Sequence[float] = (),
         slow: float = 1.0,
     ) -> None:
         self.name, self.role = name, role
         self.scheduler, self.rates = Scheduler(profile.capacity, budgets=budgets), Rates()
-        self.gaps = Gaps(limits_s)
+        self.gaps = Gaps(limits_s, spread, zlib.crc32(name.encode()))
         self.busy_s = dict.fromkeys(KINDS, 0.0)
         self.device = device
         self.stepped: Callable[[float], None] = lambda seconds: None

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from deploy.planner.fit import least_squares, line, medians, residual, rising, table
+from deploy.planner.fit import least_squares, line, medians, residual, rising, spread, table
 
 
 def noisy(seconds: float, chance: random.Random) -> float:
@@ -65,3 +65,11 @@ def test_a_table_has_what_batches_take_and_what_their_kv_adds() -> None:
 
 def test_more_never_takes_less() -> None:
     assert rising({1: 1.0, 4: 3.0, 2: 4.0, 8: 2.0, 16: 5.0}) == ((1, 1.0), (2, 3.0), (4, 3.0), (8, 3.0), (16, 5.0))
+
+
+def test_the_spread_of_steps_is_told_at_even_shares() -> None:
+    chance = random.Random(3)
+    found = spread((2.0, 2.0 * chance.choice((0.9, 1.0, 1.0, 3.0))) for _ in range(4000))
+    assert len(found) == 20 and list(found) == sorted(found)
+    assert (found.count(0.9), found.count(1.0), found.count(3.0)) == (5, 10, 5)
+    assert spread([(1.0, 1.0)] * 5) == ()

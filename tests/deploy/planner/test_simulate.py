@@ -122,6 +122,16 @@ def test_the_front_shares_the_device_where_it_computes_there() -> None:
     assert one.last_s - one.first_s > 59 * STEP + 0.25, "its tokens take turns with the second one's front"
 
 
+def test_steps_that_spread_are_within_a_limit_as_often_as_their_profile_says() -> None:
+    """A quarter of steps takes twice as long: a limit of 1.5 steps is kept by three quarters, one of 2.1 by all."""
+    uneven = replace(PROFILE, spread=(0.6, 0.7, 0.7, 2.0))
+    one = request(1, 0.0, items=(), tokens=2000)
+    for limit_steps, share in ((0.5, 0.0), (1.5, 0.75), (2.1, 1.0)):
+        (found,) = served("TP1", one, profile=uneven, slo=Slo(2000, 1e3 * limit_steps * STEP)).served
+        assert found.within[0] / found.gaps == pytest.approx(share, abs=0.04)
+        assert found.tpot_s == pytest.approx(STEP), "what is spread is the gaps, not the sum"
+
+
 def test_a_share_of_the_cores_is_slower_and_meets_nobody() -> None:
     first, second = request(1, 0.0, tokens=20), request(2, 0.4)
     shared, _ = served("(E-D)-P", first, second).served
