@@ -70,7 +70,7 @@ SHARES, QUICK_SHARES = (0.5, 0.8, 1.1), (0.6,)
 """Of what the monoliths are predicted to serve within the loosest objective: rates."""
 DURATION_S, QUICK_S, LEAST_REQUESTS = 60.0, 25.0, 40
 """A run is longer where that would be fewer requests."""
-SEEDS, DRAWN = 4, 2
+SEEDS, DRAWN, QUICK_DRAWN = 4, 2, 1
 PLANNED = "images=1@802x652,text=32,output=128"
 PLANNED_SLO = "2000:50"
 """Of the plans whose time is taken."""
@@ -118,11 +118,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help=f"of real requests (default: {DRAWN}, drawn once all is predicted)",
+        help=f"of real requests (default: {DRAWN}, quick {QUICK_DRAWN}, drawn once all is predicted)",
     )
     parser.add_argument("--preset", default="bench", help="the model, as of `epd-bench layouts`")
     parser.add_argument("--only", choices=("predict", "speed"), help="only predictions, or only how fast plans are")
-    add_record_arguments(parser, quick=f"one rate, runs of {QUICK_S:g} s, no day at 128 devices: some 40 minutes")
+    add_record_arguments(
+        parser, quick=f"one rate, runs of {QUICK_S:g} s, no day at 128 devices: one seed, some 20 minutes"
+    )
     parser.set_defaults(run=run)
 
 
@@ -149,7 +151,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             if arguments.json is not None:  # before anything is measured
                 write(arguments.json.with_suffix(".predicted.json"), {"cases": float(len(cases))}, env, rows)
         if arguments.only is None:
-            seeds = arguments.seeds or [secrets.randbelow(1 << 31) for _ in range(DRAWN)]
+            drawn = QUICK_DRAWN if arguments.quick else DRAWN
+            seeds = arguments.seeds or [secrets.randbelow(1 << 31) for _ in range(drawn)]
             env["seeds_drawn"] = seeds
             for case in cases:
                 failed += measured(case, model, rows, arguments, folder / case.workload, seeds)

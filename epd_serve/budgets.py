@@ -16,11 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-SHARE, SMALLEST_SHARE = 0.9, 0.4
+SHARE, SMALLEST_SHARE = 0.9, 0.3
 """Of the SLO that a step is planned to take: half of all steps take longer than they were expected to, and where a
 neighbour computes now and then, some twice as long."""
-SHRINKS, GROWS = 0.95, 1.0055
-"""What the share becomes after a step that broke TBT, and after one that kept it: in balance at one in ten that do."""
+SHRINKS, GROWS = 0.95, 1.0017
+"""What the share becomes after a step that broke TBT, and after one that kept it: in balance at one in thirty that do.
+Of a request's own gaps one in ten may be too long, and the images that cannot be cut take their part of those."""
+FILLED = 0.5
+"""Of what may be planned that a step has to be expected to take, else that it kept TBT says nothing."""
 LEAST_SHARE = 1 / 8
 """Of the SLO that prompts and items have in a step, however many requests decode: they must go on."""
 LOST_SHARE = 1 / 2
@@ -149,8 +152,10 @@ class Budgets:
         if decodes:
             self.decode_step_s += (seconds - self.decode_step_s) * (RECENT if self.decode_step_s else 1.0)
         if decodes and prompt_tokens and not item_tokens:  # an item cannot be cut: nothing follows from its step
-            change = SHRINKS if seconds > self._tbt_s else GROWS
-            self._share = min(max(self._share * change, SMALLEST_SHARE), SHARE)
+            if seconds > self._tbt_s:
+                self._share = max(SMALLEST_SHARE, self._share * SHRINKS)
+            elif self.seconds(decodes=decodes, tokens=prompt_tokens) > FILLED * self._share * self._tbt_s:
+                self._share = min(SHARE, self._share * GROWS)
         if not self._prefills:
             prompt_tokens = 0
         if prompt_tokens < LEAST_TOKENS and not item_tokens:  # the last of a prompt whose KV came: a token like others
