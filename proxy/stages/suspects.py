@@ -163,7 +163,7 @@ class Trial:
         self.digest = digest
         self.ended_at = float("-inf")  # when it was on trial last
         self._suspects = suspects
-        self._deaths: dict[IncarnationId, bool] = {}  # since its last answer, and whether an attempt of its own ended so
+        self._deaths: dict[IncarnationId, bool] = {}  # since its last answer; True: it ended an attempt
         self._died_at = float("-inf")
         self._turns = 0
 
@@ -183,7 +183,7 @@ class Trial:
         self._suspects._check(self.digest)
         if self.exhausted:
             names = names_of(self._deaths)
-            raise StageError(f"{names} ended while they worked on this request alone; it is not tried again", stage=names)
+            raise StageError(f"{names} ended while they worked on this alone; it is not tried again", stage=names)
 
     def turn(self, before_waiting: Callable[[], None]) -> _Turn:
         """Enter for one attempt, from several tasks too: waits until no other suspect is on trial, if this is one.
