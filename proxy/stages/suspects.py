@@ -81,9 +81,6 @@ class Suspects:
     def _died(self, trial: Trial, incarnation_id: IncarnationId, sent_at: float, encoding: bool, ago_s: float) -> None:
         now = _now()
         died_at = now - ago_s
-        self._shared[incarnation_id] = self._shared.pop(incarnation_id, 0) + 1
-        if len(self._shared) > EXPLAINED:
-            self._shared.popitem(last=False)
         convicted = self._records.died(
             trial.digest,
             incarnation_id,
@@ -98,6 +95,11 @@ class Suspects:
             self._metrics.poisonous.inc()
             logger.error("a request body under which %s ended is refused for %.0f s", convicted.names, for_s)
             self._wake()
+
+    def _share(self, incarnation_id: IncarnationId) -> None:
+        self._shared[incarnation_id] = self._shared.pop(incarnation_id, 0) + 1
+        if len(self._shared) > EXPLAINED:
+            self._shared.popitem(last=False)
 
     def _survived(self, digest: bytes, *, encoding: bool) -> None:
         if self._records.survived(digest, encoding=encoding):
@@ -198,11 +200,20 @@ class Trial:
         self._suspects._send(self)
 
     def died(
-        self, incarnation_id: IncarnationId, *, sent_at: float, encoding: bool = False, ago_s: float = 0.0
+        self,
+        incarnation_id: IncarnationId,
+        *,
+        sent_at: float,
+        encoding: bool = False,
+        ago_s: float = 0.0,
+        answered: bool = False,
     ) -> None:
-        """An instance died under this request, to which it was sent at loop time `sent_at`. `ago_s`: before now. Said
-        again of the same incarnation it is no other death."""
+        """An instance died under this request, to which it was sent at loop time `sent_at`. `ago_s`: before now.
+        `answered`: it had answered, and died of something else. The same death may be told again."""
         if incarnation_id in self._deaths:
+            return
+        self._suspects._share(incarnation_id)
+        if answered:
             return
         own = self._deaths[incarnation_id] = sent_at >= self._died_at  # of what was sent together, all is one attempt
         if own:

@@ -185,6 +185,16 @@ async def test_one_neighbour_is_enough_whoever_of_the_two_notices_first(court: C
         court.now += 20
 
 
+async def test_whoever_has_its_answer_is_a_neighbour_too_and_no_suspect(court: Court) -> None:
+    trial, stream = court.trial(b"new"), court.trial(b"a stream")
+    for life in ("one", "two"):
+        stream.died(("D0", life), sent_at=court.now - 3, answered=True)
+        trial.died(("D0", life), sent_at=court.now - 10)
+        trial.check()
+        court.now += 20
+    assert not stream.exhausted and not stream.suspected
+
+
 async def test_who_shared_deaths_is_remembered_of_some(court: Court) -> None:
     for number in range(1000):
         court.trial(b"%d" % number).died((f"P{number}", "one"), sent_at=court.now)
