@@ -129,6 +129,33 @@ async def all_die_with_pd0(c: Cluster, count: int) -> list[asyncio.Task[Any]]:
     return requests
 
 
+async def all_die_with(stage: FakeStage, requests: int) -> None:
+    """Once so many are there."""
+    dead = asyncio.Event()
+    stage.usual = once(dead, breaks)
+    await stage.until(lambda stage: stage.active >= requests)
+    dead.set()
+
+
+@pytest.mark.parametrize("requests", [1, 2, 30])
+async def test_a_request_is_given_up_for_two_deaths_unless_it_had_neighbours(requests: int) -> None:
+    """All of them are too old to be suspected of either death."""
+    async with cluster("PD0", "PD1", "PD2", config=settings(poison=PoisonLimits(blame_s=1e-9))) as c:
+        for name in ("PD1", "PD2"):
+            c.table.mark_down(name, "not yet")
+        sent = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=n))) for n in range(requests)]
+        for name, following in (("PD0", "PD1"), ("PD1", "PD2")):
+            dying = asyncio.create_task(all_die_with(c[name], requests))
+            await c[name].until(lambda stage: stage.active >= requests)
+            c.table.mark_down(name, "died")
+            c.table.mark_up(following)
+            await dying
+        answers = await asyncio.gather(*sent)
+        assert {one.status_code for one in answers} == ({502} if requests == 1 else {200})
+        assert len(c["PD2"].calls) == (0 if requests == 1 else requests)
+        await c.idle()
+
+
 async def leave(requests: list[asyncio.Task[Any]]) -> None:
     for task in requests:
         task.cancel()
