@@ -206,6 +206,25 @@ async def test_an_engine_that_says_that_it_is_dead_has_died() -> None:
         assert sum(len(stage.calls) for stage in c.stages.values()) == 2
 
 
+async def test_an_engine_that_says_that_it_is_dead_is_not_asked_again_before_its_next_life() -> None:
+    """Its server answers so for seconds; asking it again would cost retries and win nothing."""
+    config = settings(retries=1, timeouts=replace(QUICK, instance_wait_s=PATIENCE_S))
+    async with cluster("P0", "D0", config=config) as c:
+        c["P0"].usual = refuses(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
+        requests = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=n))) for n in range(8)]
+        async with asyncio.timeout(PATIENCE_S):
+            while c.table.is_alive("P0", "P0-life1"):
+                await asyncio.sleep(0.002)
+        asked = len(c["P0"].calls)
+        requests.append(asyncio.create_task(c.client.post(CHAT, json=text_body(seed=9))))
+        c.table.mark_down("P0", "killed by SIGKILL", incarnation="P0-life1")
+        c["P0"].usual = answer
+        c.table.apply(replace(c.instances["P0"], incarnation="P0-life2"))
+        assert {one.status_code for one in await asyncio.gather(*requests)} == {200}
+        assert len(c["P0"].calls) <= max(asked, 8) + 9, "once before, and once after"
+        await c.idle()
+
+
 async def test_what_dies_after_the_first_byte_is_not_held_against_the_body() -> None:
     async with cluster("PD0") as c:
         c["PD0"].usual = streams(chunk("a"), then="break")
