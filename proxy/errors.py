@@ -181,7 +181,8 @@ def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError
             code=code if isinstance(code, str) else None,
         )
     if ENGINE_DEAD in stage_message:
-        return StageDied(f"stage {stage} failed with {status}: {message}", stage=stage, for_good=True)
+        for_good = stage_message.startswith(ENGINE_DEAD)  # else some of it may be a client's own words
+        return StageDied(f"stage {stage} failed with {status}: {message}", stage=stage, for_good=for_good)
     if status == 500:
         return StageFault(f"{status}: {message}", stage=stage)
     return StageError(f"stage {stage} failed with {status}: {message}", stage=stage)

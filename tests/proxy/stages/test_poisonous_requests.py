@@ -225,6 +225,13 @@ async def test_an_engine_that_says_that_it_is_dead_is_not_asked_again_before_its
         await c.idle()
 
 
+async def test_a_stage_that_only_quotes_these_words_goes_on_being_asked() -> None:
+    async with cluster("PD0") as c:
+        c["PD0"].script.append(refuses(500, "no tool 'EngineCore encountered an issue'"))
+        assert (await c.client.post(CHAT, json=text_body())).status_code == 200
+        assert c.table.is_alive("PD0", "PD0-life1")
+
+
 async def test_what_dies_after_the_first_byte_is_not_held_against_the_body() -> None:
     async with cluster("PD0") as c:
         c["PD0"].usual = streams(chunk("a"), then="break")
