@@ -187,6 +187,9 @@ class Template:
         try:
             said = await _first_words(template)
             if said != READY:
+                if not said:  # its socket may tell its end first
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(template.process.exited(), _KILL_TIMEOUT_S)
                 code = template.process.poll()
                 if not said and code is not None and code < 0:
                     return False
