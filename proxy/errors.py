@@ -36,11 +36,13 @@ class StageUnreachable(StageError):
 
 class StageDied(StageError):
     """The stage went away under the request: its connection broke after it had been sent, its engine says that it is
-    dead, or it stopped to report, `ago_s` before that was noticed. What it was doing may have killed it."""
+    dead, or it stopped to report, `ago_s` before that was noticed. What it was doing may have killed it. `for_good`: by
+    its own words."""
 
-    def __init__(self, message: str, *, stage: str, ago_s: float = 0.0) -> None:
+    def __init__(self, message: str, *, stage: str, ago_s: float = 0.0, for_good: bool = False) -> None:
         super().__init__(message, stage=stage)
         self.ago_s = ago_s
+        self.for_good = for_good
 
 
 class StageFault(StageError):
@@ -179,7 +181,8 @@ def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError
             code=code if isinstance(code, str) else None,
         )
     if ENGINE_DEAD in stage_message:
-        return StageDied(f"stage {stage} failed with {status}: {message}", stage=stage)
+        for_good = stage_message.startswith(ENGINE_DEAD)  # else some of it may be a client's own words
+        return StageDied(f"stage {stage} failed with {status}: {message}", stage=stage, for_good=for_good)
     if status == 500:
         return StageFault(f"{status}: {message}", stage=stage)
     return StageError(f"stage {stage} failed with {status}: {message}", stage=stage)

@@ -8,8 +8,9 @@ In parts (`--only`), each under load all the time:
     flips   P and D of simulated stages that become each other without a restart
     kills   kill -9 of stages, front doors, controller and agent in random order: real stages, the next once all is
             whole; and simulated stages, two of each role, every ten seconds
-    streams kill -9 of instances that decode, in turn, under long streams: 2P-4D simulated, 400 of 100 tokens at a time,
-            through two front doors; 2P-2D real, 60 of 200 tokens, each compared with the answer at rest
+    streams kill -9 under long streams: of instances that decode, 2P-4D simulated, 200 of 100 tokens at a time, through
+            two front doors; of any process of any stage and of the template, 2P-2D real, 60 of 200 tokens, each
+            compared with the answer at rest
     relay   simulated stages: what it costs streams that they can go on
 """
 
@@ -43,7 +44,7 @@ FLAGS = {
     "--per-s": flag("requests a second of simulated stages", Usually(200.0, quick=50.0), positive),
     "--flips": flag("so many", Usually(100, quick=20), whole()),
     "--kills": flag("of real stages", Usually(30, quick=3), whole()),
-    "--stream-kills": flag("of instances that decode, of each kind of stages", Usually(12, quick=3), whole()),
+    "--stream-kills": flag("under streams, of each kind of stages", Usually(12, quick=3), whole()),
     "--kill-minutes": flag("of simulated stages", Usually(10.0, quick=1.0), positive),
 }
 GOALS = (

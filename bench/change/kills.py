@@ -7,7 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.change.deployment import Deployment, commanded
@@ -17,7 +17,8 @@ from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow
 from bench.served import served, simulated
-from deploy.host.processes import signal_group, signal_process, stat
+from deploy.host.processes import running, signal_group, signal_process, stat
+from epd_serve.engine.template.messages import TEMPLATE_NAME
 
 REAL, SIMULATED = "E-P-2D", "2E-2P-2D"
 EVERY_S = 10.0
@@ -38,6 +39,7 @@ class Victim:
         kind: of those that are drawn from alike. name: an instance's id, `front.0`, `controller`, …
         pid: its process; with `group` that of its whole group.
         front: connections of clients end with it. decodes: streams go on at another one.
+        process: what the kernel calls it, where it is one of a group.
     """
 
     kind: str
@@ -46,6 +48,7 @@ class Victim:
     group: bool = False
     front: bool = False
     decodes: bool = False
+    process: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,19 @@ def stages(status: Mapping[str, Any]) -> list[Victim]:
         for one in status["instances"]
         if one["pid"] is not None
     ]
+
+
+def stage_processes(status: Mapping[str, Any]) -> list[Victim]:
+    """All processes of all stages, each alone and of the kind of its stage, and the template that forks stages."""
+    leaders = {one.pid: one for one in stages(status)}
+    keepers = {leader.parent for leader in map(stat, leaders) if leader is not None}
+    found = []
+    for one in running():
+        if (stage := leaders.get(one.group)) is not None:
+            found.append(replace(stage, kind=stage.name, pid=one.pid, group=False, process=one.name))
+        elif one.name == TEMPLATE_NAME and one.parent in keepers:
+            found.append(Victim("template", "template", one.pid, process=one.name))
+    return found
 
 
 def process(name: str, pid: int) -> Victim:

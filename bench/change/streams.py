@@ -1,5 +1,5 @@
-"""Instances that decode killed (SIGKILL) in turn under long streams, which go on at another one: what clients see of
-it, and what it costs the relay to know what they have.
+"""Processes of stages killed (SIGKILL) under long streams, which go on at another one: what clients see of it, and what
+it costs the relay to know what they have.
 """
 
 from __future__ import annotations
@@ -7,14 +7,15 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import httpx
 
 from bench.change.deployment import Deployment, commanded
-from bench.change.kills import EVERY_S, LIMIT_S, WHOLE_S, Kill, Victim, kill, stages
+from bench.change.kills import EVERY_S, LIMIT_S, WHOLE_S, Kill, Victim, kill, stage_processes, stages
 from bench.change.loads import DEMO_TEXTS, PROFILE, SIDE, judged
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
@@ -26,7 +27,7 @@ from bench.started import Rival
 from bench.workloads.synthetic import demo_body, demo_image, text_body
 
 REAL, SIMULATED = "2P-2D", "2P-4D"
-AT_ONCE, TOKENS = 60, 200
+AT_ONCE, TOKENS, REAL_EVERY_S = 60, 200, 20.0
 SIMULATED_AT_ONCE, SIMULATED_TOKENS = 200, 100
 IMAGES = 4
 ANSWER_S = 120.0
@@ -35,21 +36,24 @@ LONG_PROFILE = {**PROFILE, "comment": "made up: streams of two seconds", "decode
 
 
 def streams_real(count: int) -> Iterator[dict[str, Any]]:
-    """Real stages, the demo model: 60 streams of 200 tokens at a time, each answer compared with the one at rest."""
+    """Real stages, the demo model: 60 streams of 200 tokens at a time, each answer compared with the one at rest, while
+    one process after the other is killed, of any stage, or the template."""
     with served(REAL, ["--device", "cpu"], traced=False) as launch, commanded(launch) as deployment:
         bodies = list(_bodies(launch.model))
         requests = [Request.of(body, spec=_at_rest(launch, body)) for body in bodies]
-        yield from _killed("streams", launch, deployment, requests, AT_ONCE, count)
+        yield from _killed("streams", launch, deployment, requests, AT_ONCE, count, stage_processes, REAL_EVERY_S)
 
 
 def streams_simulated(count: int) -> Iterator[dict[str, Any]]:
-    """Simulated stages, 400 streams of 100 tokens at a time, through two front doors."""
+    """Simulated stages, 200 streams of 100 tokens at a time, through two front doors."""
     with simulated(SIMULATED, LONG_PROFILE, ["--workers", "2"]) as launch, commanded(launch) as deployment:
         bodies = [
             text_body(launch.model, tokens=64, answer=SIMULATED_TOKENS, stream=True, seed=seed) for seed in range(32)
         ]
         requests = [Request.of(body, spec=_at_rest(launch, body)) for body in bodies]
-        yield from _killed("streams_simulated", launch, deployment, requests, SIMULATED_AT_ONCE, count)
+        yield from _killed(
+            "streams_simulated", launch, deployment, requests, SIMULATED_AT_ONCE, count, decoding, EVERY_S
+        )
 
 
 def relay_costs(seconds: float, rounds: int) -> Iterator[dict[str, Any]]:
@@ -108,9 +112,16 @@ def _at_rest(launch: Served, body: Mapping[str, Any]) -> str:
 
 
 def _killed(
-    part: str, launch: Served, deployment: Deployment, requests: Sequence[Request], at_once: int, count: int
+    part: str,
+    launch: Served,
+    deployment: Deployment,
+    requests: Sequence[Request],
+    at_once: int,
+    count: int,
+    victims: Callable[[Mapping[str, Any]], Sequence[Victim]],
+    every_s: float,
 ) -> Iterator[dict[str, Any]]:
-    """Kill one that decodes every ten seconds, or when all is whole again. No stream is excused."""
+    """Kill one every so often, or when all is whole again. No stream is excused."""
     kills, draw = list[Kill](), random.Random(1)
     with SenderProcess() as sender:
         seconds = count * WHOLE_S
@@ -120,10 +131,11 @@ def _killed(
             Target(launch.url, {"x-epd-explain": "1"}), flow, limit_s=seconds + LIMIT_S, decode=True, keep_text=True
         )
         while len(kills) < count:
-            time.sleep(max(0.0, (kills[-1].at_s if kills else begun) + EVERY_S - time.perf_counter()))
+            time.sleep(max(0.0, (kills[-1].at_s if kills else begun) + every_s - time.perf_counter()))
             deployment.whole(WHOLE_S)
-            kills.append(kill([next_victim(stages(deployment.status()), kills)], kills, draw))
-            yield {"part": part, "kill": kills[-1].victim.name, "at": round(kills[-1].at_s - begun, 3)}
+            kills.append(kill(victims(deployment.status()), kills, draw))
+            victim, at_s = kills[-1].victim, round(kills[-1].at_s - begun, 3)
+            yield {"part": part, "kill": victim.name, "process": victim.process, "at": at_s}
         deployment.whole(WHOLE_S)
         sender.enough()
         run = sender.finish()
@@ -135,10 +147,9 @@ def _killed(
             yield {"part": part, "first_s": round(row.token_s[0] - row.sent_s, 4)}
 
 
-def next_victim(running: Sequence[Victim], kills: Sequence[Kill]) -> Victim:
-    """The one that decodes whose turn it is."""
-    decoding = sorted((one for one in running if one.decodes), key=lambda one: one.name)
-    return decoding[len(kills) % len(decoding)]
+def decoding(status: Mapping[str, Any]) -> list[Victim]:
+    """Stages that decode, each of a kind of its own: none is killed again before all others were."""
+    return [replace(one, kind=one.name) for one in stages(status) if one.decodes]
 
 
 def gap_s(row: RequestRecord, kills: Sequence[Kill]) -> float | None:

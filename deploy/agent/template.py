@@ -25,6 +25,7 @@ from deploy.keeper.children import PASSED_FROM
 from deploy.keeper.interface import Child, Keeper
 from epd_serve.engine.argv import OF_A_STAGE_ENV, STAGE_ENV, STAGE_MODULE
 from epd_serve.engine.template.messages import API_SERVER_NAME, GO, NUMBER, READY, StageRequest, send_request
+from epd_serve.errors import StageError
 from epd_serve.packets import close_all, packet_pair
 
 NAME = "template"
@@ -165,32 +166,40 @@ class Template:
         try:
             while short_lives < _SHORT_LIVES:
                 begun = time.monotonic()
-                if (why := await self._live()) is not None:
-                    break
-                short_lives = short_lives + 1 if time.monotonic() - begun < _SHORT_S else 0
+                lasted = await self._live() and time.monotonic() - begun >= _SHORT_S
+                short_lives = 0 if lasted else short_lives + 1
                 self._say("the template has ended; stages that run do not need it, the next ones do")
-            else:
-                why = f"it has ended {short_lives} times within {_SHORT_S:.0f} s"
-        except OSError as error:
+            why = f"it has ended {short_lives} times within {_SHORT_S:.0f} s, or before it was ready"
+        except (OSError, StageError) as error:
             why = str(error)
         finally:
             self._settled.set()
         self._say(f"stages are started without a template: {why}")
 
-    async def _live(self) -> str | None:
-        """One template, until it ends. Why it was never ready; None for one that was."""
+    async def _live(self) -> bool:
+        """One template, until it ends. Whether it was ready; one that is killed before says nothing of the next.
+
+        Raises:
+            StageError: there can be none.
+        """
         begun = self._log_path.stat().st_size if self._log_path.exists() else 0
         template = await self._adopted() or await self._started()
         try:
             said = await _first_words(template)
             if said != READY:
+                if not said:  # its socket may tell its end first
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(template.process.exited(), _KILL_TIMEOUT_S)
+                code = template.process.poll()
+                if not said and code is not None and code < 0:
+                    return False
                 written = self._log_path.read_bytes()[begun:].decode(errors="replace")
-                return said.decode(errors="replace") or failure_reason(written, template.process.poll())
+                raise StageError(said.decode(errors="replace") or failure_reason(written, code), stage=NAME)
             self._ready = template
             self._settled.set()
             await template.process.exited()
             self._settled.clear()
-            return None
+            return True
         finally:
             self._ready = None
             template.connection.close()

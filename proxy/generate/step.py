@@ -166,8 +166,7 @@ class GenerateStep:
                         self._note_cut(progress, error)
                         raise
                     failure = error
-                    if given.answers == before:  # else it has answered, and is no suspect
-                        self._note_death(job, failure, route, sent_at)
+                    self._note_death(job, failure, route, sent_at, answered=given.answers != before)
                 finally:
                     route.release()
             went_ahead = progress.encoding is not None
@@ -305,14 +304,14 @@ class GenerateStep:
         before_decode = encoding.first_stored if waits and encoding is not None else None
         await self._attempt.run(job, base, route, sink, given, before_decode)
 
-    def _note_death(self, job: Job, failure: EpdError, route: Route, sent_at: float) -> None:
+    def _note_death(self, job: Job, failure: EpdError, route: Route, sent_at: float, *, answered: bool) -> None:
         """Where the failure was the end of an instance, hold it against the request."""
         if not isinstance(failure, StageError) or isinstance(failure, StageUnreachable | KvNotDelivered):
             return
         incarnation_id = _incarnation_of(failure, route)
         if isinstance(failure, StageDied) or not self._table.is_alive(*incarnation_id):
             ago_s = failure.ago_s if isinstance(failure, StageDied) else 0.0
-            job.trial.died(incarnation_id, sent_at=sent_at, ago_s=ago_s)
+            job.trial.died(incarnation_id, sent_at=sent_at, ago_s=ago_s, answered=answered)
 
     def _judge(self, progress: _Progress, fault: StageFault, route: Route) -> None:
         """Raises FaultyBody where another live instance failed with the same words."""

@@ -1,4 +1,5 @@
-"""The circuits of all incarnations: watches calls to stages, and has the status table suspend whom they condemn.
+"""The circuits of all incarnations: watches calls to stages, and has the status table suspend whom they condemn, and
+take out whose engine says that it is dead: its server lives on for seconds, until the launcher notices.
 
 Lives in the proxy's event loop. What a verdict does to one circuit is `proxy/stages/circuit.py`'s business; here is
 what counts as one: an answer, a refusal included, speaks for the instance; a broken connection, a 5xx or a deadline
@@ -16,7 +17,7 @@ from typing import Self
 
 from epd_serve.errors import DeadlineError, RequestError, StageError
 from epd_serve.instances import IncarnationId, Instance
-from proxy.errors import KvNotDelivered
+from proxy.errors import KvNotDelivered, StageDied
 from proxy.metrics import Metrics
 from proxy.registry.table import InstanceTable
 from proxy.stages.circuit import Circuit, CircuitLimits, State
@@ -83,6 +84,11 @@ class Circuits:
             )
         self._tell(call.incarnation_id, circuit)
 
+    def _died(self, incarnation_id: IncarnationId) -> None:
+        if self._table.is_alive(*incarnation_id):
+            name, incarnation = incarnation_id
+            self._table.mark_down(name, "its engine is dead", incarnation=incarnation)
+
     def _forget(self, incarnation_id: IncarnationId) -> None:
         """Forget its circuit, and end the suspension that only the circuit would have ended."""
         del self._circuits[incarnation_id]
@@ -137,6 +143,8 @@ class StageCall:
             self.succeeded()
         elif self._condemned_by(error):
             self.failed()
+            if isinstance(error, StageDied) and error.for_good:
+                self._circuits._died(self.incarnation_id)
         self.over()
 
     def _condemned_by(self, error: BaseException) -> bool:

@@ -13,7 +13,8 @@ is kept is a digest, never a body. Who is on trial when is `proxy/stages/suspect
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from epd_serve.instances import IncarnationId
@@ -50,7 +51,7 @@ class PoisonRecord:
     @property
     def names(self) -> str:
         """The instances that died."""
-        return " and ".join(sorted(name for name, _ in self.deaths))
+        return names_of(self.deaths)
 
 
 class PoisonRecords:
@@ -149,3 +150,9 @@ class PoisonRecords:
     def _forget_if_clear(self, digest: bytes, record: PoisonRecord) -> None:
         if not record.deaths and not record.convictions:
             del self._records[digest]
+
+
+def names_of(incarnation_ids: Iterable[IncarnationId]) -> str:
+    """The instances, and how often where it was more than once."""
+    times = Counter(name for name, _ in incarnation_ids)
+    return " and ".join(f"{name} {count} times" if count > 1 else name for name, count in sorted(times.items()))

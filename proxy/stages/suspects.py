@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 import xxhash
@@ -24,7 +25,7 @@ from epd_serve.instances import IncarnationId
 from proxy.config.limits import PoisonLimits
 from proxy.errors import PoisonousRequest
 from proxy.metrics import Metrics
-from proxy.stages.poison_records import DEATHS, PoisonRecords
+from proxy.stages.poison_records import DEATHS, EXPLAINED, PoisonRecords, names_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Suspects:
         self._wait_s = wait_s
         self._salt = secrets.randbits(64)  # of this process: digests tell nobody else which bodies were sent
         self._records = PoisonRecords(limits)
+        self._shared: OrderedDict[IncarnationId, int] = OrderedDict()  # those that died last: by how many requests
         self._on_trial: Trial | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: dict[asyncio.Future[None], Trial] = {}
@@ -93,6 +95,11 @@ class Suspects:
             self._metrics.poisonous.inc()
             logger.error("a request body under which %s ended is refused for %.0f s", convicted.names, for_s)
             self._wake()
+
+    def _share(self, incarnation_id: IncarnationId) -> None:
+        self._shared[incarnation_id] = self._shared.pop(incarnation_id, 0) + 1
+        if len(self._shared) > EXPLAINED:
+            self._shared.popitem(last=False)
 
     def _survived(self, digest: bytes, *, encoding: bool) -> None:
         if self._records.survived(digest, encoding=encoding):
@@ -158,8 +165,7 @@ class Trial:
         self.digest = digest
         self.ended_at = float("-inf")  # when it was on trial last
         self._suspects = suspects
-        self._deaths: set[IncarnationId] = set()
-        self._attempts_ended = 0  # by deaths
+        self._deaths: dict[IncarnationId, bool] = {}  # since its last answer; True: it ended an attempt
         self._died_at = float("-inf")
         self._turns = 0
 
@@ -170,15 +176,16 @@ class Trial:
 
     @property
     def exhausted(self) -> bool:
-        """It was tried once more after an instance had died under it, and another one died."""
-        return self._attempts_ended >= DEATHS
+        """It was tried once more after an instance had died under it and no other request, and so did another one."""
+        shared = self._suspects._shared
+        return sum(own and shared.get(one) == 1 for one, own in self._deaths.items()) >= DEATHS
 
     def check(self) -> None:
         """Raises PoisonousRequest: its body is refused. StageError: enough instances have died under this request."""
         self._suspects._check(self.digest)
         if self.exhausted:
-            names = " and ".join(sorted(name for name, _ in self._deaths))
-            raise StageError(f"{names} ended while they worked on this request; it is not tried again", stage=names)
+            names = names_of(self._deaths)
+            raise StageError(f"{names} ended while they worked on this alone; it is not tried again", stage=names)
 
     def turn(self, before_waiting: Callable[[], None]) -> _Turn:
         """Enter for one attempt, from several tasks too: waits until no other suspect is on trial, if this is one.
@@ -193,14 +200,24 @@ class Trial:
         self._suspects._send(self)
 
     def died(
-        self, incarnation_id: IncarnationId, *, sent_at: float, encoding: bool = False, ago_s: float = 0.0
+        self,
+        incarnation_id: IncarnationId,
+        *,
+        sent_at: float,
+        encoding: bool = False,
+        ago_s: float = 0.0,
+        answered: bool = False,
     ) -> None:
-        """An instance died under this request, to which it was sent at loop time `sent_at`. `ago_s`: before now."""
-        # Of what was sent together, all is one attempt.
-        if incarnation_id not in self._deaths and sent_at >= self._died_at:
-            self._attempts_ended += 1
+        """An instance died under this request, to which it was sent at loop time `sent_at`. `ago_s`: before now.
+        `answered`: it had answered, and died of something else. The same death may be told again."""
+        if incarnation_id in self._deaths:
+            return
+        self._suspects._share(incarnation_id)
+        if answered:
+            return
+        own = self._deaths[incarnation_id] = sent_at >= self._died_at  # of what was sent together, all is one attempt
+        if own:
             self._died_at = _now()
-        self._deaths.add(incarnation_id)
         self._suspects._metrics.deaths.labels(incarnation_id[0]).inc()
         self._suspects._died(self, incarnation_id, sent_at, encoding, ago_s)
 
@@ -208,6 +225,7 @@ class Trial:
         """It was answered, or only encoded: what an encoder died of was something else."""
         self._suspects._survived(self.digest, encoding=encoding)
         if not encoding:
+            self._deaths.clear()
             self._suspects._end(self)
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
-from dataclasses import replace
+import signal
+from subprocess import Popen
 from typing import Any
 
 import pytest
 
 from bench.change.command import figures
-from bench.change.kills import Kill, Victim, excused
+from bench.change.kills import Kill, Victim, excused, stage_processes
 from bench.change.loads import judged
-from bench.change.streams import gap_s, next_victim
+from bench.change.streams import decoding, gap_s
 from bench.change.walk import WIDE, random_layout
 from bench.clients.answers import CUT, ERROR_EVENT
 from bench.clients.results import Outcome, RequestRecord
 from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable
+from tests.waiting import wait_for
 
 FRONT = Victim("front", "front.0", 1, front=True)
 STAGE = Victim("stage", "D0", 2, group=True, decodes=True)
@@ -116,9 +119,22 @@ def test_a_gap_is_between_the_last_token_before_a_kill_and_the_first_after_it() 
     assert gap_s(stream((2.5, 2.6), "D0"), kills) is None
 
 
-def test_those_that_decode_are_killed_in_turn() -> None:
-    running = [Victim("stage", "P0", 1, group=True), *(replace(STAGE, name=name) for name in ("D1", "D0"))]
-    assert [next_victim(running, [Kill(0, 0, STAGE)] * done).name for done in range(3)] == ["D0", "D1", "D0"]
+def status(**pids: int) -> dict[str, Any]:
+    return {"instances": [{"id": name, "pid": pid, "role": name.rstrip("01")} for name, pid in pids.items()]}
+
+
+def test_each_that_decodes_is_of_a_kind_of_its_own() -> None:
+    assert [one.kind for one in decoding(status(P0=1, D0=2, PD1=3))] == ["D0", "PD1"]
+
+
+def test_any_process_of_a_stage_may_be_killed_alone() -> None:
+    with Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True) as leader:
+        try:
+            found = wait_for(lambda: len(two := stage_processes(status(D0=leader.pid))) == 2 and two)
+        finally:
+            os.killpg(leader.pid, signal.SIGKILL)
+    assert {(one.kind, one.name, one.group, one.decodes) for one in found} == {("D0", "D0", False, True)}
+    assert leader.pid in {one.pid for one in found}
 
 
 def test_figures_of_streams_are_of_the_real_ones_and_of_rounds() -> None:

@@ -326,6 +326,16 @@ async def test_a_template_that_dies_again_and_again_is_given_up(tmp_path: Path) 
         assert len(launch.lines) == 4
 
 
+@pytest.mark.parametrize(("doomed", "forked"), [(1, True), (2, True), (3, False)])
+async def test_one_that_is_killed_before_it_is_ready_is_followed_by_another_some_times(
+    tmp_path: Path, doomed: int, forked: bool
+) -> None:
+    (tmp_path / "model.doomed").write_text("killed\n" * doomed)
+    async with launching(tmp_path) as launch:
+        assert launch.was_forked(await launch.stage("exit", "0")) is forked
+        assert len(launch.lines) == doomed + (not forked)
+
+
 async def test_a_template_that_cannot_be_says_why_and_stages_are_executed(tmp_path: Path) -> None:
     async with launching(tmp_path, model="broken") as launch:
         life = await launch.stage("exit", "0")

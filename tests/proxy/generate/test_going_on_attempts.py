@@ -107,6 +107,15 @@ async def test_another_stage_is_told_what_was_given_and_the_client_is_told_nothi
         await c.idle()
 
 
+async def test_a_death_before_an_answer_is_not_counted_with_one_after_it() -> None:
+    async with fused("PD0", "PD1", "PD2") as c:
+        turns = breaks, streams(*said(*TOKENS[:2]), then="break"), breaks, whole()
+        calls = in_turn(c, *turns, of=("PD0", "PD1", "PD2"))
+        assert await text_of(c) == "abcd"
+        assert [params(call).get("goes_on_after") for call in calls] == [None, None, [1, 2], [1, 2]]
+        await c.idle()
+
+
 @pytest.mark.parametrize("replay", [True, False])
 async def test_a_pair_goes_on_as_the_way_wants_it(replay: bool) -> None:
     config = settings(first_token="decode", go_on="replay" if replay else "auto")

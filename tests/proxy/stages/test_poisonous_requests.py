@@ -129,6 +129,33 @@ async def all_die_with_pd0(c: Cluster, count: int) -> list[asyncio.Task[Any]]:
     return requests
 
 
+async def all_die_with(stage: FakeStage, requests: int) -> None:
+    """Once so many are there."""
+    dead = asyncio.Event()
+    stage.usual = once(dead, breaks)
+    await stage.until(lambda stage: stage.active >= requests)
+    dead.set()
+
+
+@pytest.mark.parametrize("requests", [1, 2, 30])
+async def test_a_request_is_given_up_for_two_deaths_unless_it_had_neighbours(requests: int) -> None:
+    """All of them are too old to be suspected of either death."""
+    async with cluster("PD0", "PD1", "PD2", config=settings(poison=PoisonLimits(blame_s=1e-9))) as c:
+        for name in ("PD1", "PD2"):
+            c.table.mark_down(name, "not yet")
+        sent = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=n))) for n in range(requests)]
+        for name, following in (("PD0", "PD1"), ("PD1", "PD2")):
+            dying = asyncio.create_task(all_die_with(c[name], requests))
+            await c[name].until(lambda stage: stage.active >= requests)
+            c.table.mark_down(name, "died")
+            c.table.mark_up(following)
+            await dying
+        answers = await asyncio.gather(*sent)
+        assert {one.status_code for one in answers} == ({502} if requests == 1 else {200})
+        assert len(c["PD2"].calls) == (0 if requests == 1 else requests)
+        await c.idle()
+
+
 async def leave(requests: list[asyncio.Task[Any]]) -> None:
     for task in requests:
         task.cancel()
@@ -177,6 +204,32 @@ async def test_an_engine_that_says_that_it_is_dead_has_died() -> None:
             stage.usual = refuses(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
         assert (await c.client.post(CHAT, json=text_body())).status_code == 422
         assert sum(len(stage.calls) for stage in c.stages.values()) == 2
+
+
+async def test_an_engine_that_says_that_it_is_dead_is_not_asked_again_before_its_next_life() -> None:
+    """Its server answers so for seconds; asking it again would cost retries and win nothing."""
+    config = settings(retries=1, timeouts=replace(QUICK, instance_wait_s=PATIENCE_S))
+    async with cluster("P0", "D0", config=config) as c:
+        c["P0"].usual = refuses(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
+        requests = [asyncio.create_task(c.client.post(CHAT, json=text_body(seed=n))) for n in range(8)]
+        async with asyncio.timeout(PATIENCE_S):
+            while c.table.is_alive("P0", "P0-life1"):
+                await asyncio.sleep(0.002)
+        asked = len(c["P0"].calls)
+        requests.append(asyncio.create_task(c.client.post(CHAT, json=text_body(seed=9))))
+        c.table.mark_down("P0", "killed by SIGKILL", incarnation="P0-life1")
+        c["P0"].usual = answer
+        c.table.apply(replace(c.instances["P0"], incarnation="P0-life2"))
+        assert {one.status_code for one in await asyncio.gather(*requests)} == {200}
+        assert len(c["P0"].calls) <= max(asked, 8) + 9, "once before, and once after"
+        await c.idle()
+
+
+async def test_a_stage_that_only_quotes_these_words_goes_on_being_asked() -> None:
+    async with cluster("PD0") as c:
+        c["PD0"].script.append(refuses(500, "no tool 'EngineCore encountered an issue'"))
+        assert (await c.client.post(CHAT, json=text_body())).status_code == 200
+        assert c.table.is_alive("PD0", "PD0-life1")
 
 
 async def test_what_dies_after_the_first_byte_is_not_held_against_the_body() -> None:

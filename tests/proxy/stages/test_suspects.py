@@ -12,6 +12,7 @@ from epd_serve.errors import StageError
 from proxy.config.limits import PoisonLimits
 from proxy.errors import PoisonousRequest
 from proxy.metrics import Metrics
+from proxy.stages.poison_records import EXPLAINED
 from proxy.stages.suspects import Suspects, Trial
 from tests.waiting import PATIENCE_S
 
@@ -122,6 +123,82 @@ async def test_one_request_is_tried_once_more_and_what_is_sent_together_is_one_a
     assert trial.exhausted
     with pytest.raises(StageError, match="it is not tried again"):
         trial.check()
+
+
+async def test_one_death_counts_once_however_often_it_is_met(court: Court) -> None:
+    """Its API server still answers while its engine is gone; several calls of one request may be there, too."""
+    trial = court.trial()
+    for _ in range(3):
+        trial.died(P0, sent_at=court.now)
+        court.now += 10
+    assert not trial.exhausted
+    assert court.metric("epd_proxy_deaths_total", stage="P0") == 1
+    trial.died(("P0", "two"), sent_at=court.now)
+    with pytest.raises(StageError, match="P0 2 times ended"):
+        trial.check()
+
+
+async def test_an_answer_between_two_deaths_clears_the_request_of_the_first(court: Court) -> None:
+    """A stream that goes on has survived where it went on, whatever became of it before."""
+    trial = court.trial()
+    for life in range(4):
+        trial.died(("P0", str(life)), sent_at=court.now)
+        trial.check()
+        court.now += 20
+        trial.survived()
+    for life in (4, 5):
+        trial.died(("P0", str(life)), sent_at=court.now)
+        court.now += 20
+    assert trial.exhausted
+
+
+async def test_having_been_encoded_clears_the_request_of_nothing(court: Court) -> None:
+    trial = court.trial()
+    trial.died(P0, sent_at=court.now)
+    trial.survived(encoding=True)
+    court.now += 20
+    trial.died(P1, sent_at=court.now)
+    assert trial.exhausted
+
+
+async def test_a_request_is_not_given_up_for_what_killed_its_neighbours(court: Court) -> None:
+    """One of sixty, killed three times by chance; the one that had been alone both times is given up."""
+    many = [court.trial(b"%d" % number) for number in range(60)]
+    for life in ("one", "two", "three"):
+        for trial in many:
+            trial.died(("P0", life), sent_at=court.now - 10)
+            trial.check()
+        court.now += 20
+    alone = court.trial(b"alone")
+    for life in ("four", "five"):
+        alone.died(("P0", life), sent_at=court.now - 10)
+        court.now += 20
+    assert alone.exhausted and not any(trial.exhausted for trial in many)
+
+
+async def test_one_neighbour_is_enough_whoever_of_the_two_notices_first(court: Court) -> None:
+    one, two = court.trial(b"1"), court.trial(b"2")
+    for life, order in (("one", (one, two)), ("two", (two, one))):
+        for trial in order:
+            trial.died(("P0", life), sent_at=court.now - 10)
+            trial.check()
+        court.now += 20
+
+
+async def test_whoever_has_its_answer_is_a_neighbour_too_and_no_suspect(court: Court) -> None:
+    trial, stream = court.trial(b"new"), court.trial(b"a stream")
+    for life in ("one", "two"):
+        stream.died(("D0", life), sent_at=court.now - 3, answered=True)
+        trial.died(("D0", life), sent_at=court.now - 10)
+        trial.check()
+        court.now += 20
+    assert not stream.exhausted and not stream.suspected
+
+
+async def test_who_shared_deaths_is_remembered_of_some(court: Court) -> None:
+    for number in range(1000):
+        court.trial(b"%d" % number).died((f"P{number}", "one"), sent_at=court.now)
+    assert len(court.suspects._shared) == EXPLAINED
 
 
 async def test_suspects_are_tried_one_at_a_time_the_last_one_sent_first_whoever_notices_first(court: Court) -> None:

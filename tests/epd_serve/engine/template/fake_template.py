@@ -1,6 +1,7 @@
 """A template without vLLM: the same template, root and forks, which do what the stage's flags say.
 
-`fake_template.py SOCKET MODEL`; MODEL is `broken` for one that cannot be.
+`fake_template.py SOCKET MODEL`; MODEL is `broken` for one that cannot be. As many as lines in `MODEL.doomed` are killed
+before they are ready.
 """
 
 from __future__ import annotations
@@ -74,5 +75,9 @@ if __name__ == "__main__":
     if sys.argv[2] == "broken":
         launcher.sendall(b"ImportError: no such model")
         sys.exit(1)
+    doomed = Path(f"{sys.argv[2]}.doomed")
+    if doomed.exists() and (left := doomed.read_text().splitlines()):
+        doomed.write_text("\n".join(left[1:]))
+        os.kill(os.getpid(), signal.SIGKILL)
     launcher.sendall(READY)
     sys.exit(serve(launcher, api_server))
