@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea, ImageTokens
 from epd_serve.layout_parser import parse
 from epd_serve.sim.profile import checked, read_object
+from epd_serve.slo import parse_slos
 
 Reading = Literal[
     "goodput", "attainment", "latency", "breakdown", "throughput", "devices", "batches", "streams", "intensity"
 ]
-COMPUTED: frozenset[str] = frozenset({"batches", "streams", "intensity"})
-"""Readings that are arithmetic over the profile or the model's shapes."""
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "goodput": ("slos",),
+    "attainment": ("slos", "rates"),
+    "latency": ("rates",),
+    "breakdown": ("rates",),
+    "throughput": (),
+    "devices": ("slos", "rates"),
+}
+"""What each traffic has, of its own or of the preset's, where a reading is simulated."""
+COMPUTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "batches": {"shapes": ("image_tokens", "prompt_tokens"), "sizes": ("encode", "prefill", "decode")},
+    "streams": {"shapes": ("image_tokens", "prompt_tokens"), "sizes": ("encode", "decode")},
+    "intensity": {"shapes": ("image_tokens", "vision_hidden", "language_hidden"), "sizes": ("images", "tokens")},
+}
+"""Readings that are arithmetic over the profile or the model's shapes, and what they take."""
+PROFILES_DIR = Path(__file__).parent / "profiles"
+Positive = Annotated[float, Meta(gt=0)]
+Some = Annotated[int, Meta(ge=1)]
+Names = Annotated[tuple[str, ...], Meta(min_length=1)]
 
 
 class Traffic(Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,13 +49,13 @@ class Traffic(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str
-    mix: dict[str, float]
+    mix: Annotated[dict[str, Positive], Meta(min_length=1)]
     images: int | None = None
     output_tokens: int | None = None
     profile: str = ""
     tokens: ImageTokens | None = None
     slos: str = ""
-    rates: tuple[float, ...] = ()
+    rates: tuple[Positive, ...] = ()
 
 
 class Method(Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +67,7 @@ class Method(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str
-    layouts: tuple[str, ...]
+    layouts: Names
     policy: str = "first-token"
     budgets: bool = False
     max_running: dict[str, int] = {}
@@ -80,7 +99,7 @@ class Evidence(Struct, frozen=True, forbid_unknown_fields=True):
     """Real runs. record: a file of bench/results with predicted beside measured rows. layouts: of it."""
 
     record: str
-    layouts: tuple[str, ...]
+    layouts: Names
 
 
 class Preset(Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,7 +107,8 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         shows: what the paper shows there. source: its section.
-        reading: see the first lines of `readings.py`. profile: of `bench/papers/profiles`. tokens: the model's rule for images.
+        reading: see the first lines of `readings.py`. profile: of `bench/papers/profiles`.
+        tokens: the model's rule for images.
         traffic, methods: all pairs are simulated. slos, rates: of traffic that has none of its own.
         requests: of a run. share: of them within the SLO, for goodput.
         sizes: of batches, or numbers of images and tokens. shapes: of the model, for `intensity`.
@@ -102,18 +122,18 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
     shows: str
     reading: Reading
     profile: str
-    limit: float
+    limit: Positive
     not_simulated: str
     printed: tuple[Printed, ...]
     tokens: ImageTokens = ByArea()
     traffic: tuple[Traffic, ...] = ()
     methods: tuple[Method, ...] = ()
     slos: str = ""
-    rates: tuple[float, ...] = ()
-    requests: int = 300
-    share: float = 0.9
-    sizes: dict[str, tuple[int, ...]] = {}
-    shapes: dict[str, int] = {}
+    rates: tuple[Positive, ...] = ()
+    requests: Some = 300
+    share: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    sizes: dict[str, tuple[Annotated[int, Meta(ge=0)], ...]] = {}
+    shapes: dict[str, Some] = {}
     validated_by: Evidence | None = None
 
 
@@ -125,9 +145,24 @@ def read_preset(path: Path) -> Preset:
     def refused(field: str, fault: str) -> ConfigError:
         return ConfigError(f"{what}: {fault} - at `$.{field}`", param="NAME")
 
-    for field in () if preset.reading in COMPUTED else ("traffic", "methods"):
+    for field in ("traffic", "methods") if preset.reading in NEEDS else ():
         if not getattr(preset, field):
             raise refused(field, "it is empty")
+    for field, keys in COMPUTED.get(preset.reading, {}).items():
+        if missing := [key for key in keys if not getattr(preset, field).get(key)]:
+            raise refused(f"{field}.{missing[0]}", f"{preset.reading} needs it")
+    for number, traffic in enumerate(preset.traffic):
+        for field in NEEDS.get(preset.reading, ()):
+            if not (getattr(traffic, field) or getattr(preset, field)):
+                raise refused(f"traffic[{number}].{field}", f"{preset.reading} needs it")
+    places: dict[str, Preset | Traffic] = {f"traffic[{number}].": one for number, one in enumerate(preset.traffic)}
+    for place, one in {"": preset, **places}.items():
+        if one.profile and not (PROFILES_DIR / f"{one.profile}.json").is_file():
+            raise refused(f"{place}profile", f"no profile is called {one.profile!r}")
+        try:
+            parse_slos(one.slos or "1:1")
+        except ConfigError as error:
+            raise refused(f"{place}slos", str(error)) from error
     devices: dict[str, int] = {}
     for number, method in enumerate(preset.methods):
         for text in method.layouts:

@@ -78,6 +78,8 @@ def report(name: str, preset: Preset, rows: Sequence[Row]) -> Iterator[str]:
     yield f"The paper: {preset.shows}"
     yield f"Profile: {profile.model} on {profile.device}, {profile.how}"
     columns = list(dict.fromkeys(column for row in rows for column in row))
+    if "layout" in columns and all(row["layout"] == row["method"] for row in rows):
+        columns.remove("layout")
     yield table([columns, *([_cell(row.get(column, "")) for column in columns] for row in rows)])
     if preset.printed:
         head = ("beside the paper", "printed", "here")
@@ -99,8 +101,10 @@ def here(one: Printed, rows: Sequence[Row]) -> str:
     if one.best:
         found = [max(best, key=best.__getitem__) for best in _bests(one, rows)]
         return ", ".join(f"{name} ({found.count(name)} of {len(found)})" for name in dict.fromkeys(found))
-    low, high = min(numbers := values(one, rows) or [math.nan]), max(numbers)
-    return _cell(low) if low == high or math.isnan(low) else f"{_cell(low)} to {_cell(high)}"
+    if not (numbers := values(one, rows)):
+        return "no figure: one of them serves none"
+    low, high = _cell(min(numbers)), _cell(max(numbers))
+    return low if low == high else f"{low} to {high}"
 
 
 def values(one: Printed, rows: Sequence[Row]) -> list[float]:

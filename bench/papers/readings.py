@@ -18,13 +18,12 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from msgspec.structs import replace
 
-from bench.papers.preset_file import COMPUTED, Method, Preset, Traffic
+from bench.papers.preset_file import PROFILES_DIR, Method, Preset, Traffic
 from bench.statistic import percentile
 from bench.workloads.generate import Knobs
 from bench.workloads.profiles import PROFILES
@@ -32,7 +31,7 @@ from bench.workloads.requests import Poisson, with_arrivals
 from bench.workloads.traffic import traffic_of
 from bench.workloads.workload import Workload as Generated
 from deploy.planner.candidates import bound_rps
-from deploy.planner.goodput import SHARE, Goal, goodput
+from deploy.planner.goodput import MOST_REQUESTS, SHARE, SPAN, Goal, goodput
 from deploy.planner.profile import DECODE, ENCODE, DeviceProfile, read_device_profile
 from deploy.planner.simulate import Options, Simulated, simulate
 from deploy.planner.workload import Workload, workload_of
@@ -42,11 +41,10 @@ from epd_serve.layout_parser import parse
 from epd_serve.slo import Slo, parse_slos
 from epd_serve.traffic import Request
 
-PROFILES_DIR = Path(__file__).parent / "profiles"
 SAMPLE = 600
 """Requests of a traffic, which begins again after them."""
-QUICK = 0.3
-"""Of a preset's requests."""
+QUICK, QUICK_SPAN = 0.3, 2.0
+"""Of a preset's requests; of a run's length, in TTFTs of its SLO: goodput comes out a little high then."""
 HIGHER = ("goodput_rps", "attained", "gaps_within", "done_rps", "per_s", "encode_per_s", "decode_per_s", "intensity")
 """Columns of which more is better."""
 Row = dict[str, Any]
@@ -54,30 +52,35 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Asked(Goal):
-    """A goal whose runs have so many requests."""
+    """A goal whose runs have so many requests at least: queues take time to become too long."""
 
-    count: int = 300
+    least: int = 300
+    span: float = SPAN
 
     def requests(self, rate_rps: float, seed: int) -> Sequence[Request]:
-        return self.workload.at(rate_rps, self.count, seed)
+        span_s = self.span * self.slo.ttft_ms / 1e3
+        return self.workload.at(rate_rps, min(max(self.least, round(rate_rps * span_s)), MOST_REQUESTS), seed)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of a method under one traffic. count: requests of a run."""
+    """A layout of a method under one traffic. named: the layout, as the preset has it. count: requests of a run.
+    span: of a run for goodput, see `Asked`."""
 
     traffic: Traffic
     method: Method
+    named: str
     layout: Layout
     profile: DeviceProfile
     workload: Workload
     slos: tuple[Slo, ...]
     rates: tuple[float, ...]
     count: int
+    span: float
 
     @property
     def about(self) -> Row:
-        return {"traffic": self.traffic.name, "method": self.method.name, "layout": str(self.layout)}
+        return {"traffic": self.traffic.name, "method": self.method.name, "layout": self.named}
 
     def options(self, slo: Slo | None) -> Options:
         one = self.method
@@ -120,19 +123,19 @@ def _part(spec: str, traffic: Traffic, tokens: ImageTokens) -> Iterator[Request]
 
 def cases(preset: Preset, *, quick: bool) -> Iterator[Case]:
     """All pairs of traffic and layouts."""
-    count = max(40, round(preset.requests * (QUICK if quick else 1)))
+    count, span = max(40, round(preset.requests * (QUICK if quick else 1))), QUICK_SPAN if quick else SPAN
     for traffic in preset.traffic:
         profile = profile_of(traffic.profile or preset.profile)
         comes = workload(traffic, traffic.tokens or preset.tokens)
         slos = traffic.slos or preset.slos
-        for method, layout in ((one, parse(text)) for one in preset.methods for text in one.layouts):
-            judged = parse_slos(slos) if slos else ()
-            yield Case(traffic, method, layout, profile, comes, judged, traffic.rates or preset.rates, count)
+        judged, rates = parse_slos(slos) if slos else (), traffic.rates or preset.rates
+        for method, named in ((one, named) for one in preset.methods for named in one.layouts):
+            yield Case(traffic, method, named, parse(named), profile, comes, judged, rates, count, span)
 
 
 def _goodput(case: Case, share: float) -> Iterator[Row]:
     for slo in case.slos:
-        goal = Asked(case.workload, slo, share, case.count)
+        goal = Asked(case.workload, slo, share, case.count, case.span)
         start_rps = bound_rps(case.layout, case.profile, case.workload.work) / 2
         found = goodput(goal, case.layout, case.profile, start_rps, 1, case.options(slo))
         yield {**case.about, "slo": str(slo), "goodput_rps": found}
@@ -140,8 +143,8 @@ def _goodput(case: Case, share: float) -> Iterator[Row]:
 
 def _devices(case: Case, share: float) -> Iterator[Row]:
     for row in _goodput(case, share):
-        for rate in case.rates:
-            times = math.ceil(rate / row["goodput_rps"]) if row["goodput_rps"] else math.inf
+        for rate in case.rates if row["goodput_rps"] else ():
+            times = math.ceil(rate / row["goodput_rps"])
             yield {**row, "rate_rps": rate, "devices": times * case.layout.device_count}
 
 
@@ -264,7 +267,7 @@ _COMPUTED: Mapping[str, Callable[[Preset], Iterator[Row]]] = {
 
 def rows_of(preset: Preset, *, quick: bool) -> list[Row]:
     """What came of it. Raises ConfigError: a layout that the profile does not know, a workload that there is not."""
-    if preset.reading in COMPUTED:
+    if preset.reading in _COMPUTED:
         return list(_COMPUTED[preset.reading](preset))
     reading = _SIMULATED[preset.reading]
     return [row for case in cases(preset, quick=quick) for row in reading(case, preset.share)]
