@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from deploy.planner.profile import DeviceProfile, read_device_profile
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea, ImageTokens
 from epd_serve.layout_parser import parse
@@ -33,6 +34,8 @@ COMPUTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """Readings that are arithmetic over the profile or the model's shapes, and what they take."""
 PROFILES_DIR = Path(__file__).parent / "profiles"
+Row = dict[str, Any]
+"""What came of a preset: about what it is, and the reading's columns."""
 Positive = Annotated[float, Meta(gt=0)]
 Some = Annotated[int, Meta(ge=1)]
 Names = Annotated[tuple[str, ...], Meta(min_length=1)]
@@ -107,7 +110,7 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         shows: what the paper shows there. source: its section.
-        reading: see the first lines of `readings.py`. profile: of `bench/papers/profiles`.
+        reading: see the first lines of `readings.py` and `arithmetic.py`. profile: of `bench/papers/profiles`.
         tokens: the model's rule for images.
         traffic, methods: all pairs are simulated. slos, rates: of traffic that has none of its own.
         requests: of a run. share: of them within the SLO, for goodput.
@@ -180,3 +183,8 @@ def read_preset(path: Path) -> Preset:
             if names and name and name not in names:
                 raise refused(f"printed[{number}].{field}", f"no method is called {name!r}")
     return preset
+
+
+def profile_of(name: str) -> DeviceProfile:
+    """Raises ConfigError: there is no such file, or it is wrong."""
+    return read_device_profile(PROFILES_DIR / f"{name}.json")

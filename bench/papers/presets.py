@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.micro.rows import grouped
-from bench.papers.preset_file import COMPUTED, Preset, Printed, read_preset
-from bench.papers.readings import HIGHER, Row, profile_of, rows_of
+from bench.papers.preset_file import COMPUTED, Preset, Printed, Row, profile_of, read_preset
+from bench.papers.readings import HIGHER, rows_of
 from bench.record import ROOT, Record, environment, read_json, write
 from bench.record import add_arguments as add_record_arguments
 from deploy.memory.placement_table import table

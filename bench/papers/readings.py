@@ -1,14 +1,13 @@
-"""How each kind of reading answers a preset: rows, by the planner's simulator. Pure but for the profiles that are read.
+"""How each kind of reading answers a preset: rows, by the planner's simulator.
 
-goodput     requests a second at which 90 % of the requests attain the SLO, per layout, traffic and SLO
-attainment  share of requests within the SLO, at each rate
-latency     TTFT (mean, P99), TPOT, requests done a second, share of token gaps within the SLO's, at each rate
-breakdown   where a request's mean time goes: its steps by the profile, the rest of its TTFT is waiting
-throughput  requests a second when all come at once
-devices     how many a rate takes: so many times a layout as its goodput goes into it
-batches     what a stage does a second by the size of its batch, by the profile alone
-streams     encode and decode of one device in turns, and side by side at the profile's slowdown
-intensity   operations per byte of linear layers that compute images and tokens at once (HydraInfer, Table 2)
+Pure but for the profiles that are read. What takes no simulation is in `arithmetic.py`.
+
+    goodput     requests a second at which 90 % of the requests attain the SLO, per layout, traffic and SLO
+    attainment  share of requests within the SLO, at each rate
+    latency     TTFT (mean, P99), TPOT, requests done a second, share of token gaps within the SLO's, at each rate
+    breakdown   where a request's mean time goes: its steps by the profile, the rest of its TTFT is waiting
+    throughput  requests a second when all come at once
+    devices     how many a rate takes: so many times a layout as its goodput goes into it
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from msgspec.structs import replace
 
-from bench.papers.preset_file import PROFILES_DIR, Method, Preset, Traffic
+from bench.papers.arithmetic import ARITHMETIC
+from bench.papers.preset_file import Method, Preset, Row, Traffic, profile_of
 from bench.statistic import percentile
 from bench.workloads.generate import Knobs
 from bench.workloads.profiles import PROFILES
@@ -31,8 +30,8 @@ from bench.workloads.requests import Poisson, with_arrivals
 from bench.workloads.traffic import traffic_of
 from bench.workloads.workload import Workload as Generated
 from deploy.planner.candidates import bound_rps
-from deploy.planner.goodput import MOST_REQUESTS, SHARE, SPAN, Goal, goodput
-from deploy.planner.profile import DECODE, ENCODE, DeviceProfile, read_device_profile
+from deploy.planner.goodput import MOST_REQUESTS, SPAN, Goal, goodput
+from deploy.planner.profile import DeviceProfile
 from deploy.planner.simulate import Options, Simulated, simulate
 from deploy.planner.workload import Workload, workload_of
 from epd_serve.image_tokens import ImageTokens
@@ -47,7 +46,6 @@ QUICK, QUICK_SPAN = 0.3, 2.0
 """Of a preset's requests; of a run's length, in TTFTs of its SLO: goodput comes out a little high then."""
 HIGHER = ("goodput_rps", "attained", "gaps_within", "done_rps", "per_s", "encode_per_s", "decode_per_s", "intensity")
 """Columns of which more is better."""
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -96,11 +94,6 @@ class Case:
         requests = self.workload.at(rate_rps, self.count, 1)
         slos = () if slo is None else (slo,)
         return simulate(self.layout, self.profile, requests, slos=slos, options=self.options(slo))
-
-
-def profile_of(name: str) -> DeviceProfile:
-    """Raises ConfigError: there is no such file, or it is wrong."""
-    return read_device_profile(PROFILES_DIR / f"{name}.json")
 
 
 def workload(traffic: Traffic, tokens: ImageTokens) -> Workload:
@@ -205,51 +198,6 @@ def _throughput(case: Case, share: float) -> Iterator[Row]:
     yield {**case.about, "done_rps": case.count / run.span_s}
 
 
-def _batches(preset: Preset) -> Iterator[Row]:
-    stage, shapes = profile_of(preset.profile).stages[1], preset.shapes
-    took: Mapping[str, Callable[[int], float]] = {
-        "encode": lambda batch: stage.encode.seconds(batch * shapes["image_tokens"]),
-        "prefill": lambda batch: (
-            stage.prefill.seconds(batch * shapes["prompt_tokens"])
-            + batch * stage.prefill_context_s * shapes["prompt_tokens"] ** 2 / 2
-        ),
-        "decode": lambda batch: stage.decode_s(batch, batch * shapes["prompt_tokens"]),
-    }
-    for name, seconds in took.items():
-        rates = {batch: batch / seconds(batch) for batch in preset.sizes[name]}
-        at = next(batch for batch, rate in rates.items() if rate >= SHARE * max(rates.values()))
-        for batch, rate in rates.items():
-            yield {"method": name, "batch": batch, "per_s": rate, "saturated_at": at}
-
-
-def _streams(preset: Preset) -> Iterator[Row]:
-    profile, shapes = profile_of(preset.profile), preset.shapes
-    stage = profile.stages[1]
-    for batch in preset.sizes["decode"]:
-        decode_s = stage.decode_s(batch, batch * shapes["prompt_tokens"])
-        for images in preset.sizes["encode"]:
-            encode_s = stage.encode.seconds(images * shapes["image_tokens"])
-            for method, slow in (("sequential", 2.0), ("parallel", profile.slows(ENCODE, DECODE))):
-                rates = {"encode_per_s": images / encode_s / slow, "decode_per_s": batch / decode_s / slow}
-                yield {"method": method, "images": images, "batch": batch, **rates}
-
-
-def _intensity(preset: Preset) -> Iterator[Row]:
-    """Of QKVO projections and FFN of one layer of each model, at 2 bytes a number: Table 2, where BT tokens of the
-    images and S tokens of the language model run at once."""
-    shapes = preset.shapes
-    for images, tokens in itertools.product(preset.sizes["images"], preset.sizes["tokens"]):
-        flops = bytes_ = 0.0
-        for count, hidden in (
-            (images * shapes["image_tokens"], shapes["vision_hidden"]),
-            (tokens, shapes["language_hidden"]),
-        ):
-            if count:
-                flops += (8 + 16) * count * hidden**2
-                bytes_ += 2 * ((8 + 10) * count * hidden + (4 + 8) * hidden**2)
-        yield {"method": f"{images} images", "tokens": tokens, "intensity": flops / bytes_}
-
-
 _SIMULATED: Mapping[str, Callable[[Case, float], Iterator[Row]]] = {
     "goodput": _goodput,
     "attainment": _attainment,
@@ -258,16 +206,11 @@ _SIMULATED: Mapping[str, Callable[[Case, float], Iterator[Row]]] = {
     "throughput": _throughput,
     "devices": _devices,
 }
-_COMPUTED: Mapping[str, Callable[[Preset], Iterator[Row]]] = {
-    "batches": _batches,
-    "streams": _streams,
-    "intensity": _intensity,
-}
 
 
 def rows_of(preset: Preset, *, quick: bool) -> list[Row]:
     """What came of it. Raises ConfigError: a layout that the profile does not know, a workload that there is not."""
-    if preset.reading in _COMPUTED:
-        return list(_COMPUTED[preset.reading](preset))
+    if preset.reading in ARITHMETIC:
+        return list(ARITHMETIC[preset.reading](preset))
     reading = _SIMULATED[preset.reading]
     return [row for case in cases(preset, quick=quick) for row in reading(case, preset.share)]

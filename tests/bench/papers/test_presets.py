@@ -11,9 +11,9 @@ import pytest
 
 from bench.cli import main
 from bench.papers import presets
-from bench.papers.preset_file import COMPUTED, PROFILES_DIR, Printed, read_preset
+from bench.papers.preset_file import COMPUTED, PROFILES_DIR, Printed, profile_of, read_preset
 from bench.papers.presets import PRESETS_DIR, here, report, shape, values, verdict
-from bench.papers.readings import profile_of, rows_of
+from bench.papers.readings import rows_of
 from deploy.planner.simulate import check_simulated
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
@@ -30,9 +30,9 @@ TINY: dict[str, Any] = {
     "limit": 0.1,
     "not_simulated": "the rest",
     "printed": [],
-    "traffic": [{"name": "texts", "mix": {"images=0@28x28,text=32,output=4": 1}}],
+    "traffic": [{"name": "texts", "mix": {"images=0@28x28,text=2000,output=4": 1}}],
     "methods": [{"name": "one", "layouts": ["TP1x2"]}, {"name": "two", "layouts": ["EP-D"]}],
-    "slos": "2000:200",
+    "slos": "2000:400",
     "rates": [1],
     "requests": 40,
 }
