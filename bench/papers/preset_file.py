@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from bench.workloads.profiles import PROFILES
 from deploy.planner.profile import DeviceProfile, read_device_profile
+from deploy.planner.workload import workload_of
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea, ImageTokens
 from epd_serve.layout_parser import parse
@@ -158,6 +161,15 @@ def read_preset(path: Path) -> Preset:
         for field in NEEDS.get(preset.reading, ()):
             if not (getattr(traffic, field) or getattr(preset, field)):
                 raise refused(f"traffic[{number}].{field}", f"{preset.reading} needs it")
+        for spec in traffic.mix:
+            if spec not in PROFILES:
+                try:
+                    workload_of(spec, preset.tokens)
+                except ConfigError as error:
+                    near = difflib.get_close_matches(spec, PROFILES, 1)
+                    raise refused(
+                        f"traffic[{number}].mix", f"did you mean {near[0]}?" if near else str(error)
+                    ) from error
     places: dict[str, Preset | Traffic] = {f"traffic[{number}].": one for number, one in enumerate(preset.traffic)}
     for place, one in {"": preset, **places}.items():
         if one.profile and not (PROFILES_DIR / f"{one.profile}.json").is_file():

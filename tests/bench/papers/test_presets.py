@@ -185,6 +185,7 @@ def test_an_unknown_preset_gets_the_nearest(capsys: Any) -> None:
         ({"profile": "h1000"}, "$.profile"),
         ({"traffic": []}, "$.traffic"),
         ({"traffic": [{"name": "a", "mix": {}}]}, "$.traffic[0].mix"),
+        ({"traffic": [{"name": "a", "mix": {"pope-lik": 1}}]}, "pope-like? - at `$.traffic[0].mix`"),
         ({"methods": [{"name": "one", "layouts": ["E-X"]}]}, "$.methods[0].layouts"),
         ({"methods": [{"name": "one", "layouts": ["TP1x2", "E-P-D"]}]}, "$.methods"),
         ({"printed": [{"what": "", "source": "", "column": "attained", "of": "three"}]}, "$.printed[0].of"),
