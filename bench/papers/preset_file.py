@@ -167,9 +167,8 @@ def read_preset(path: Path) -> Preset:
                     workload_of(spec, preset.tokens)
                 except ConfigError as error:
                     near = difflib.get_close_matches(spec, PROFILES, 1)
-                    raise refused(
-                        f"traffic[{number}].mix", f"did you mean {near[0]}?" if near else str(error)
-                    ) from error
+                    fault = f"no workload is called {spec!r}; did you mean {near[0]}?" if near else str(error)
+                    raise refused(f"traffic[{number}].mix", fault) from error
     places: dict[str, Preset | Traffic] = {f"traffic[{number}].": one for number, one in enumerate(preset.traffic)}
     for place, one in {"": preset, **places}.items():
         if one.profile and not (PROFILES_DIR / f"{one.profile}.json").is_file():
