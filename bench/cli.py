@@ -64,6 +64,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     PAPERS: (
         Command("ablations", "bench.papers.ablations", "what parts of the transfers are worth (EPD-Serve, Table 2)"),
         Command("memory-tables", "bench.papers.memory_tables", "what fits with and without the encoder (EPD, 2 to 4)"),
+        Command("papers", "bench.papers.presets", "figures of papers, simulated, beside what they print"),
     ),
 }
 """What a user needs comes first."""

@@ -41,6 +41,7 @@ SMALL: Mapping[str, str] = {
     "load": "--rate 2 --duration 3 --min-samples 1 --late-ms 1000",
     "memory-tables": "",
     "page": "--quick",
+    "papers": "--quick",
     "ray": "--quick --only ttft --rounds 2 --per-s 10",
     "workload": "--n 4",
 }
