@@ -65,7 +65,13 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     message: _Delta | None = None
     text: str | None = None
+    token_ids: list[int] | None = None
     finish_reason: str | None = None
+
+    def bears_content(self) -> bool:
+        """Tokens that are no text, or half of a character, are content where their ids are asked for."""
+        delta = self.delta or self.message
+        return bool(self.text or self.token_ids or (delta is not None and delta.bears_content()))
 
 
 class _Usage(msgspec.Struct):
@@ -105,7 +111,7 @@ def read_answer(pieces: Sequence[tuple[float, bytes]], *, stream: bool = True) -
             return reading(error=shortened(data))
         for choice in event.choices or ():
             delta = choice.delta or choice.message
-            if choice.text or (delta is not None and delta.bears_content()):
+            if choice.bears_content():
                 content.append(at)
                 text.append(choice.text or (delta and delta.content) or "")
                 last = at

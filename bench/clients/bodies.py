@@ -28,13 +28,14 @@ DataUrl = Callable[[ImageRef], str]
 
 
 def chat_body(spec: RequestSpec, model: str, data_url: DataUrl) -> dict[str, Any]:
-    """The request as OpenAI's chat completions have it; the answer is streamed, counted, and of exactly that length."""
+    """The request as OpenAI's chat completions have it; the answer is streamed, counted, and of exactly that length. It
+    has an event for each token, also for those that are no text, of which random weights give many."""
     content: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": data_url(image)}} for image in spec.images
     ]
     messages = [{"role": "user", "content": [*content, {"type": "text", "text": spec.text}]}]
-    body = {"model": model, "messages": messages, "max_tokens": spec.max_tokens, "temperature": 0, "ignore_eos": True}
-    return streamed(body)
+    asked = {"max_tokens": spec.max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return streamed({"model": model, "messages": messages, **asked})
 
 
 def streamed(body: Mapping[str, Any]) -> dict[str, Any]:

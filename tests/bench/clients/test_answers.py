@@ -56,6 +56,14 @@ def test_what_is_empty_is_none(content):
     assert read_answer([(1.0, delta(**content))]).content_s == ()
 
 
+def test_a_token_that_is_no_text_is_content_where_its_id_is_told():
+    silent = {"index": 0, "delta": {"content": ""}, "token_ids": [7]}
+    pieces = [(1.0, event(choices=[silent])), (2.0, event(choices=[silent | {"token_ids": None}]))]
+    pieces += [(3.0, event(choices=[{"index": 0, "text": "", "token_ids": [8]}]))]
+
+    assert read_answer(pieces).content_s == (1.0, 3.0)
+
+
 def test_the_older_completions_have_text():
     assert read_answer([(1.0, event(choices=[{"text": "hi"}]))]).content_s == (1.0,)
 

@@ -38,6 +38,7 @@ def test_a_request_is_a_streamed_chat_of_exact_length_with_its_images_first():
     assert text == {"type": "text", "text": "what?"}
     assert (body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) == ("m", 64, True, True)
     assert body["stream_options"] == {"include_usage": True}
+    assert body["return_token_ids"] is True, "an event for each token, also for those that are no text"
 
 
 def test_an_unreadable_image_is_an_error_before_the_run():
