@@ -84,23 +84,16 @@ class Launched:
         return {"messages": [{"role": "user", "content": [*pictures, {"type": "text", "text": words}]}]}
 
     def _stream(self, asked: dict[str, Any], tokens: int) -> list[float]:
-        """When each event with content was read. Raises StageError: it is refused."""
+        """When each event with tokens was read, also those without text. Raises StageError: it is refused."""
         path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
-        body = {
-            "model": self.model,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "max_tokens": tokens,
-            **asked,
-        }
+        usual = {"model": self.model, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
         came: list[float] = []
-        with self.http.stream("POST", path, json=body) as answer:
+        with self.http.stream("POST", path, json={**usual, "max_tokens": tokens, **asked}) as answer:
             if answer.status_code != 200:
                 raise StageError(f"a request was answered with {answer.status_code}: {answer.read()!r}", stage="proxy")
             for line in answer.iter_lines():
                 choices = json.loads(line[6:]).get("choices") if line.startswith("data: {") else None
-                if choices and (choices[0].get("text") or choices[0].get("delta", {}).get("content")):
+                if choices and choices[0].get("token_ids"):
                     came.append(time.monotonic())
         return came
 
