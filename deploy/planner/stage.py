@@ -16,11 +16,10 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-import zlib
+import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from deploy.planner.profile import DECODE, ENCODE, KINDS, PREFILL
 from epd_serve.budgets import Budgets
@@ -39,6 +38,8 @@ Slowdowns = Mapping[frozenset[str], float]
 
 MOST_STEPS = 1 << 20
 """Planned as one event."""
+FEW = 32
+"""Steps, of which each is drawn by itself."""
 
 
 class Clock:
@@ -157,7 +158,8 @@ class Gaps:
     """The steps of one stage that decoded, counted: whoever decodes in all of them has a token in each.
 
     Args:
-        spread: as of `DeviceProfile`. How many of some steps are within a limit is drawn by it, with `seed`.
+        spread: as of `DeviceProfile`. How many of some steps are within a limit is drawn by it.
+        name: of the stage; equal ones draw alike.
 
     Attributes:
         limits_s: of gaps. steps: so far. within: by limit, those of them that took no longer.
@@ -165,9 +167,9 @@ class Gaps:
 
     __slots__ = ("_chance", "_spread", "limits_s", "steps", "within")
 
-    def __init__(self, limits_s: Sequence[float], spread: Sequence[float] = (), seed: int = 0) -> None:
+    def __init__(self, limits_s: Sequence[float], spread: Sequence[float] = (), name: str = "") -> None:
         self.limits_s = tuple(limits_s)
-        self._spread, self._chance = spread or (1.0,), np.random.default_rng(seed)
+        self._spread, self._chance = spread or (1.0,), random.Random(name)
         self.steps = 0
         self.within = [0] * len(self.limits_s)
 
@@ -175,7 +177,14 @@ class Gaps:
         self.steps += times
         for at, limit_s in enumerate(self.limits_s):
             share = bisect.bisect_right(self._spread, limit_s / seconds) / len(self._spread) if seconds > 0 else 1.0
-            self.within[at] += times * int(share) if share in (0.0, 1.0) else int(self._chance.binomial(times, share))
+            self.within[at] += times * int(share) if share in (0.0, 1.0) else self._drawn(times, share)
+
+    def _drawn(self, times: int, share: float) -> int:
+        """How many of so many, each with this chance; of many, by the normal distribution that is near it."""
+        if times <= FEW:
+            return sum(self._chance.random() < share for _ in range(times))
+        found = self._chance.gauss(times * share, math.sqrt(times * share * (1 - share)))
+        return min(times, max(0, round(found)))
 
 
 class VirtualStage:
@@ -206,7 +215,7 @@ class VirtualStage:
     ) -> None:
         self.name, self.role = name, role
         self.scheduler, self.rates = Scheduler(profile.capacity, budgets=budgets), Rates()
-        self.gaps = Gaps(limits_s, spread, zlib.crc32(name.encode()))
+        self.gaps = Gaps(limits_s, spread, name)
         self.busy_s = dict.fromkeys(KINDS, 0.0)
         self.device = device
         self.stepped: Callable[[float], None] = lambda seconds: None
