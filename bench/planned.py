@@ -68,7 +68,8 @@ FACTORS = (3.0, 5.0, 10.0)
 """Of what a request takes alone: an objective each."""
 SHARES, QUICK_SHARES = (0.5, 0.8, 1.1), (0.6,)
 """Of what the monoliths are predicted to serve within the loosest objective: rates."""
-DURATION_S, QUICK_S, LEAST_REQUESTS = 60.0, 25.0, 40
+DURATION_S, QUICK_S = 60.0, 25.0
+LEAST_REQUESTS, QUICK_LEAST = 40, 24
 """A run is longer where that would be fewer requests."""
 SEEDS, DRAWN, QUICK_DRAWN = 4, 2, 1
 PLANNED = "images=1@802x652,text=32,output=128"
@@ -208,7 +209,8 @@ def case_of(workload: str, model: Model, profile: DeviceProfile, duration_s: flo
         middle = (low + high) / 2
         low, high = (middle, high) if _holds(workload, model, middle, profile, slos[-1]) else (low, middle)
     rates = tuple(float(f"{share * low:.2g}") for share in (QUICK_SHARES if quick else SHARES))
-    return Case(workload, rates, slos, max(duration_s, math.ceil(LEAST_REQUESTS / rates[0])))
+    least = QUICK_LEAST if quick else LEAST_REQUESTS
+    return Case(workload, rates, slos, max(duration_s, math.ceil(least / rates[0])))
 
 
 def _holds(workload: str, model: Model, rate_rps: float, profile: DeviceProfile, slo: Slo) -> bool:
