@@ -66,7 +66,7 @@ LAYOUTS = ("TP1x2", "(E-PD)x2", "EP-D", "(E-P)-D", "E-PD")
 MONOLITH, VLLM = "TP1x2", "plain vLLM x2"
 FACTORS = (3.0, 5.0, 10.0)
 """Of what a request takes alone: an objective each."""
-SHARES, QUICK_SHARES = (0.5, 0.8, 1.1), (0.6,)
+SHARES, QUICK_SHARES = (0.5, 0.8, 1.1), (0.9,)
 """Of what the monoliths are predicted to serve within the loosest objective: rates."""
 DURATION_S, QUICK_S = 60.0, 25.0
 LEAST_REQUESTS, QUICK_LEAST = 40, 24
