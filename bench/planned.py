@@ -343,7 +343,7 @@ def compared(rows: Sequence[Row]) -> dict[str, float]:
         if (own := [row for row in rows if row["workload"] == workload and "measured_attained" in row])
         for number in range(len(FACTORS))
     ]
-    cases = [best for best in cases if max(one["measured"] for name, one in best.items() if name != VLLM) > 0]
+    cases = [best for best in cases if any(one["measured"] for name, one in best.items() if name != VLLM)]
     return figures | _choices(cases) if cases else figures
 
 

@@ -68,5 +68,9 @@ def test_errors_count_below_capacity_alone(busy: float, error: float | None) -> 
     assert figures.get("ttft_error_median") == error
 
 
+def test_plain_vllm_alone_is_no_case() -> None:
+    assert "cases" not in compared([row(VLLM, 0.0, 0.5)])
+
+
 def test_what_was_not_measured_says_nothing() -> None:
     assert compared([{"workload": "w", "layout": "TP1x2", "rate_rps": 1.0, "busy": 0.5, "attained": [1.0] * 3}]) == {}
