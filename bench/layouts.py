@@ -2,7 +2,8 @@
 
 Layouts and baselines are measured one after the other on this machine, with the same requests, and compared per device.
 Every rate is kept as it ends: the same command goes on where an interruption left off, and ends with 0 once every
-deployment has a valid run of every rate. See docs/measuring/layouts.md.
+deployment has a valid run of every rate. With --repeats all of it is measured again with the next seed, each time in a
+folder of its own. See docs/measuring/layouts.md.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from bench.clients.flags import (
 )
 from bench.clients.measure import Rules
 from bench.clients.sender import Bounds
+from bench.record import Record, busy, environment, write
 from bench.record import add_arguments as add_record_arguments
-from bench.record import busy, environment, write
 from bench.served import scratch
 from bench.started import add_peer_flags, given_peers
+from bench.sweep.compared import over_seeds
 from bench.sweep.experiment import LATE_MS, PEERS, Experiment, deployments
 from bench.sweep.stages import SentRequests, Stages
 from bench.sweep.store import RESULT, ResultStore, opened, summary
@@ -71,6 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rates", help=f"requests a second, as R,R,… or FROM-TO[:STEP] (default {RATES}, quick {QUICK_RATES})"
     )
     when.add_argument("--rates-per-device", action="store_true", help="--rates are of each device (EPD-Serve §4.1)")
+    when.add_argument("--repeats", type=int, default=1, metavar="N", help="all of it with N seeds, from --seed on")
     kept = parser.add_argument_group("what is kept")
     kept.add_argument("--out", type=Path, required=True, metavar="DIR", help="results; a second call goes on there")
     quick = f"rates {QUICK_RATES}, {QUICK_S:g} s each: six layouts within 8 minutes on two cores"
@@ -159,6 +162,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure what is missing, keep it, draw it. Returns 0, 1 where something is missing or not valid, 128 + signal."""
+    if arguments.repeats < 1:
+        raise ConfigError(f"--repeats is {arguments.repeats}: 1 or more", param="--repeats")
+    if arguments.repeats == 1:
+        code, _ = _sweep(arguments, argv)
+        return code
+    failed, each, rows = 0, [], []
+    for seed in range(arguments.seed, arguments.seed + arguments.repeats):
+        own = {"seed": seed, "out": arguments.out / f"seed-{seed}", "json": None}
+        code, found = _sweep(argparse.Namespace(**{**vars(arguments), **own}), argv)
+        if code >= 128:
+            return code
+        failed |= code
+        each.append(found.figures)
+        rows += [{"seed": seed, **row} for row in found.rows]
+    env = {**found.env, "seeds": arguments.repeats}
+    for path, flag in ((arguments.out / RESULT, "--out"), (arguments.json, "--json")):
+        write(path, over_seeds(each), env, rows, flag)
+    return failed
+
+
+def _sweep(arguments: argparse.Namespace, argv: Sequence[str]) -> tuple[int, Record]:
+    """One seed: the exit code, and what there is of it."""
     with stages_of(arguments, argv) as stages:
         env = environment(argv, stages.kind, arguments)
         experiment = experiment_of(arguments, stages, env)
@@ -167,18 +192,17 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             print(warning, file=sys.stderr)
         with opened(arguments.out, experiment) as stores:
             ended_by = _measure(experiment, stages, stores)
-            figures, env, rows = summary(experiment, stores, env)
-            write(arguments.out / RESULT, figures, env, rows, "--out")
-            if arguments.json is not None:
-                write(arguments.json, figures, env, rows)
+            found = summary(experiment, stores, env)
+            for path, flag in ((arguments.out / RESULT, "--out"), (arguments.json, "--json")):
+                write(path, found.figures, found.env, found.rows, flag)
             if missing := missing_libraries():
                 print(f"not drawn: {missing}; then `epd-bench report {arguments.out}`", file=sys.stderr)
-            elif rows and not ended_by:
+            elif found.rows and not ended_by:
                 draw(arguments.out)
     if ended_by:
         print("epd-bench: interrupted; what was measured is kept, the same command goes on", file=sys.stderr)
-        return 128 + ended_by
-    return _report_gaps(experiment, stores)
+        return 128 + ended_by, found
+    return _report_gaps(experiment, stores), found
 
 
 def _measure(experiment: Experiment, stages: Stages, stores: Sequence[ResultStore]) -> int:

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.clients.results import Results, difference
-from bench.record import flatten, read_json, write_whole
+from bench.record import Record, flatten, read_json, write_whole
+from bench.sweep.compared import compared
 from bench.sweep.experiment import Deployment, Experiment, PlannedRun
 from epd_serve.errors import ConfigError
 
@@ -101,13 +102,12 @@ def _fields(experiment: Mapping[str, Any]) -> dict[str, Any]:
     return dict(flatten({**experiment, "deployments": named}))
 
 
-def summary(
-    experiment: Experiment, stores: Sequence[ResultStore], env: Mapping[str, Any]
-) -> tuple[dict[str, float], dict[str, Any], list[dict[str, Any]]]:
-    """(figures, env, rows) of all deployments together, as far as the experiment has come.
+def summary(experiment: Experiment, stores: Sequence[ResultStore], env: Mapping[str, Any]) -> Record:
+    """The result of all deployments together, as far as the experiment has come.
 
     Figures are called `<deployment>/<rate> rps/…`; of a deployment itself `devices`, `ready_s`, `same_tokens` (the
-    share of a few requests, asked alone, that it answers token for token as the first one did), `runs`, `valid_runs`.
+    share of a few requests, asked alone, that it answers token for token as the first one did), `runs`, `valid_runs`;
+    and what `bench.sweep.compared` says of them.
     """
     figures: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
@@ -123,7 +123,8 @@ def summary(
         figures |= {f"{one.name}/{name}": value for name, value in own.items()}
         rows += [{"deployment": one.name, **row} for row in store.rows]
     failed = {store.deployment.name: store.failure for store in stores if store.failure}
-    return figures, {**env, "experiment": experiment.to_json(), "failed": failed}, rows
+    figures |= compared(experiment, figures)
+    return Record(figures, {**env, "experiment": experiment.to_json(), "failed": failed}, rows)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -127,3 +127,27 @@ def test_a_result_beside_the_folder_is_the_same(layouts, tmp_path):
     assert layouts(Scripted(), "--json", str(tmp_path / "r.json")) == 0
     beside = json.loads((tmp_path / "r.json").read_text())
     assert beside["figures"] == whole(tmp_path)["figures"]
+
+
+def test_repeats_measure_all_of_it_with_the_next_seed_and_go_on_where_they_were(layouts, tmp_path, capsys):
+    flags = ["--repeats", "2", "--seed", "5", "--json", str(tmp_path / "r.json")]
+    assert layouts(Scripted({("TP1x2", "2 rps"): fails(KeyboardInterrupt())}), *flags) == 130
+    assert not (tmp_path / "r.json").exists()
+
+    again = Scripted()
+    assert layouts(again, *flags) == 0
+    assert again.measured == ALL[1:] + ALL
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found == whole(tmp_path)
+    assert found["env"]["seeds"] == 2 and [row["seed"] for row in found["rows"]] == [5] * 4 + [6] * 4
+    assert found["figures"]["(E-P)-D/2 rps/ok"] == 1.0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"seed-5", "seed-6", "result.json"}
+
+
+def test_repeats_of_which_one_is_not_whole_end_with_1(layouts, capsys):
+    once = iter([fails(StageError("no memory", stage="EPD0")), lambda: None])
+    backend = Scripted({("TP1x2", "1 rps"): lambda: next(once)()})
+    assert layouts(backend, "--repeats", "2") == 1
+    assert "TP1x2, 1 rps: not measured. no memory" in capsys.readouterr().err
+    assert layouts(Scripted(), "--repeats", "0") == 1
+    assert "--repeats is 0: 1 or more" in capsys.readouterr().err
