@@ -36,7 +36,7 @@ from bench.started import add_peer_flags, given_peers
 from bench.sweep.compared import over_seeds
 from bench.sweep.experiment import LATE_MS, PEERS, Experiment, deployments
 from bench.sweep.stages import SentRequests, Stages
-from bench.sweep.store import RESULT, ResultStore, opened, summary
+from bench.sweep.store import RESULT, SEED, ResultStore, opened, summary
 from bench.workloads.images import Images
 from bench.workloads.requests import arrivals_at
 from bench.workloads.workload import workload
@@ -169,7 +169,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         return code
     failed, each, rows = 0, [], []
     for seed in range(arguments.seed, arguments.seed + arguments.repeats):
-        own = {"seed": seed, "out": arguments.out / f"seed-{seed}", "json": None}
+        own = {"seed": seed, "out": arguments.out / f"{SEED}{seed}", "json": None}
         code, found = _sweep(argparse.Namespace(**{**vars(arguments), **own}), argv)
         if code >= 128:
             return code
@@ -179,6 +179,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     env = {**found.env, "seeds": arguments.repeats}
     for path, flag in ((arguments.out / RESULT, "--out"), (arguments.json, "--json")):
         write(path, over_seeds(each), env, rows, flag)
+    if rows and not missing_libraries():
+        draw(arguments.out)
     return failed
 
 

@@ -1,7 +1,8 @@
 """What a sweep found, as one tidy list of runs: a deployment at a rate, its figures, whether they count, and its ranks.
 
-Reads the folder of `epd-bench layouts`, whole or interrupted; what is missing of it is a gap, not an error. Also what
-deployments are compared by, as TTFT and attainment, and whether more of a figure is better.
+Reads the folder of `epd-bench layouts`, whole or interrupted; what is missing of it is a gap, not an error. Of one with
+a folder for each seed, a run has the medians of its figures over the seeds. Also what deployments are compared by, as
+TTFT and attainment, and whether more of a figure is better.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import msgspec
 from bench.analysis.results import LoadedRun, Result, by_run, read_result
 from bench.phases import Breakdown, RequestPhases, breakdown
 from bench.record import read_lines
+from bench.sweep.compared import over_seeds
 from bench.sweep.experiment import Deployment, Experiment, read_experiment
-from bench.sweep.store import EXPERIMENT, PHASES, RESULT, ResultStore
+from bench.sweep.store import EXPERIMENT, PHASES, RESULT, SEED, ResultStore
 from epd_serve.errors import ConfigError
 from epd_serve.slo import Slo
 
@@ -98,11 +100,13 @@ class SweepResults:
 
 
 def read_sweep(folder: Path) -> SweepResults:
-    """The sweep in `folder`.
+    """The sweep in `folder`, of one seed or of several.
 
     Raises:
         ConfigError: it is no such folder, or a file in it is broken; with the file, the line and what it lacks.
     """
+    if seeds := sorted(folder.glob(f"{SEED}*/{EXPERIMENT}")):
+        return _over_seeds(folder, [read_sweep(one.parent) for one in seeds])
     if not (folder / EXPERIMENT).is_file():
         raise ConfigError(
             f"{folder} has no {EXPERIMENT}: name the folder that `epd-bench layouts --out` wrote", param="DIR"
@@ -125,6 +129,18 @@ def read_sweep(folder: Path) -> SweepResults:
         gaps += [(one.name, run.rate, "no steady state", run.row.grows) for run in own if run.row.grows]
     columns = ("deployment", experiment.rate_axis, "what", "why")
     return SweepResults(folder, experiment, runs, [dict(zip(columns, gap, strict=True)) for gap in gaps], envs)
+
+
+def _over_seeds(folder: Path, each: Sequence[SweepResults]) -> SweepResults:
+    """A run of each deployment and rate, valid where it is with every seed; single requests stay with the seeds."""
+    runs = []
+    for first in each[0].runs:
+        same = [run for one in each for run in one.of(first.deployment) if run.rate == first.rate]
+        row = next((run.row for run in same if not run.valid), first.row)
+        figures = over_seeds([run.figures for run in same])
+        runs.append(Run(figures, (), first.devices, first.deployment, row, None))
+    gaps = [{**gap, "seed": one.experiment.seed} for one in each for gap in one.gaps]
+    return SweepResults(folder, each[0].experiment, runs, gaps, each[0].envs)
 
 
 def _runs(deployment: Deployment, result: Result) -> list[Run]:

@@ -30,6 +30,8 @@ from bench.sweep.experiment import Deployment, Experiment, PlannedRun
 from epd_serve.errors import ConfigError
 
 EXPERIMENT, LOCK = "experiment.json", ".lock"
+SEED = "seed-"
+"""Of several seeds each has its experiment in a folder with that name and its number."""
 RESULT, ROWS, PHASES = "result.json", "rows.jsonl", "phases.jsonl"
 FAILED, ANSWERS = "failed.json", "answers.json"
 

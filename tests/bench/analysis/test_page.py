@@ -101,6 +101,13 @@ def test_few_deployments_and_few_rates_make_a_report(tmp_path, names, rates):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_several_seeds_make_a_report_of_their_medians(tmp_path):
+    for seed in (1, 2):
+        sweep(tmp_path / f"seed-{seed}", [deployment("TP1x2")], {"TP1x2": 0.2 * seed}, bad=[("TP1x2", 4.0)], seed=seed)
+    assert "not one good answer among 40 requests" in words_of(written(tmp_path))
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_runs_that_are_not_valid_are_shown_struck_out_with_why(tmp_path):
     sweep(tmp_path, [deployment("TP1x2")], {"TP1x2": 0.2}, bad=[("TP1x2", 4.0)])
     read = written(tmp_path)

@@ -12,7 +12,7 @@ from bench.clients.slo import PAPER
 from bench.sweep.store import EXPERIMENT, PHASES, RESULT
 from epd_serve.errors import ConfigError
 from epd_serve.phases.phase import Phase
-from tests.bench.analysis.sweeps import RATES, asked, deployment, measured, phases_line, requests
+from tests.bench.analysis.sweeps import RATES, asked, deployment, measured, phases_line, requests, sweep
 
 MONOLITH, SPLIT = deployment("TP1x2", baseline=True), deployment("E-P-D", 3)
 
@@ -122,3 +122,19 @@ def test_an_experiment_that_is_none_is_refused(whole, change, said):
 
     with pytest.raises(ConfigError, match=rf"experiment\.json cannot be read: .*{said}"):
         read_sweep(whole)
+
+
+def test_of_several_seeds_a_run_has_the_medians_and_what_is_not_valid_once_is_not_valid(tmp_path):
+    layouts = [deployment("TP1x2"), deployment("EP-D")]
+    for seed, ttft in ((3, 0.2), (4, 0.6), (5, 0.3)):
+        bad = [("EP-D", 4.0)] if seed == 4 else []
+        times = {"TP1x2": ttft, "EP-D": ttft}
+        sweep(tmp_path / f"seed-{seed}", layouts, times, rates=(2.0, 4.0), bad=bad, seed=seed)
+
+    found = read_sweep(tmp_path)
+    alone = read_sweep(tmp_path / "seed-5")
+    run = found.at(layouts[0], 2.0)
+    assert run.figure("ttft_ms/mean") == alone.at(layouts[0], 2.0).figure("ttft_ms/mean")
+    assert run.figures["ttft_ms/mean_least"] < run.figure("ttft_ms/mean") < run.figures["ttft_ms/mean_most"]
+    assert found.at(layouts[1], 4.0) is None and found.at(layouts[1], 2.0) is not None
+    assert {(gap["deployment"], gap["seed"]) for gap in found.gaps} == {("EP-D", 4)}
