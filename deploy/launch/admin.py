@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Admin:
-    """`listening`: bound. `key`: what `/metrics` and `/instances` want, or ""."""
+    """`listening`: bound. `key`: what all there wants, or "": then nothing can be changed but by a unix socket."""
 
     listening: socket.socket
     key: str = field(repr=False)
@@ -67,7 +67,8 @@ async def serve_admin(
     from proxy.http.admin import create_admin
     from proxy.server.uvicorn_server import serve
 
-    app = create_admin(table, metrics, key=admin.key, **more)
+    trusted = admin.listening.family == socket.AF_UNIX
+    app = create_admin(table, metrics, key=admin.key, trusted=trusted, **more)
     if page is None:
         return await serve(app, sockets=[admin.listening], grace_s=grace_s)
     app.include_router(page.router)

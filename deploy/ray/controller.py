@@ -274,7 +274,7 @@ class RayLife(Life):
     async def answer(self, routes: APIRouter) -> None:
         from proxy.http.admin import create_admin
 
-        self._actor.answers(create_admin(self.doors.table, self.doors.metrics, more=[routes]))
+        self._actor.answers(create_admin(self.doors.table, self.doors.metrics, trusted=True, more=[routes]))
         config = self.blueprint.config
         with open_admin(config.admin_host, config.admin_port, config.admin_key_file) as admin:
             if admin is not None:

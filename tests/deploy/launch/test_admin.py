@@ -77,3 +77,21 @@ def test_metrics_and_the_table_move_to_the_admin_port(tmp_path: Path, key_file: 
         text = get(f"{admin}/metrics", key).text
         assert 'epd_proxy_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0' in text
         assert "epd_stage_running" in text, "what the stages report, too"
+
+
+def test_without_a_key_no_user_of_the_host_and_no_rebound_page_changes_the_deployment(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    admin = f"http://127.0.0.1:{port}"
+    with launched(tmp_path, "P-D", "--admin-port", str(port), table=f"{admin}/instances"):
+
+        def relayout(headers: dict[str, str]) -> int:
+            order = {"layout": "PD"}
+            answer = httpx.post(f"{admin}/deployment/layout", json=order, headers=headers, timeout=PATIENCE_S)
+            return answer.status_code
+
+        page = f"evil.example:{port}"
+        assert relayout({}) == 401
+        assert relayout({"host": page, "origin": f"http://{page}"}) == 403
+        assert relayout({"origin": "http://evil.example"}) == 403
+        assert httpx.get(f"{admin}/instances", headers={"host": page}, timeout=PATIENCE_S).status_code == 403
+        assert get(f"{admin}/deployment").json()["layout"] == "P-D"

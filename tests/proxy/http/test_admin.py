@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import fastapi
 import httpx
 import jsonschema
 import pytest
@@ -77,9 +78,67 @@ async def test_an_admin_listener_wants_its_key_and_health_none() -> None:
 
 async def test_an_admin_listener_without_a_key_asks_for_none_and_serves_no_model() -> None:
     app = create_admin(InstanceTable(), counts)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:9000") as client:
         assert (await client.get("/metrics")).content == await counts()
         assert (await client.get("/instances")).json() == {"instances": []}
         for path in ("/v1/models", "/deployment", "/docs"):
             answer = await client.get(path)
             assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
+
+
+def changed_by(**more: Any) -> tuple[httpx.AsyncClient, list[str]]:
+    """A client of an admin listener, and what was changed there."""
+    changes: list[str] = []
+    router = fastapi.APIRouter()
+
+    @router.post("/deployment/layout")
+    async def relayout() -> dict[str, str]:
+        changes.append("layout")
+        return {}
+
+    app = create_admin(InstanceTable(), counts, more=[router], **more)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:9000"), changes
+
+
+async def test_without_a_key_nothing_is_changed_but_by_a_trusted_socket() -> None:
+    client, changes = changed_by()
+    async with client:
+        refused = await client.post("/deployment/layout", json={"layout": "TP1"})
+        assert refused.status_code == 401 and "--admin-key-file" in refused.json()["error"]["message"]
+        assert (await client.get("/instances")).status_code == 200
+    client, changed = changed_by(trusted=True)
+    async with client:
+        assert (await client.post("/deployment/layout", headers={"host": "deployment"})).status_code == 200
+    assert (changes, changed) == ([], ["layout"])
+
+
+@pytest.mark.parametrize("host", ["evil.example:9000", "127.0.0.1.evil.example", "", "evil.example"])
+async def test_a_name_that_was_pointed_here_reads_nothing(host: str) -> None:
+    """DNS rebinding: a page of evil.example, whose name is 127.0.0.1 by now, asks its own origin."""
+    client, changes = changed_by()
+    async with client:
+        for path in ("/instances", "/metrics", "/health"):
+            answer = await client.get(path, headers={"host": host})
+            assert answer.status_code == 403 and answer.json()["error"]["code"] == "wrong_origin", path
+        about = {"host": host, "origin": f"http://{host}"}
+        assert (await client.post("/deployment/layout", headers=about)).status_code == 403
+    assert changes == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:9000", "localhost:9000", "localhost", "[::1]:9000"])
+async def test_without_a_key_it_is_read_by_its_address(host: str) -> None:
+    client, _ = changed_by()
+    async with client:
+        assert (await client.get("/metrics", headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:8000"])
+async def test_another_page_changes_nothing_though_it_had_the_key(origin: str) -> None:
+    client, changes = changed_by(key="key")
+    async with client:
+        answer = await client.post("/deployment/layout", headers={**KEY, "origin": origin})
+        assert answer.status_code == 403
+        assert changes == []
+        own = {**KEY, "host": "epd.example:9000", "origin": "https://epd.example:9000"}
+        assert (await client.post("/deployment/layout", headers=own)).status_code == 200
+    assert changes == ["layout"]
