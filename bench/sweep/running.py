@@ -7,10 +7,10 @@ that makes a run worthless however many of its answers were good.
 The baseline is monolithic vLLM of the installed version as it comes, one server per device, without anything of ours.
 Our plugin is inert in it (it is told of no stage), no proxy stands before it: the load generator asks the servers in
 turn, which costs them nothing. It has the devices that the layout `TP1xN` has, on CPU as many threads as its stages
-have (bound to cores, which is vLLM's way to say how many), and the same KV cache and flags; of a stage's own only the
-repair of torchvision beside a CPU torch is there. On other devices vLLM's own defaults hold; `--vllm-flags` come last.
-vLLM's worker queues spin between steps on CPU, for which it has no switch; our stages have none or sleep there
-(docs/measuring/layouts.md).
+have (bound to cores, which is vLLM's way to say how many; VLLM_CPU_OMP_THREADS_BIND says otherwise), and the same KV
+cache and flags; of a stage's own only the repair of torchvision beside a CPU torch is there. On other devices vLLM's
+own defaults hold; `--vllm-flags` come last. vLLM's worker queues spin between steps on CPU, for which it has no switch;
+our stages have none or sleep there (docs/measuring/layouts.md).
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def command(
         threads = cpu_threads(read_stage_work(Path(blueprint.model)), plan.role, blueprint.cores_of(plan), plan.tp)
         ranks = [threads.cores[rank * threads.count :][: threads.count] or threads.cores for rank in range(plan.tp)]
         bound = "|".join(",".join(map(str, cores)) for cores in ranks)
-        env |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_GIB), BIND_ENV: bound}
+        env |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_GIB), BIND_ENV: os.environ.get(BIND_ENV) or bound}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_SITE), os.environ.get("PYTHONPATH")]))
         argv += CPU_ARGS
     else:

@@ -20,7 +20,8 @@ def drawn(engine: str = "vllm"):
     return draw(DeployConfig(model=model, layout="TP1x2", device="cpu", engine=engine))
 
 
-def test_a_plain_server_has_the_cores_and_the_flags_of_a_monolith_of_ours():
+def test_a_plain_server_has_the_cores_and_the_flags_of_a_monolith_of_ours(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     blueprint = drawn()
     (deployment,) = [one for one in deployments("TP1x2", vllm=True, vllm_flags=("--dtype", "float32")) if one.baseline]
     for at, plan in enumerate(blueprint.plans):
@@ -37,6 +38,14 @@ def test_a_plain_server_has_the_cores_and_the_flags_of_a_monolith_of_ours():
         ours_in = [word for word in argv if word.startswith("epd")]  # the paths in it may be anything
         assert STAGE_ENV not in env and ours_in == []
         assert shlex.join(argv).endswith("--dtype float32")
+
+
+def test_its_threads_are_bound_as_the_user_says(monkeypatch):
+    blueprint = drawn()
+    deployment = next(one for one in deployments("TP1x2", vllm=True) if one.baseline)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    _, env = command(deployment, blueprint, blueprint.plans[0], 1234)
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
 def words_of(flag, argv):
