@@ -4,16 +4,18 @@ Figures are called `<deployment>/<rate> rps/…`:
 
     attained_mean, attained_gaps   share of the requests within the first objective, by their mean time per token, and
                                    by the gaps between their tokens
-    ttft_over_vllm, tpot_over_vllm, e2e_over_vllm   means over those of plain vLLM on as many devices
-    itl_p99_over_vllm              P99 of the gaps, likewise
-    goodput_over_vllm, goodput_over_monolith   tokens a second of requests within the objective, by gaps, over those of
-                                   plain vLLM, and of the layout of as many monoliths; `mean_goodput_…`: by the mean
+    ttft_over_…, tpot_over_…, e2e_over_…   means over those of …: `vllm`, plain servers on as many devices, or
+                                   `monolith`, the layout of as many monoliths
+    itl_p99_over_…                 P99 of the gaps between tokens, likewise
+    goodput_over_…                 tokens a second of requests within the objective, by gaps; `mean_goodput_…`: by the
+                                   mean
 
 What one of both has not, or has none of, is left out.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,12 +27,8 @@ from epd_serve.slo import MEAN
 
 Figures = Mapping[str, float]
 
-OVER_VLLM = {
-    "ttft_over_vllm": "ttft_ms/mean",
-    "tpot_over_vllm": "tpot_ms/mean",
-    "e2e_over_vllm": "e2e_ms/mean",
-    "itl_p99_over_vllm": "itl_ms/p99",
-}
+TIMES = {"ttft": "ttft_ms/mean", "tpot": "tpot_ms/mean", "e2e": "e2e_ms/mean", "itl_p99": "itl_ms/p99"}
+GOODPUT = "effective_tokens_per_s"
 
 
 def compared(experiment: Experiment, figures: Figures) -> dict[str, float]:
@@ -41,26 +39,21 @@ def compared(experiment: Experiment, figures: Figures) -> dict[str, float]:
     """
     slo = experiment.slos[0]
     gaps, mean = (f"slo_{one}" for one in (slo, replace(slo, judge=MEAN)))
-    goodput = "effective_tokens_per_s"
+    of = {**TIMES, "goodput": f"{gaps}/{GOODPUT}", "mean_goodput": f"{mean}/{GOODPUT}"}
     found: dict[str, float] = {}
     for one in experiment.deployments:
-        vllm = _of(experiment, one, ServedBy.VLLM)
-        monolith = _of(experiment, one, ServedBy.LAYOUT)
+        bases = {"vllm": _of(experiment, one, ServedBy.VLLM), "monolith": _of(experiment, one, ServedBy.LAYOUT)}
         for label in (run.label for run in experiment.runs(one)):
             here = f"{one.name}/{label}/"
             for name, objective in (("attained_mean", mean), ("attained_gaps", gaps)):
                 if (share := figures.get(f"{here}{objective}/attainment")) is not None:
                     found[here + name] = share
-            beside = [(f"{here}{name}", vllm, figure) for name, figure in OVER_VLLM.items()]
-            for words, base in (("vllm", vllm), ("monolith", monolith)):
-                beside.append((f"{here}goodput_over_{words}", base, f"{gaps}/{goodput}"))
-                beside.append((f"{here}mean_goodput_over_{words}", base, f"{mean}/{goodput}"))
-            for name, base, figure in beside:
+            for (called, base), (name, figure) in itertools.product(bases.items(), of.items()):
                 if base is None or base is one:
                     continue
                 mine, theirs = figures.get(here + figure), figures.get(f"{base.name}/{label}/{figure}")
                 if mine is not None and theirs:
-                    found[name] = round(mine / theirs, 4)
+                    found[f"{here}{name}_over_{called}"] = round(mine / theirs, 4)
     return found
 
 
