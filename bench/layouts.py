@@ -29,7 +29,7 @@ from bench.clients.flags import (
 )
 from bench.clients.measure import Rules
 from bench.clients.sender import Bounds
-from bench.record import Record, busy, environment, write
+from bench.record import Record, busy, environment, plain, write
 from bench.record import add_arguments as add_record_arguments
 from bench.served import scratch
 from bench.started import add_peer_flags, given_peers
@@ -176,7 +176,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         failed |= code
         each.append(found.figures)
         rows += [{"seed": seed, **row} for row in found.rows]
-    env = {**found.env, "seeds": arguments.repeats}
+    env = {**found.env, "asked": plain(arguments), "seeds": arguments.repeats}
     for path, flag in ((arguments.out / RESULT, "--out"), (arguments.json, "--json")):
         write(path, over_seeds(each), env, rows, flag)
     if rows and not missing_libraries():

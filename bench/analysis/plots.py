@@ -165,7 +165,7 @@ def curves(results: SweepResults, metrics: Sequence[Metric], figure: Figure) -> 
             invalid = [(run.rate, metric.of(run)) for run in results.of(one) if not run.valid]
             _line(ax, invalid, **look | {"linestyle": "", "fillstyle": "none", "label": None})
             _line(ax, invalid, linestyle="", marker="x", color=FAINT, label="not valid")
-        ax.set(xlabel=results.experiment.rate_axis, ylabel=metric.unit, title=metric.name)
+        ax.set(xlabel=results.experiment.rate_axis, ylabel=metric.unit, title=textwrap.fill(metric.name, 40))
         ax.set_xticks(results.rates)
         if metric.percent:
             ax.set_ylim(-3, 105)
