@@ -56,7 +56,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is compared")
     what.add_argument("--layouts", default=LAYOUTS, help=f"with commas between (default {LAYOUTS})")
     what.add_argument(
-        "--baselines", choices=("vllm",), help="plain vLLM too, a server per device, at each device count"
+        "--baselines",
+        choices=("vllm", "none"),
+        help="vllm: plain vLLM too, a server per device, at each device count (default none, quick vllm)",
     )
     what.add_argument("--vllm-flags", default="", metavar="TEXT", help="for plain vLLM: its best flags on this machine")
     add_peer_flags(what)
@@ -76,7 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     when.add_argument("--repeats", type=int, default=1, metavar="N", help="all of it with N seeds, from --seed on")
     kept = parser.add_argument_group("what is kept")
     kept.add_argument("--out", type=Path, required=True, metavar="DIR", help="results; a second call goes on there")
-    quick = f"rates {QUICK_RATES}, {QUICK_S:g} s each: six layouts within 8 minutes on two cores"
+    quick = f"rates {QUICK_RATES}, {QUICK_S:g} s each: six layouts and plain vLLM within 12 minutes on two cores"
     add_record_arguments(parser, quick=quick)
 
 
@@ -96,7 +98,7 @@ def experiment_of(arguments: argparse.Namespace, stages: Stages, env: Mapping[st
         deployments=deployments(
             arguments.layouts,
             flags=_split(arguments, "serve_flags"),
-            vllm=arguments.baselines == "vllm",
+            vllm=(arguments.baselines or ("vllm" if quick else "none")) == "vllm",
             vllm_flags=_split(arguments, "vllm_flags"),
             peers=tuple(stages.scripts),
         ),

@@ -123,6 +123,14 @@ def test_what_is_wrong_is_said_before_anything_is_there(tmp_path, capsys, flags,
     assert not (tmp_path / "out").exists()
 
 
+def test_a_quick_run_has_plain_vllm_beside_it_unless_it_is_told_not_to(layouts, tmp_path):
+    backend = Scripted()
+    assert layouts(backend, "--quick", "--rates", "1", "--duration", "1") == 0
+    assert backend.measured == [(name, "1 rps") for name in ("TP1x2", "(E-P)-D", "plain vLLM x2")]
+    assert layouts(alone := Scripted(), "--quick", "--baselines", "none", "--out", str(tmp_path / "alone")) == 0
+    assert {name for name, _ in alone.measured} == {"TP1x2", "(E-P)-D"}
+
+
 def test_a_result_beside_the_folder_is_the_same(layouts, tmp_path):
     assert layouts(Scripted(), "--json", str(tmp_path / "r.json")) == 0
     beside = json.loads((tmp_path / "r.json").read_text())
