@@ -36,6 +36,9 @@ class Generator:
 
 
 GENERATORS = {
+    "visitor": Generator(
+        "Pillow, smooth edges, on white, cream and near-black; one shape alone is large", "visitor_pen"
+    ),
     "pil": Generator("Pillow's ImageDraw: no anti-aliasing, outlines, PNG, GIF and JPEG", "pillow_pen"),
     "opencv": Generator("OpenCV: blur, noise, gradients, coarse JPEG", "opencv_pen"),
     "matplotlib": Generator("matplotlib: patches, with and without axes, light and dark", "matplotlib_pen"),
