@@ -19,7 +19,7 @@ from epd_serve.demo.training.raster import Raster, rasterize
 from epd_serve.demo.training.scenes import random_scene, random_size
 from epd_serve.demo.training.tokenizer import Encoder, Tokens
 
-_BRANCHES = 6  # questions that share the pictures of a batch's row
+_BRANCHES = 4  # questions that share the pictures of a batch's row
 _BRANCHED = 0.6  # share of the batches
 
 

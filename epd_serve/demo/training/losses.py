@@ -26,6 +26,7 @@ class Heads(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.read = nn.Linear(hidden, sum(_CLASSES))
+        nn.init.zeros_(self.read.weight)  # nothing reaches the vision tower before there is something to read
 
     def forward(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, share of tokens read right per label) of [pictures, tokens, hidden] features."""
