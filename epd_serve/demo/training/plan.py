@@ -62,13 +62,13 @@ QUICK = Plan(vision_steps=2, vision_pictures=4, dialogue_steps=3, singles_steps=
 FURTHER = Plan(
     seed=9,
     vision_steps=0,
-    dialogue_steps=900,
+    dialogue_steps=1500,
     singles_steps=0,
     falling=0.6,
-    rows=(22, 6, 3),
+    rows=(20, 8, 3),
     more_pictures=10,
     randomised=0.75,
     muon_lr=3e-3,
     adam_lr=1e-3,
-    warm_up=50,
+    warm_up=30,
 )
