@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and `evaluate` and `card` ne
 
 EVALUATION_SEED = 2026
 _FOREIGN = "ask about pictures that other code drew instead"
+_NEAR = 0.5  # between two logits: what bfloat16 may turn
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -64,6 +65,13 @@ def _parser() -> argparse.ArgumentParser:
         "train", help="train, or go on where the folder's checkpoint ends; then write the model"
     )
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoint, training.json, model/")
+    command.add_argument(
+        "--from",
+        dest="begin",
+        type=Path,
+        metavar="MODEL",
+        help="go on from the weights of this model folder, by a plan of its own",
+    )
     command.add_argument("--seed", type=_whole(0), metavar="N", help="another model; the built-in one has the default")
     command.add_argument("--quick", action="store_true", help="a few steps: the whole path, and no useful model")
     command.set_defaults(command=_train)
@@ -129,10 +137,14 @@ def _stop_on_signal() -> Callable[[], bool]:
 def _train(arguments: argparse.Namespace) -> int:
     import torch
 
-    from epd_serve.demo.training import train
+    from epd_serve.demo.training import second, train
+    from epd_serve.demo.training.export import weights_digest
+    from epd_serve.demo.training.plan import FURTHER, QUICK, Plan
 
     torch.set_num_threads(1)  # more of them sum in another order: other weights
-    plan = train.QUICK if arguments.quick else train.Plan()
+    plan = QUICK if arguments.quick else FURTHER if arguments.begin else Plan()
+    if arguments.begin:
+        plan = dataclasses.replace(plan, begun_from=weights_digest(arguments.begin))
     if arguments.seed is not None:
         plan = dataclasses.replace(plan, seed=arguments.seed)
     stop = _stop_on_signal()
@@ -146,7 +158,7 @@ def _train(arguments: argparse.Namespace) -> int:
                 shares = "; " + ", ".join(f"{task} {share:.0%}" for task, share in (progress.looked or {}).items())
                 bar.console.print(f"step {progress.step}, {progress.cpu_s:.0f} CPU s: {note}{shares}", soft_wrap=True)
 
-        done = train.train(plan, arguments.out, tell=tell, stop=stop)
+        done = train.train(plan, arguments.out, begin=arguments.begin, two=second.useful(), tell=tell, stop=stop)
     if done.step < plan.steps:
         print(f"stopped after step {done.step} of {plan.steps}; the same command goes on from there", file=sys.stderr)
         return 130
@@ -158,7 +170,13 @@ def _train(arguments: argparse.Namespace) -> int:
 def _write_model(training: Training, model: Path, *, replace: bool = False) -> None:
     from epd_serve.demo.training.export import export
 
-    about = {"plan": dataclasses.asdict(training.plan), "step": training.step, "cpu_s": round(training.cpu_s, 1)}
+    about: dict[str, Any] = {
+        "plan": dataclasses.asdict(training.plan),
+        "step": training.step,
+        "cpu_s": round(training.cpu_s, 1),
+    }
+    if training.before:
+        about["before"] = training.before
     export(training.network, training.encoder, model, about, replace=replace)
 
 
@@ -183,7 +201,7 @@ def _look(arguments: argparse.Namespace) -> int:
     import torch
 
     from epd_serve.demo.training.foreign.generators import questions as foreign_questions
-    from epd_serve.demo.training.preview import accuracy
+    from epd_serve.demo.training.preview import accuracy, conversations
 
     torch.set_num_threads(1)
     training = _loaded(arguments.out)
@@ -194,6 +212,11 @@ def _look(arguments: argparse.Namespace) -> int:
         found = training.look(arguments.number)
     for task, share in found.items():
         print(f"{task:17} {share:.1%}")
+    if not arguments.foreign:
+        turns = training.plan.turns
+        share, margins = conversations(training.network, training.encoder, arguments.number, turns, EVALUATION_SEED)
+        near = sum(it < _NEAR for it in margins) / len(margins)
+        print(f"in {turns} turns {share:9.1%}, near ties {near:.2%} of {len(margins)} answers")
     return 0
 
 

@@ -33,7 +33,11 @@ def shade(name: str, chance: np.random.Generator) -> Floats:
         level = chance.uniform(*_LEVELS[name])
         if chance.random() < 0.4:
             level = {"white": 255, "grey": 128, "black": 0}[name]
-        return np.clip(level + chance.normal(0, 4, 3) * (0 < level < 255), 0, 255).astype(np.float32)
+        tint = chance.normal(0, 4, 3) * (0 < level < 255)
+        if chance.random() < 0.25:  # cream and ivory; near-black and slate, which are mostly bluish
+            warm = name == "white" or chance.random() < 0.3
+            tint += chance.uniform(0.3, 1.0) * np.array((0, -8, -45) if warm else (-8, -2, 22))
+        return np.clip(level + tint, 0, 255).astype(np.float32)
     hue, saturation, value = (chance.uniform(*bounds) for bounds in _SHADES[name])
     if chance.random() < 0.3:
         saturation = value = 1.0 if name != "purple" else 0.6

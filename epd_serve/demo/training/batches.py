@@ -19,8 +19,8 @@ from epd_serve.demo.training.raster import Raster, rasterize
 from epd_serve.demo.training.scenes import random_scene, random_size
 from epd_serve.demo.training.tokenizer import Encoder, Tokens
 
-_BRANCHES = 6  # questions that share the pictures of a batch's row
-_TURNS = 4
+_BRANCHES = 4  # questions that share the pictures of a batch's row
+_BRANCHED = 0.6  # share of the batches
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,20 @@ def picture_batch(chance: np.random.Generator, number: int, randomised: float = 
 
 
 def dialogue_batch(
-    chance: np.random.Generator, encoder: Encoder, rows: int, pictures: int, randomised: float = 0.0
+    chance: np.random.Generator,
+    encoder: Encoder,
+    rows: int,
+    pictures: int,
+    randomised: float = 0.0,
+    most_turns: int = 10,
 ) -> Batch:
-    """Questions about `pictures` pictures per row; a quarter of the batches are conversations, the rest branched."""
+    """Questions about `pictures` pictures per row: a batch of single questions, or one of conversations of 2 turns to
+    `most_turns`.
+    """
     sizes = [_sizes_like(chance, random_size(chance), rows) for _ in range(pictures)]
     per_row = [tuple(place[row] for place in sizes) for row in range(rows)]
-    branched = chance.random() < 0.75
-    make, turns = (questions, _BRANCHES) if branched else (conversation, _TURNS)
+    branched = chance.random() < _BRANCHED
+    make, turns = (questions, _BRANCHES) if branched else (conversation, int(chance.integers(2, most_turns + 1)))
     dialogues = [make(chance, row, turns) for row in per_row]
     return batch_of(dialogues, encoder, branched=branched, chance=chance, randomised=randomised)
 

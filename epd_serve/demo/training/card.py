@@ -54,6 +54,7 @@ _COMMANDS = (
     "$ python -m epd_serve.demo.training card DIR/model TP1.json OTHER.json --foreign TP1-foreign.json",
     "```",
 )
+_FURTHER_COMMANDS = (*_COMMANDS[:1], f"{_COMMANDS[1]} --from MODEL    # the weights named above", *_COMMANDS[2:])
 
 
 def write(model: Path, results: Sequence[Result], others: Sequence[Result]) -> None:
@@ -71,10 +72,10 @@ def write(model: Path, results: Sequence[Result], others: Sequence[Result]) -> N
     try:
         about = json.loads((model / TRAINING).read_text(encoding="utf-8"))
         weights = (model / _WEIGHTS).read_bytes()
-        described = [*_what(weights), "", *_training(about["plan"], about["cpu_s"])]
+        described = [*_what(weights), "", *_training(about)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{model} is no model folder that train or export wrote: {error!r}", param="MODEL") from error
-    files.write(model / NAME, _card(described, results, others), "MODEL")
+    files.write(model / NAME, _card(described, results, others, _turns(about)), "MODEL")
 
 
 def parameters(weights: bytes) -> int:
@@ -83,8 +84,8 @@ def parameters(weights: bytes) -> int:
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
-def _card(described: Sequence[str], results: Sequence[Result], others: Sequence[Result]) -> str:
-    parts = [described, _accuracy(results), _foreign(others), _limits(results[0])]
+def _card(described: Sequence[str], results: Sequence[Result], others: Sequence[Result], turns: int) -> str:
+    parts = [described, _accuracy(results), _foreign(others), _limits(results[0], turns)]
     return "\n".join(["# The demo model", *(line for part in parts for line in ("", *part)), ""])
 
 
@@ -99,24 +100,44 @@ def _what(weights: bytes) -> list[str]:
     ]
 
 
-def _training(plan: Mapping[str, Any], cpu_s: float) -> list[str]:
-    pictures = plan["vision_steps"] * plan["vision_pictures"]
+def _training(about: Mapping[str, Any]) -> list[str]:
+    randomised = about["plan"].get("randomised", 0)
     return [
         "## What it was taught",
         "",
         f"Pictures: 0 to 3 shapes ({', '.join(KINDS)}; {', '.join(COLOURS)}) in cells of a 3x3 grid on "
         f"{len(BACKGROUNDS)} plain backgrounds, 64 pixels to 4K; the processor makes {MIN_PIXELS // FACTOR**2} to "
-        f"about {MAX_PIXELS // FACTOR**2} tokens of any. Of {plan['randomised']:.0%} of them only the order and the "
+        f"about {MAX_PIXELS // FACTOR**2} tokens of any. Of {randomised:.0%} of them only the order and the "
         "rough places are those of the grid, and all else is by chance: sizes, shades, turns, edges, outlines, "
         "textures and gradients, shadows, light, blur, noise, JPEG. Shapes are listed left to right, then top to "
         "bottom. All are drawn by chance from a seed (`epd_serve/demo/training/`); no other data.",
         "",
-        f"Training: seed {plan['seed']}, {plan['vision_steps']} steps of the vision tower alone ({pictures} pictures), "
-        f"then {plan['dialogue_steps']} steps of questions and answers; {cpu_s / 60:.0f} CPU minutes on one thread. "
-        "From nothing to this card:",
+        *_runs(about),
         "",
-        *_COMMANDS,
+        *(_COMMANDS if "before" not in about else _FURTHER_COMMANDS),
     ]
+
+
+def _turns(about: Mapping[str, Any]) -> int:
+    """Of the longest conversations of a training; those before plans named them had four."""
+    return int(about["plan"].get("turns", 4))
+
+
+def _runs(about: Mapping[str, Any]) -> list[str]:
+    """What was trained, the first training first."""
+    plan, before = about["plan"], about.get("before")
+    pictures = plan["vision_steps"] * plan["vision_pictures"]
+    alone = f"{plan['vision_steps']} steps of the vision tower alone ({pictures} pictures), then " if pictures else ""
+    began = f"Went on from those weights (SHA-256 `{plan['begun_from']}`)" if before else "Training"
+    line = (
+        f"{began}: seed {plan['seed']}, {alone}{plan['dialogue_steps']} steps of questions and answers; "
+        f"{about['cpu_s'] / 60:.0f} CPU minutes. "
+    )
+    shown = (
+        f"{plan.get('randomised', 0):.0%} of the pictures as others might draw them, conversations of up to "
+        f"{_turns(about)} turns."
+    )
+    return [*(_runs(before) if before else []), f"- {line}{shown}"]
 
 
 def _accuracy(results: Sequence[Result]) -> list[str]:
@@ -210,7 +231,7 @@ def _split(title: str, groups: Mapping[str, tuple[float, int]]) -> list[str]:
     return [f"{title}: {', '.join(parts)}."] if parts else []
 
 
-def _limits(result: Result) -> list[str]:
+def _limits(result: Result, turns: int) -> list[str]:
     missed = [task for task in result.tasks if share(result.of(task)) < _GOALS[task]]
     below = [f"{task} {_percent(share(result.of(task)))} of {_GOALS[task]:.0%}" for task in missed]
     return [
@@ -222,8 +243,7 @@ def _limits(result: Result) -> list[str]:
         "- Shapes that overlap, or whose order from left to right a person would have to guess, it was not taught.",
         "- Its pictures were at most twice as long as wide, or as wide as long; it was not evaluated with longer ones.",
         "- Questions outside its tasks get one of its own sentences. It knows English only.",
-        "- It was taught conversations of four turns. In longer ones it may go on with what was said before; beyond "
-        "some 200 tokens of talk it may say anything.",
+        f"- It was taught conversations of up to {turns} turns. In longer ones it may go on with what was said before.",
         "- A question about something that is not there (the colour of a circle where none is, the third of two "
         "pictures) gets a made-up answer.",
         "- It describes pictures one by one or in order; which of them shows something it was not taught to say.",

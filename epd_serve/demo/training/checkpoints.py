@@ -18,7 +18,7 @@ from epd_serve.demo.training import files
 from epd_serve.errors import ConfigError
 
 NAME = "checkpoint.pt"
-_KEYS = {"plan", "step", "cpu_s", "tokenizer", "modules", "optimizers"}
+_KEYS = {"plan", "step", "cpu_s", "before", "tokenizer", "modules", "optimizers"}
 
 
 def save(folder: Path, content: dict[str, Any]) -> None:

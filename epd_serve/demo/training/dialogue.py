@@ -164,16 +164,21 @@ def questions(chance: np.random.Generator, sizes: tuple[tuple[int, int], ...], n
 
 
 def conversation(chance: np.random.Generator, sizes: tuple[tuple[int, int], ...], turns: int) -> tuple[Turn, ...]:
-    """A conversation of `turns` questions with different answers, where chance finds them; of several pictures the last
-    may come in a later turn.
+    """A conversation of `turns` questions with different answers, where chance finds them.
+
+    In half of them pictures come with any of the turns, the first one seldom late.
     """
     scenes = tuple(random_scene(chance, size=size) for size in sizes)
-    late = int(chance.integers(1, turns)) if len(scenes) > 1 and turns > 1 and chance.random() < 0.5 else 0
+    arrives = np.zeros(len(scenes), int)
+    if chance.random() < 0.5:
+        arrives = np.sort(chance.integers(0, turns, len(scenes)))
+        if chance.random() < 0.7:
+            arrives[:1] = 0
     dialogue: list[Turn] = []
     answered: set[str] = set()
     for index in range(turns):
-        seen = scenes[:-1] if index < late else scenes
-        new = seen if index == 0 else scenes[-1:] if index == late and late else ()
+        seen = scenes[: int((arrives <= index).sum())]
+        new = scenes[int((arrives < index).sum()) : len(seen)]
         for _ in range(20):
             question, answer = _training_question(chance, seen)
             if answer not in answered:

@@ -26,6 +26,7 @@ class Heads(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.read = nn.Linear(hidden, sum(_CLASSES))
+        nn.init.zeros_(self.read.weight)  # nothing reaches the vision tower before there is something to read
 
     def forward(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, share of tokens read right per label) of [pictures, tokens, hidden] features."""
@@ -45,11 +46,13 @@ class BatchLoss:
         answers: summed loss of the answers' tokens, each by its weight.
         auxiliary: mean loss of the heads.
         right: per answer whether every token of it was the most likely one.
+        margins: per token of the answers, by how much the best logit is above the second best.
     """
 
     answers: Tensor
     auxiliary: Tensor
     right: Tensor
+    margins: Tensor
 
 
 def pictures_loss(network: Network, heads: Heads, pictures: Pictures) -> tuple[Tensor, Tensor]:
@@ -72,7 +75,8 @@ def dialogue_loss(network: Network, heads: Heads, batch: Batch) -> BatchLoss:
     auxiliary = [heads(it[0], pictures.labels)[0] for it, pictures in zip(encoded, batch.pictures, strict=True)]
     with torch.no_grad():
         wrong = torch.zeros(int(batch.answer_of.max()) + 1)
+        best = logits.topk(2).values
         wrong.index_add_(0, batch.answer_of, (logits.argmax(-1) != batch.answers).float())
     loss = torch.stack(auxiliary).mean() if auxiliary else torch.zeros(())
     spoken = (F.cross_entropy(logits, batch.answers, reduction="none") * batch.weights).sum()
-    return BatchLoss(spoken, loss, wrong == 0)
+    return BatchLoss(spoken, loss, wrong == 0, best[:, 0] - best[:, 1])

@@ -10,12 +10,14 @@ import io
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from PIL import Image
 
 from epd_serve.demo import pictures
 from epd_serve.demo.training.architecture import picture_grid
 from epd_serve.demo.training.batches import batch_of
+from epd_serve.demo.training.dialogue import conversation
 from epd_serve.demo.training.examination import Question
 from epd_serve.demo.training.losses import Heads, dialogue_loss
 from epd_serve.demo.training.network import Network
@@ -46,3 +48,23 @@ def accuracy(network: Network, encoder: Encoder, questions: Sequence[Question]) 
         for it, correct in zip(group, answers_right.tolist(), strict=True):
             right[it.task].append(correct)
     return {task: sum(answers) / len(answers) for task, answers in right.items()}
+
+
+@torch.no_grad()
+def conversations(network: Network, encoder: Encoder, number: int, turns: int, seed: int) -> tuple[float, list[float]]:
+    """How the network holds on through long conversations about one to three pictures, in training's wordings.
+
+    Returns:
+        The share of right answers and, per answer, the least by which the logit of a token of it is above the
+        second best's: rounding may turn a near tie.
+    """
+    right, margins = [], []
+    for index in range(number):
+        chance = np.random.default_rng([seed, index])
+        talk = conversation(chance, ((224, 224),) * int(chance.integers(1, 4)), turns)
+        rasters = [[drawn(scene) for turn in talk for scene in turn.scenes]]
+        batch = batch_of([talk], encoder, rasters=rasters)
+        found = dialogue_loss(network, Heads(network.lm_head.in_features), batch)
+        right += found.right.tolist()
+        margins += [float(found.margins[batch.answer_of == it].min()) for it in range(len(found.right))]
+    return sum(right) / len(right), margins

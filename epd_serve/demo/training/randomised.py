@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from epd_serve.demo.pictures import Shape
+from epd_serve.demo.pictures import GRID, Shape
 from epd_serve.demo.training import backdrops
 from epd_serve.demo.training.placement import Place, places
 from epd_serve.demo.training.scenes import Scene
@@ -21,6 +21,7 @@ from epd_serve.demo.training.scenes import Scene
 Floats = npt.NDArray[np.float32]
 
 _REACH = 1.6  # half sizes from its centre: nothing of a shape, turned, and of its shadow lies farther away
+_FILLING = 0.5  # of the single shapes in the middle: so large
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,23 @@ def draw(scene: Scene, resized: tuple[int, int], grows: float, chance: np.random
     covered = np.zeros((len(scene.shapes), height, width), np.float32)
     style = _style(chance)
     stretch = (width / scene.size[0], height / scene.size[1])
-    for index, (shape, place) in enumerate(zip(scene.shapes, places(scene.shapes, scene.size, chance), strict=True)):
+    found = [_large(scene.size, chance)] if _fills(scene, chance) else places(scene.shapes, scene.size, chance)
+    for index, (shape, place) in enumerate(zip(scene.shapes, found, strict=True)):
         _draw(picture, covered[index], shape, place, stretch, style, grows, behind, chance)
     return backdrops.develop(picture, chance), covered
+
+
+def _fills(scene: Scene, chance: np.random.Generator) -> bool:
+    """Whether the one shape in the middle is all that there is room for."""
+    alone = len(scene.shapes) == 1 and scene.shapes[0].row == scene.shapes[0].column == GRID // 2
+    return alone and chance.random() < _FILLING
+
+
+def _large(size: tuple[int, int], chance: np.random.Generator) -> Place:
+    """A place that a shape nearly fills the picture from."""
+    half = min(size) * chance.uniform(0.28, 0.48)
+    x, y = (side / 2 + chance.uniform(-1, 1) * min(side / 2 - half, side / GRID / 2) for side in size)
+    return Place(x, y, half)
 
 
 def _draw(

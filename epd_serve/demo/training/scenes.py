@@ -15,7 +15,7 @@ import numpy as np
 from epd_serve.demo.pictures import BACKGROUNDS, COLOURS, GRID, KINDS, Shape
 
 HELD_OUT_OF = 8  # one arrangement in so many is kept for evaluation
-_MIDDLE = 0.2  # of the single shapes of training: there people draw them, and only there is room for a large one
+_MIDDLE = 0.35  # of the single shapes of training: there people draw them, and only there is room for a large one
 _NAMES = [(colour, kind) for colour in COLOURS for kind in KINDS]
 _CELLS = [(column, row) for column in range(GRID) for row in range(GRID)]
 _SIZES = (64, 96, 128, 160, 200, 224, 256, 300, 320, 384, 512, 640, 768, 1024, 1600, 2160)

@@ -147,12 +147,26 @@ def test_training_dialogues_show_each_picture_once_and_never_a_held_out_one(pict
         for turns in (
             questions(np.random.default_rng(seed), sizes, 5),
             conversation(np.random.default_rng(seed), sizes, 4),
+            conversation(np.random.default_rng(seed), sizes, 10),
         ):
             shown = [scene for turn in turns for scene in turn.scenes]
             assert len(shown) == pictures
             assert not any(held_out(scene.shapes) for scene in shown)
-            assert len(turns) in (4, 5)
+            assert len(turns) in (4, 5, 10)
             assert pictures or all(turn.answer == NO_PICTURE or "picture" not in turn.question for turn in turns)
+
+
+def test_pictures_come_with_any_turn_and_nobody_denies_one_that_has_come():
+    came, denied = set(), 0
+    for seed in range(200):
+        seen = 0
+        for number, turn in enumerate(conversation(np.random.default_rng(seed), ((224, 224),) * 2, 5)):
+            seen += len(turn.scenes)
+            came |= {number for _ in turn.scenes}
+            denied += turn.answer == NO_PICTURE
+            assert not (seen and turn.answer == NO_PICTURE)
+
+    assert came == {0, 1, 2, 3, 4} and denied > 5
 
 
 def test_varied_sentences_keep_their_words():

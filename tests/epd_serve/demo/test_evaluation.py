@@ -185,6 +185,22 @@ def test_the_card_is_made_of_the_results(url: str, model: Path, tmp_path: Path, 
     assert "| mean | 100.0 % | 50.0 % | 50.0 % | |" in text
 
 
+def test_the_card_tells_every_training_that_led_to_the_weights(url: str, model: Path, tmp_path: Path) -> None:
+    about = json.loads((model / "training.json").read_text())
+    then = {"seed": 9, "begun_from": "5eed", "vision_steps": 0, "vision_pictures": 32, "dialogue_steps": 70}
+    then |= {"randomised": 0.75, "turns": 12}
+    (model / "training.json").write_text(json.dumps({"plan": then, "cpu_s": 600.0, "before": about}))
+
+    words = ["card", str(model), str(evaluated(url, tmp_path / "r.json", "TP1"))]
+    assert command.main([*words, "--foreign", str(foreign_result(tmp_path))]) == 0
+
+    text = (model / NAME).read_text()
+    first, second = text.index("- Training: seed 8, 10 steps of the vision"), text.index("- Went on from those weights")
+    assert first < second and "SHA-256 `5eed`): seed 9, 70 steps of questions and answers; 10 CPU minutes." in text
+    assert "conversations of up to 4 turns" in text and "conversations of up to 12 turns" in text
+    assert "train --out DIR --from MODEL" in text
+
+
 def test_answers_that_differ_between_two_ways_of_serving_are_counted(
     url: str, model: Path, tmp_path: Path, known: Known
 ) -> None:
@@ -260,6 +276,7 @@ EVALUATE = ["evaluate", "--url", "http://127.0.0.1:1", "--served-as", "x"]
         ([*EVALUATE, "--json", "."], "--json: . is a folder"),
         ([*EVALUATE, "--json", "file/r.json"], "--json: cannot write into file"),
         (["train", "--quick", "--out", "file"], "--out: cannot write into file"),
+        (["train", "--quick", "--out", "x", "--from", "y"], "--from: y is no model folder that train or export wrote"),
         (["look", "--out", "/nonexistent"], "--out: /nonexistent has no checkpoint: train first"),
         (["card", "x", "/nonexistent.json", *OTHERS], "RESULT: /nonexistent.json is no result of evaluate"),
         (["card", "nothing", "result.json", *OTHERS], "MODEL: nothing is no model folder"),

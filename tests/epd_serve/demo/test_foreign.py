@@ -49,6 +49,7 @@ def test_every_generator_draws_what_the_answer_says(task):
             inside = (angle >= low) & (angle < high) if low < high else (angle >= low) | (angle < high)
             found[colour] = (inside & (pixels[:, 1] > 90) & (pixels[:, 2] > 60)).mean()
         assert question.answer == describe(scene.shapes)
+        assert shown(scene).size == scene.size
         assert len(scene.shapes) == 1 + ["one", "two", "three"].index(task.split(", ")[1])
         assert all(found[shape.colour] > 0.003 for shape in scene.shapes), (question.answer, found)
 

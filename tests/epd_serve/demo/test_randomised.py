@@ -69,6 +69,13 @@ def test_a_picture_is_as_large_as_asked_and_covered_where_its_shapes_are():
         assert left < right
 
 
+def test_some_shapes_that_are_alone_in_the_middle_fill_the_picture():
+    scene = Scene((Shape("red", "square"),), "white", (300, 200))
+    shares = [randomised.draw(scene, (288, 192), 1.0, chance)[1].mean() for chance in seeds(60)]
+
+    assert 5 < sum(it > 0.25 for it in shares) < 40 and max(shares) < 0.65
+
+
 def test_a_shape_has_its_colour_in_the_picture():
     """In most pictures: light and noise may move a channel, and of a hollow one the middle is the background."""
     right = 0

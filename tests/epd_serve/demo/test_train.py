@@ -11,13 +11,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from epd_serve.demo.training import batches, checkpoints, train, wordings  # noqa: E402
+from epd_serve.demo.training import batches, checkpoints, muon, train, wordings  # noqa: E402
 from epd_serve.demo.training.architecture import TRAINING, Architecture  # noqa: E402
-from epd_serve.demo.training.export import export  # noqa: E402
+from epd_serve.demo.training.export import export, weights_digest  # noqa: E402
+from epd_serve.demo.training.plan import QUICK, Plan  # noqa: E402
 from epd_serve.demo.training.raster import rasterize  # noqa: E402
 from epd_serve.demo.training.scenes import held_out  # noqa: E402
-from epd_serve.demo.training.train import QUICK, Plan, Training, kept_plan  # noqa: E402
-from epd_serve.errors import ConfigError  # noqa: E402
+from epd_serve.demo.training.train import Training, kept_plan  # noqa: E402
+from epd_serve.errors import ConfigError, EpdError  # noqa: E402
 
 SMALL = Architecture(hidden=64, intermediate=64, text_layers=2, vision_layers=2, vision_heads=1)
 
@@ -46,6 +47,55 @@ def test_a_run_interrupted_in_either_stage_ends_with_the_weights_of_one_that_was
     assert part.step == whole.step == QUICK.steps
     assert all(torch.equal(it, weights(whole)[name]) for name, it in weights(part).items())
     assert part.cpu_s > 0
+
+
+def test_two_processes_give_the_weights_of_one(tmp_path):
+    alone, shared = (Training(QUICK, tmp_path / name, SMALL) for name in ("alone", "shared"))
+    told = [dataclasses.replace(it, cpu_s=0) for it in alone.run()]
+    with shared.second() as second:
+        assert [dataclasses.replace(it, cpu_s=0) for it in shared.run(second=second)] == told
+
+    assert all(torch.equal(it, weights(alone)[name]) for name, it in weights(shared).items())
+    assert shared.cpu_s > second.cpu_s > 0
+
+
+def test_a_second_process_that_was_killed_ends_the_training(tmp_path):
+    training = Training(QUICK, tmp_path, SMALL)
+    with training.second() as second:
+        second._process.kill()
+        with pytest.raises(EpdError, match="second process"):
+            list(training.run(second=second))
+
+
+def test_a_training_goes_on_from_the_weights_of_a_model_and_keeps_what_is_known_of_them(tmp_path):
+    first = Training(QUICK, tmp_path / "first", SMALL)
+    export(first.network, first.encoder, tmp_path / "model", {"cpu_s": 7}, sizes=SMALL)
+    plan = dataclasses.replace(QUICK, begun_from=weights_digest(tmp_path / "model"))
+
+    then = Training(plan, tmp_path / "then", SMALL, begin=tmp_path / "model")
+    assert all(torch.equal(it, weights(first)[name].to(torch.bfloat16).float()) for name, it in weights(then).items())
+    for _ in then.run(until=1):
+        pass
+    then.save()
+    again = Training(plan, tmp_path / "then", SMALL, begin=tmp_path / "model")
+    assert again.before == {"cpu_s": 7} and again.step == 1
+    assert all(torch.equal(it, weights(then)[name]) for name, it in weights(again).items())
+
+    with pytest.raises(ConfigError, match="begun with begun_from"):
+        Training(QUICK, tmp_path / "then", SMALL)
+
+
+def test_a_folder_that_is_no_model_is_not_gone_on_from(tmp_path):
+    with pytest.raises(ConfigError, match="is no model folder"):
+        weights_digest(tmp_path)
+    with pytest.raises(ConfigError, match="is no model folder"):
+        Training(QUICK, tmp_path, SMALL, begin=tmp_path)
+
+
+def test_muon_makes_updates_orthogonal():
+    for shape in ((3, 20, 60), (2, 60, 20)):
+        singular = torch.linalg.svdvals(muon.orthogonal(torch.randn(shape)))
+        assert singular.min() > 0.6 and singular.max() < 1.3
 
 
 def test_a_run_that_is_asked_to_stop_ends_after_a_whole_step_and_goes_on_from_there(tmp_path, monkeypatch):
@@ -100,7 +150,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path):
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
     Training(QUICK, tmp_path, SMALL).save()
     content = checkpoints.load(tmp_path)
-    content["optimizers"][0]["param_groups"] = [{"lr": 0.005, "params": [0]}]
+    content["optimizers"][0]["param_groups"] = [{"lr": 0.005, "momentum": 0.95, "params": [0]}]
     checkpoints.save(tmp_path, content)
 
     with pytest.raises(ConfigError) as refused:

@@ -7,10 +7,12 @@ colours.
 from __future__ import annotations
 
 import importlib
+import io
 import zlib
 from dataclasses import dataclass
 
 import numpy as np
+from PIL import Image
 
 from epd_serve.demo.pictures import describe
 from epd_serve.demo.training.dialogue import Turn
@@ -36,6 +38,9 @@ class Generator:
 
 
 GENERATORS = {
+    "visitor": Generator(
+        "Pillow, smooth edges, on white, cream and near-black; one shape alone is large", "visitor_pen"
+    ),
     "pil": Generator("Pillow's ImageDraw: no anti-aliasing, outlines, PNG, GIF and JPEG", "pillow_pen"),
     "opencv": Generator("OpenCV: blur, noise, gradients, coarse JPEG", "opencv_pen"),
     "matplotlib": Generator("matplotlib: patches, with and without axes, light and dark", "matplotlib_pen"),
@@ -73,7 +78,8 @@ def _questions(name: str, shapes: int, number: int, seed: int) -> list[Question]
         scenes = []
         for chance in chances:
             it = sketch(chance, shapes)
-            scenes.append(Scene(it.shapes, it.background, it.size, draw(it, chance)))
+            file = draw(it, chance)
+            scenes.append(Scene(it.shapes, it.background, Image.open(io.BytesIO(file)).size, file))
     else:
         from epd_serve.demo.training.foreign import browser  # a command too: not imported before it is run
 
