@@ -36,7 +36,7 @@ from bench.started import add_peer_flags, given_peers
 from bench.sweep.compared import over_seeds
 from bench.sweep.experiment import LATE_MS, PEERS, Experiment, deployments
 from bench.sweep.stages import SentRequests, Stages
-from bench.sweep.store import RESULT, SEED, ResultStore, opened, summary
+from bench.sweep.store import EXPERIMENT, RESULT, SEED, ResultStore, opened, summary
 from bench.workloads.images import Images
 from bench.workloads.requests import arrivals_at
 from bench.workloads.workload import workload
@@ -169,6 +169,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if arguments.repeats == 1:
         code, _ = _sweep(arguments, argv)
         return code
+    if (arguments.out / EXPERIMENT).exists():
+        raise ConfigError(f"{arguments.out} holds an experiment of one seed; name another folder", param="--out")
     failed, each, rows = 0, [], []
     for seed in range(arguments.seed, arguments.seed + arguments.repeats):
         own = {"seed": seed, "out": arguments.out / f"{SEED}{seed}", "json": None}

@@ -132,10 +132,13 @@ def read_sweep(folder: Path) -> SweepResults:
 
 
 def _over_seeds(folder: Path, each: Sequence[SweepResults]) -> SweepResults:
-    """A run of each deployment and rate, valid where it is with every seed; single requests stay with the seeds."""
+    """A run of each deployment and rate that every seed has, valid where all are; single requests stay with the
+    seeds."""
     runs = []
     for first in each[0].runs:
         same = [run for one in each for run in one.of(first.deployment) if run.rate == first.rate]
+        if len(same) < len(each):
+            continue
         row = next((run.row for run in same if not run.valid), first.row)
         figures = over_seeds([run.figures for run in same])
         runs.append(Run(figures, (), first.devices, first.deployment, row, None))

@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Admin:
-    """`listening`: bound. `key`: what all there wants, or "": then nothing can be changed but by a unix socket."""
+    """`listening`: bound. `key`: what all but `/health` wants; "" and nothing is changed, but on a unix socket."""
 
     listening: socket.socket
     key: str = field(repr=False)

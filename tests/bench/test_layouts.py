@@ -159,3 +159,11 @@ def test_repeats_of_which_one_is_not_whole_end_with_1(layouts, capsys):
     assert "TP1x2, 1 rps: not measured. no memory" in capsys.readouterr().err
     assert layouts(Scripted(), "--repeats", "0") == 1
     assert "--repeats is 0: 1 or more" in capsys.readouterr().err
+
+
+def test_repeats_do_not_go_into_the_folder_of_one_seed(layouts, tmp_path, capsys):
+    assert layouts(Scripted()) == 0
+    before = whole(tmp_path)
+    assert layouts(backend := Scripted(), "--repeats", "2") == 1
+    assert "holds an experiment of one seed" in capsys.readouterr().err
+    assert backend.measured == [] and whole(tmp_path) == before

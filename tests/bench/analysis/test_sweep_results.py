@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -138,3 +139,14 @@ def test_of_several_seeds_a_run_has_the_medians_and_what_is_not_valid_once_is_no
     assert run.figures["ttft_ms/mean_least"] < run.figure("ttft_ms/mean") < run.figures["ttft_ms/mean_most"]
     assert found.at(layouts[1], 4.0) is None and found.at(layouts[1], 2.0) is not None
     assert {(gap["deployment"], gap["seed"]) for gap in found.gaps} == {("EP-D", 4)}
+
+
+def test_of_several_seeds_what_one_has_not_measured_is_a_gap_and_no_run(tmp_path):
+    layouts = [deployment("TP1x2"), deployment("EP-D")]
+    for seed in (3, 4):
+        sweep(tmp_path / f"seed-{seed}", layouts, {"TP1x2": 0.2, "EP-D": 0.2}, rates=(2.0,), seed=seed)
+    shutil.rmtree(tmp_path / "seed-4" / layouts[1].slug)
+
+    found = read_sweep(tmp_path)
+    assert [run.deployment.name for run in found.runs] == ["TP1x2"]
+    assert {(gap["deployment"], gap["what"], gap["seed"]) for gap in found.gaps} == {("EP-D", "not measured", 4)}
