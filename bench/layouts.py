@@ -78,7 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     when.add_argument("--repeats", type=int, default=1, metavar="N", help="all of it with N seeds, from --seed on")
     kept = parser.add_argument_group("what is kept")
     kept.add_argument("--out", type=Path, required=True, metavar="DIR", help="results; a second call goes on there")
-    quick = f"rates {QUICK_RATES}, {QUICK_S:g} s each: six layouts and plain vLLM within 12 minutes on two cores"
+    quick = f"rates {QUICK_RATES}, {QUICK_S:g} s each: six layouts and plain vLLM within 16 minutes on two cores"
     add_record_arguments(parser, quick=quick)
 
 
