@@ -375,7 +375,7 @@ async def test_a_part_that_others_can_do_without_is_given_up(tmp_path: Path) -> 
         await controller.do("await keeper.ready()")
         for _ in range(3):
             os.kill((await kept.life("agent")).pid, signal.SIGKILL)
-        await until((tmp_path / "begun").exists)
-        assert (tmp_path / "begun").read_text() == "agent"
+        begun = tmp_path / "begun"
+        await until(lambda: begun.exists() and begun.read_text() == "agent")  # made first, written then
         assert await controller.do("[one.pid for one in await keeper.parts()]") == [controller.pid, None]
         assert kept.process.poll() is None and kept.lives["agent"].empty()
