@@ -70,13 +70,13 @@ check: environment-test ## ruff, mypy (the tests, too), import-linter, NPU contr
 	"$$VENV/bin/ruff" format --check .
 	"$$VENV/bin/mypy" $(CODE) tests
 	"$$VENV/bin/lint-imports"
-	"$$VENV/bin/python" -m deploy.contract
+	"$$VENV/bin/python" -m tests.contract
 
 check-npu-contract: environment-test ## our code against released vLLM, vllm-ascend, torch-npu, Mooncake; offline
-	"$$VENV/bin/python" -m deploy.contract
+	"$$VENV/bin/python" -m tests.contract
 
 npu-contract: environment-test ## download those wheels, read them again, write the manifest and docs/reference/compatibility.md
-	"$$VENV/bin/python" -m deploy.contract --refresh build/npu-wheels
+	"$$VENV/bin/python" -m tests.contract --refresh build/npu-wheels
 
 docs: ## build the documentation as a site, into build/site; SITE_URL= where it will be (170 MB of tools, apart)
 	@VENV="$$VENV_DOCS" deploy/install/environment.sh docs

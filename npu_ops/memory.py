@@ -1,7 +1,7 @@
 """Device memory as transfers need it: flat slabs at aligned addresses, copies in stream order, fences, checks.
 
 One protocol, `DeviceMemory`; `HostMemory`, `CudaMemory` and `NpuMemory` in `torch_memory.py`, `FakeDevice` in
-`npu_ops/fake/device.py` for tests. Who transfers must keep the rules of the strictest of them, the NPU:
+`tests/fake_npu/device.py` for tests. Who transfers must keep the rules of the strictest of them, the NPU:
 
 1. every thread of ours calls `enter_thread` before it touches the device; the model's thread is bound by vLLM, and
    must not call it: it would leave the stream that the model runs on;

@@ -26,10 +26,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("bench", "deploy", "proxy", "epd_serve", "store", "npu_ops")
 LEFT_OUT = (
     "bench/results/",
-    "deploy/contract/",
+    "tests/contract/",
     "deploy/install/environment.sh",  # of `make`, in a checkout
-    "epd_serve/demo/training/",
-    "npu_ops/fake/",
+    "tests/demo_model/",
     "tests/",
 )
 HEAVY = {"torch", "torch_npu", "vllm", "transformers", "mooncake"}

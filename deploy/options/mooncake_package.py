@@ -24,7 +24,7 @@ CUDA_12 = "mooncake-transfer-engine"
 """Wants libcudart.so.12; vLLM's wheels, and torch with them, are of CUDA 13."""
 
 SECOND_TIER_FROM = "0.3.13.post1"
-"""The first with `mooncake_master --metrics_host` and all variables that bound a call (`deploy/contract/known.py`)."""
+"""The first with `mooncake_master --metrics_host` and all variables that bound a call (`tests/contract/known.py`)."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from deploy.doctor.packages import read_packages
 from deploy.memory.preview import preview
+from deploy.planner.interference import read_interference_profile
 from deploy.planner.profile import DECODE, ENCODE, PREFILL, DeviceProfile
 from deploy.planner.steps import role_of
 from epd_serve import __version__
@@ -17,7 +18,6 @@ from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.sim.profile import Capacity, Profile
 from npu_ops.discovery import DeviceInventory
-from npu_ops.interference_profile import read_interference_profile
 from npu_ops.properties import read_properties
 
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16, "npu": 128}

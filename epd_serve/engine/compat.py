@@ -216,7 +216,7 @@ RELEASES = {
     (0, 28): Release(True, True, True, False),
     (0, 32): Release(True, True, False, True),
 }
-"""The wheels that `deploy/contract` reads, too. KV in blocks of others and lost features depend on what stands here."""
+"""The wheels that `tests/contract` reads, too. KV in blocks of others and lost features depend on what stands here."""
 
 
 @functools.cache

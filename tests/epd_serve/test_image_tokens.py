@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from epd_serve.demo.training.architecture import MAX_PIXELS, MIN_PIXELS, picture_grid
 from epd_serve.image_tokens import ByArea, Fitted, ImageTokens, Resized, Tiled, image_tokens
 from epd_serve.largest_items import ProcessorConfigs
+from tests.demo_model.architecture import MAX_PIXELS, MIN_PIXELS, picture_grid
 from tests.epd_serve import own_processors
 
 SITE = Path(__file__).parents[2] / "epd_serve/engine/site"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from epd_serve.trace import DeviceTrace, Trace
-from npu_ops.fake.device import FakeDevice
 from npu_ops.torch_memory import HostMemory
+from tests.fake_npu.device import FakeDevice
 from tests.waiting import wait_for
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_ops.blocks import BlockRun, Blocks, BlocksError, Indices, proves_blocks, scatter_by_index
-from npu_ops.fake.device import FakeDevice, RuleBrokenError
 from npu_ops.memory import DeviceMemory
 from npu_ops.torch_memory import CudaMemory, HostMemory, NpuMemory, open_memory
+from tests.fake_npu.device import FakeDevice, RuleBrokenError
 
 FEW = settings(max_examples=40, deadline=None)
 

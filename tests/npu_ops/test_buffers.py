@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from npu_ops import buffers
 from npu_ops.buffers import PAGE, Bounce, nothing_registered, register_with_cuda
-from npu_ops.fake.device import FakeDevice, RuleBrokenError
 from npu_ops.memory import DeviceMemory
 from npu_ops.torch_memory import HostMemory, open_memory
+from tests.fake_npu.device import FakeDevice, RuleBrokenError
 from tests.waiting import wait_for
 
 

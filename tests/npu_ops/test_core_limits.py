@@ -11,7 +11,7 @@ import pytest
 
 from npu_ops.core_grants import CoreGrant, CoreOrder
 from npu_ops.core_limits import CoreLimitError, limit_at_set_device, limit_npu, whole_cores
-from npu_ops.fake.cores import FakeCores
+from tests.fake_npu.cores import FakeCores
 
 SHARES = {"E0": 0.3, "P0": 0.7}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from npu_ops.fake.device import FakeDevice, RuleBrokenError
+from tests.fake_npu.device import FakeDevice, RuleBrokenError
 from tests.waiting import PATIENCE_S, wait_for
 
 ONES = torch.ones(64, dtype=torch.uint8)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from npu_ops.fake.device import FakeDevice
-from npu_ops.fake.engine import MAX_DESCRIPTORS, MINUS_ONE, EngineCrashedError, FakeTransferEngine
-from npu_ops.fake.network import DONE, FAILED, MAX_WAITING, PENDING, TOO_LATE, FakeNetwork, Fault
 from npu_ops.memory import MAX_REGIONS, NPU_ALIGNMENT, DeviceBlock
+from tests.fake_npu.device import FakeDevice
+from tests.fake_npu.engine import MAX_DESCRIPTORS, MINUS_ONE, EngineCrashedError, FakeTransferEngine
+from tests.fake_npu.network import DONE, FAILED, MAX_WAITING, PENDING, TOO_LATE, FakeNetwork, Fault
 from tests.waiting import PATIENCE_S
 
 ONES = torch.ones(64, dtype=torch.uint8)

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from npu_ops import fences
-from npu_ops.fake.device import FakeDevice
 from npu_ops.fences import DeviceHungError, wait_until
+from tests.fake_npu.device import FakeDevice
 
 
 class Asked:

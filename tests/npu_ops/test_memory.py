@@ -8,9 +8,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from npu_ops.fake.device import FakeDevice
 from npu_ops.memory import DeviceMemory, DeviceMemoryError
 from npu_ops.torch_memory import HostMemory, open_memory
+from tests.fake_npu.device import FakeDevice
 
 
 @pytest.fixture(params=["cpu", "fake"])

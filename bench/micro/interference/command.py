@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.micro.interference.operators import Operator, default_sizes, operators, shares_of_best
 from bench.micro.interference.processes import FLAG, OperatorProcess, Span, orders_of, parse_shares
 from bench.micro.interference.windows import (
     Window,
@@ -39,10 +40,9 @@ from bench.micro.interference.windows import (
 from bench.micro.measurement import Measurement, Row, Usually, flag, in_turns, positive, several, whole
 from bench.micro.rows import figure_table, table_of
 from bench.record import flatten
+from deploy.planner.interference import InterferenceProfile, Shares
 from epd_serve.errors import ConfigError, StageError
 from npu_ops.discovery import DiscoveryError, discover
-from npu_ops.interference import Operator, default_sizes, operators, shares_of_best
-from npu_ops.interference_profile import InterferenceProfile, Shares
 from npu_ops.properties import read_properties
 
 LEAD_S = 0.1

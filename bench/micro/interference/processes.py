@@ -10,11 +10,11 @@ import argparse
 from multiprocessing.connection import Connection
 
 from bench.clients.process import Child
+from bench.micro.interference.operators import Sizes
+from deploy.planner.interference import Shares
 from epd_serve.errors import ConfigError
 from npu_ops.core_grants import CoreOrder
 from npu_ops.core_sets import TooFewCoresError, core_sets
-from npu_ops.interference import Sizes
-from npu_ops.interference_profile import Shares
 from npu_ops.mps import PERCENTAGE_ENV, percentage, why_no_mps
 
 PREPARE_S = 180.0
@@ -95,7 +95,7 @@ class OperatorProcess(Child):
 
 def main(pipe: Connection, kind: str, index: int, sizes: Sizes, order: CoreOrder | None) -> None:
     """In the process: prepare an operator that is named, run one that is named with two moments."""
-    from npu_ops.interference_run import Runner  # brings torch, which only this process needs
+    from bench.micro.interference.run import Runner  # brings torch, which only this process needs
 
     runner = Runner(kind, index, sizes, order)
     pipe.send(runner.grant.summary() if runner.grant is not None else "")

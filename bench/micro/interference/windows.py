@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bench.micro.interference.operators import Operator, needs
 from bench.micro.interference.processes import Span
 from bench.micro.measurement import Row, chart
 from bench.micro.rows import grouped, median
 from bench.statistic import Spread
+from deploy.planner.interference import InterferenceMap, InterferenceProfile, ProfiledOperator, Shares, Slowdown
 from epd_serve.errors import StageError
-from npu_ops.interference import Operator, needs
-from npu_ops.interference_profile import InterferenceMap, InterferenceProfile, ProfiledOperator, Shares, Slowdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

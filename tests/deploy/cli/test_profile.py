@@ -14,10 +14,10 @@ import pytest
 from deploy.cli.command import BAD_INPUT, main
 from deploy.host.processes import group_members, running
 from deploy.planner.calibrate import LEAST_STEPS
+from deploy.planner.interference import InterferenceMap, InterferenceProfile, ProfiledOperator, Slowdown
 from deploy.planner.profile import DeviceProfile, read_device_profile, write_device_profile
 from epd_serve.sim.profile import Line, Profile
 from epd_serve.trace import STEP, Trace
-from npu_ops.interference_profile import InterferenceMap, InterferenceProfile, ProfiledOperator, Slowdown
 from tests.waiting import PATIENCE_S, wait_for
 
 SIMULATED = {

@@ -15,8 +15,8 @@ from epd_serve.engine import core_share
 from epd_serve.engine.argv import CORE_SHARE_ENV
 from npu_ops.core_grants import CoreGrant, CoreOrder, read_grants
 from npu_ops.core_limits import CoreLimitError
-from npu_ops.fake.cores import FakeCores
 from tests.epd_serve.engine.test_compat import stub
+from tests.fake_npu.cores import FakeCores
 
 
 class Worker:

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import epd_serve
-from deploy.contract.request_fields import MODELS
 from proxy.fields.sieve import known_release
 from proxy.fields.vllm_fields import FIELDS, RELEASES
+from tests.contract.request_fields import MODELS
 
 ROOT = Path(__file__).parents[3]
 SITE = Path(epd_serve.__file__).with_name("engine") / "site"

@@ -12,10 +12,10 @@ from typing import Any
 import vllm
 from pydantic import ValidationError
 
-from deploy.contract.request_fields import MODELS
 from epd_serve.errors import EpdError
 from proxy import strict_json
 from proxy.request.parse import parse
+from tests.contract.request_fields import MODELS
 from tests.proxy.fakes import settings
 from tests.proxy.fuzzing import Damage, model_of
 

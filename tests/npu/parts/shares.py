@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.micro.interference.operators import default_sizes
 from bench.micro.interference.processes import OperatorProcess, orders_of
 from deploy.memory.check import VISIBLE
 from epd_serve.errors import ConfigError
-from npu_ops.interference import default_sizes
 from npu_ops.mps import PIPE_DIRECTORY_ENV, why_no_mps
 from tests.npu.launches import CardServing, served
 from tests.npu.parts.layouts import in_a_storm

@@ -13,6 +13,7 @@ import pytest
 from bench.cli import main
 from bench.micro.interference import command
 from bench.micro.interference.command import chosen, device_of, figures, save_profile, tables
+from bench.micro.interference.operators import BENCH, operators
 from bench.micro.interference.processes import OperatorProcess, orders_of, parse_shares
 from bench.micro.interference.windows import (
     draw_maps,
@@ -28,7 +29,6 @@ from bench.micro.interference.windows import (
 from bench.micro.measurement import Row
 from epd_serve.errors import ConfigError, StageError
 from npu_ops.core_grants import CoreOrder
-from npu_ops.interference import BENCH, operators
 
 CPU = {"kind": "cpu", "name": "a CPU", "devices": 1, "cores": {"cpu": 2}}
 ENV = {"date": "2025-01-01", "commit": "abc", "command": "c", "machine": {"cores": 2}, "versions": {}}

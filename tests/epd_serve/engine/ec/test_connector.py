@@ -19,9 +19,9 @@ import torch
 from epd_serve.engine import compat
 from epd_serve.engine.ec.partial_prefill import SpareBlocks
 from epd_serve.roles import Role
-from npu_ops.fake.device import FakeDevice
 from store.arena import Arena
 from tests.epd_serve.engine.ec.stages import Stages, feature, needed
+from tests.fake_npu.device import FakeDevice
 from tests.waiting import wait_for
 
 GRID = {"image_grid_thw": [[1, 4, 4]]}

@@ -13,10 +13,10 @@ from epd_serve.engine.ec.loading import ArenaReader
 from epd_serve.engine.ec.step import FeatureSlot
 from epd_serve.engine.ec.write_queue import WriteQueue
 from epd_serve.trace import Trace
-from npu_ops.fake.device import FakeDevice
 from store.arena import Arena
 from store.feature_pool import FeaturePool
 from tests.epd_serve.engine.ec.stages import feature, make_arena
+from tests.fake_npu.device import FakeDevice
 from tests.waiting import wait_for
 
 

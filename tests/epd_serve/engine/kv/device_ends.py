@@ -33,9 +33,6 @@ from epd_serve.kv.faults import Faults
 from epd_serve.kv.grouping import parse_grouping
 from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
 from epd_serve.trace import Trace
-from npu_ops.fake.device import FakeDevice
-from npu_ops.fake.engine import FakeTransferEngine
-from npu_ops.fake.network import FakeNetwork
 from tests.epd_serve.engine.kv.fakes import NO_TRACE, key_of
 from tests.epd_serve.engine.kv.slow_devices import (
     BLOCK_BYTES,
@@ -51,6 +48,9 @@ from tests.epd_serve.engine.kv.slow_devices import (
     SlowDevice,
     ascend_caches,
 )
+from tests.fake_npu.device import FakeDevice
+from tests.fake_npu.engine import FakeTransferEngine
+from tests.fake_npu.network import FakeNetwork
 from tests.waiting import wait_for
 
 P_NPU, D_NPU = "host0/npu0", "host0/npu1"

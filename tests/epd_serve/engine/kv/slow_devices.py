@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from npu_ops.blocks import BlockRun, Blocks
-from npu_ops.fake.device import FakeDevice
+from tests.fake_npu.device import FakeDevice
 from tests.waiting import PATIENCE_S
 
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, HEAD_BYTES = 4, 16, 4, 2, 64

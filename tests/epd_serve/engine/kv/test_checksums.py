@@ -8,9 +8,9 @@ import torch
 from epd_serve.engine.kv.checksums import layer_checksums
 from epd_serve.engine.kv.regions import layers_of
 from npu_ops.blocks import BlocksError
-from npu_ops.fake.device import FakeDevice
 from tests.epd_serve.engine.kv.fakes import HOST, caches
 from tests.epd_serve.engine.kv.slow_devices import BLOCKS, ascend_caches
+from tests.fake_npu.device import FakeDevice
 
 
 def test_equal_bytes_in_other_blocks_have_equal_checksums() -> None:

@@ -14,8 +14,8 @@ import torch
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.regions import Layers, layers_of
 from epd_serve.engine.kv.transport import LinkError
-from npu_ops.fake.device import FakeDevice
 from tests.epd_serve.engine.kv.fakes import HOST, SCRATCH
+from tests.fake_npu.device import FakeDevice
 from tests.waiting import PATIENCE_S, wait_for
 
 MB = 1 << 20

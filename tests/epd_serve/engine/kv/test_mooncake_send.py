@@ -16,9 +16,6 @@ from epd_serve.engine.kv.mooncake_writes import Write
 from epd_serve.engine.kv.regions import Layers, layers_of, pieces_of
 from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.plan import LayerPacket, Run
-from npu_ops.fake.device import FakeDevice
-from npu_ops.fake.engine import FakeTransferEngine
-from npu_ops.fake.network import FakeNetwork, Fault
 from tests.epd_serve.engine.kv.fakes import (
     HOST,
     SCRATCH,
@@ -31,6 +28,9 @@ from tests.epd_serve.engine.kv.fakes import (
     same,
     shape,
 )
+from tests.fake_npu.device import FakeDevice
+from tests.fake_npu.engine import FakeTransferEngine
+from tests.fake_npu.network import FakeNetwork, Fault
 from tests.waiting import PATIENCE_S
 
 BLOCKS = 16

@@ -10,9 +10,9 @@ import torch
 
 from epd_serve.engine.kv.mooncake_writes import UNDER_WAY, Write, Writes
 from epd_serve.engine.kv.transport import LinkError
-from npu_ops.fake.device import FakeDevice
-from npu_ops.fake.engine import FakeTransferEngine
-from npu_ops.fake.network import FakeNetwork, Fault
+from tests.fake_npu.device import FakeDevice
+from tests.fake_npu.engine import FakeTransferEngine
+from tests.fake_npu.network import FakeNetwork, Fault
 
 TIMEOUT_S, QUARANTINE_S = 1.0, 30.0
 BLOCK, BLOCKS = 16, 2048

@@ -13,9 +13,9 @@ import pytest
 
 from epd_serve.kv.ways import transports_between
 from epd_serve.trace import Trace
-from npu_ops.fake.network import FakeNetwork
 from tests.epd_serve.engine.kv.device_ends import P_NPU, Pair, Setting
 from tests.epd_serve.engine.kv.slow_devices import STALE, Prompt, SlowDevice, ascend_caches, neighbouring_caches
+from tests.fake_npu.network import FakeNetwork
 from tests.waiting import wait_for
 
 Start = Callable[..., Pair]

@@ -19,7 +19,6 @@ from epd_serve.engine.kv.spans import Extent
 from epd_serve.engine.kv.staging_ring import StagingRing
 from epd_serve.kv.link_queue import LinkQueue
 from epd_serve.kv.plan import Run
-from npu_ops.fake.device import FakeEvent, FakeTimedFence
 from tests.epd_serve.engine.kv.device_courses import (
     Course,
     follow,
@@ -30,6 +29,7 @@ from tests.epd_serve.engine.kv.device_courses import (
 )
 from tests.epd_serve.engine.kv.device_ends import P_NPU, Setting
 from tests.epd_serve.engine.kv.slow_devices import SlowDevice, ascend_caches, neighbouring_caches
+from tests.fake_npu.device import FakeEvent, FakeTimedFence
 
 SHM, MOONCAKE = ("shm",), ("mooncake",)
 

@@ -11,7 +11,7 @@ from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.regions import layers_of
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.kv.slices import SLICE_BYTES
-from npu_ops.fake.device import FakeDevice
+from tests.fake_npu.device import FakeDevice
 
 BLOCKS, BLOCK_BYTES, STAGING = 4, 64, 8192
 

@@ -25,7 +25,7 @@ from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
 from epd_serve.wire import TransferKey
 from epd_serve.wiring import StageWiring
-from npu_ops.fake.device import FakeDevice
+from tests.fake_npu.device import FakeDevice
 from tests.waiting import PATIENCE_S, wait_for
 
 LAYERS, BLOCKS, HEADS, BLOCK_SIZE, WIDTH = 3, 8, 4, 16, 8

@@ -19,11 +19,11 @@ from epd_serve.engine.kv.worker import DecodeWorker, KVCache, PrefillWorker
 from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
-from npu_ops.fake.device import FakeDevice
-from npu_ops.fake.engine import FakeTransferEngine
-from npu_ops.fake.network import FakeNetwork
 from tests.epd_serve.engine.kv.fakes import request, scheduled
 from tests.epd_serve.engine.kv.slow_devices import BLOCK_SIZE, BLOCKS, LAYERS, Caches, ascend_caches
+from tests.fake_npu.device import FakeDevice
+from tests.fake_npu.engine import FakeTransferEngine
+from tests.fake_npu.network import FakeNetwork
 from tests.waiting import wait_for
 
 PROMPT = 3 * BLOCK_SIZE

@@ -10,9 +10,9 @@ from epd_serve import wire
 from epd_serve.engine import vital_thread
 from epd_serve.engine.kv import receiver as receiver_module
 from npu_ops import fences
-from npu_ops.fake.device import FakeDevice
 from npu_ops.fences import DeviceHungError
 from tests.epd_serve.engine.kv.receiver.ends import A, Decode, Link, Start
+from tests.fake_npu.device import FakeDevice
 from tests.waiting import wait_for
 
 

@@ -13,7 +13,6 @@ import torch
 
 from epd_serve import wire
 from epd_serve.kv.faults import here_of
-from npu_ops.fake.device import FakeDevice
 from npu_ops.memory import DeviceMemory
 from npu_ops.torch_memory import HostMemory
 from tests.epd_serve.engine.kv.receiver.ends import (
@@ -26,6 +25,7 @@ from tests.epd_serve.engine.kv.receiver.ends import (
     NoEngine,
     Start,
 )
+from tests.fake_npu.device import FakeDevice
 from tests.waiting import wait_for
 
 

@@ -12,7 +12,6 @@ import torch
 
 from epd_serve import wire
 from epd_serve.wire import TransferKey
-from npu_ops.fake.device import FakeDevice
 from npu_ops.memory import DeviceMemory
 from npu_ops.torch_memory import HostMemory
 from tests.epd_serve.engine.kv.receiver.ends import (
@@ -25,6 +24,7 @@ from tests.epd_serve.engine.kv.receiver.ends import (
     Start,
 )
 from tests.epd_serve.engine.kv.slow_devices import SlowDevice
+from tests.fake_npu.device import FakeDevice
 from tests.waiting import PATIENCE_S, wait_for
 
 

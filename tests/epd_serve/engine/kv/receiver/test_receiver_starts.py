@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from epd_serve import wire
 from epd_serve.engine.capture_gate import CaptureGate
-from npu_ops.fake.device import FakeDevice
 from tests.epd_serve.engine.kv.receiver.ends import A, Link, Start
+from tests.fake_npu.device import FakeDevice
 from tests.waiting import wait_for
 
 

@@ -1,1 +1,0 @@
-"""How the built-in demo model is made: data, tokenizer, network, training, evaluation, model card."""

@@ -1,0 +1,70 @@
+"""The interference profile: its file, and what it says of operators and of stages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deploy.planner.interference import (
+    InterferenceMap,
+    InterferenceProfile,
+    ProfiledOperator,
+    Slowdown,
+    read_interference_profile,
+)
+
+
+def profile() -> InterferenceProfile:
+    operators = (
+        ProfiledOperator("encoder_matmul", "E", 8e8, 4e6, "compute"),
+        ProfiledOperator("decode_attention", "D", 1e8, 7e7, "memory"),
+    )
+    ratios = {"encoder_matmul": (2.0, 1.2), "decode_attention": (1.5, 1.9)}
+    pairs = tuple(
+        Slowdown(own, beside, ratio, ratio - 0.1, ratio + 0.1, 5)
+        for own, each in ratios.items()
+        for beside, ratio in zip(ratios, each, strict=True)
+    )
+    alone = {"encoder_matmul": 0.002, "decode_attention": 0.01}
+    maps = (InterferenceMap(None, alone, pairs), InterferenceMap((0.3, 0.7), alone, pairs))
+    return InterferenceProfile({"kind": "cpu", "name": "a CPU", "cores": 2}, operators, maps, "real", {"date": "now"})
+
+
+def test_the_file_has_its_version_and_every_pair_of_every_map(tmp_path):
+    profile().save(tmp_path / "deep" / "profile.json")
+
+    saved = json.loads((tmp_path / "deep" / "profile.json").read_text())
+    assert list(saved) == ["version", "kind", "device", "measured", "operators", "maps"]
+    assert (saved["version"], saved["kind"]) == (1, "real")
+    assert saved["operators"][1]["needs"] == "memory"
+    assert [one["core_shares"] for one in saved["maps"]] == [None, [0.3, 0.7]]
+    assert saved["maps"][0]["slowdowns"][1] == {
+        "operator": "encoder_matmul", "beside": "decode_attention",
+        "slowdown": 1.2, "p25": pytest.approx(1.1), "p75": pytest.approx(1.3), "rounds": 5,
+    }  # fmt: skip
+
+
+def test_what_was_saved_is_read_back(tmp_path):
+    path = tmp_path / "profile.json"
+    profile().save(path)
+    assert read_interference_profile(path) == profile()
+
+    path.write_text('{"version": 2}')
+    with pytest.raises(ValueError, match="no interference profile of version 1"):
+        read_interference_profile(path)
+
+
+def test_a_map_is_asked_for_by_its_division_of_the_cores():
+    assert profile().map_of((0.5, 0.5)) is None
+    found = profile().map_of()
+    assert found is not None and found.of("encoder_matmul", "decode_attention").slowdown == 1.2
+    with pytest.raises(KeyError):
+        found.of("encoder_matmul", "norm")
+
+
+def test_stages_beside_stages_are_estimated_from_their_operators():
+    assert profile().between("D", "E") == 1.5
+    assert profile().between("E", "D", (0.3, 0.7)) == 1.2
+    assert profile().between("P", "E") is None
+    assert profile().between("D", "E", (0.5, 0.5)) is None
