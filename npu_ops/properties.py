@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from npu_ops.container_memory import container_memory
 from npu_ops.discovery import DeviceInventory
 from npu_ops.npu_smi import NpuChip, NpuUsage, parse_mapping, parse_platform, parse_usage, soc_of
@@ -196,32 +198,12 @@ def _unknown(inventory: DeviceInventory, note: str) -> tuple[DeviceProperties, .
 
 
 def _host() -> DeviceProperties:
-    meminfo, note = _read("/proc/meminfo")
-    cpuinfo, _ = _read("/proc/cpuinfo")
-    sizes = parse_meminfo(meminfo)
-    total, free = sizes.get("MemTotal"), sizes.get("MemAvailable")
-    limited = container_memory()
-    if limited is not None and total is not None and free is not None:
+    memory = psutil.virtual_memory()
+    total, free = memory.total, memory.available
+    if (limited := container_memory()) is not None:
         total, free = min(total, limited[0]), min(free, limited[1])
-    name = next((line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")), "")
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return DeviceProperties(
-        0,
-        name or platform.machine(),
-        cores={"cpu": len(os.sched_getaffinity(0))},
-        total_bytes=total,
-        free_bytes=free,
-        note=note,
+        0, name or platform.machine(), cores={"cpu": len(os.sched_getaffinity(0))}, total_bytes=total, free_bytes=free
     )
-
-
-def parse_meminfo(text: str) -> dict[str, int]:
-    """Bytes by name from /proc/meminfo."""
-    fields = (line.split() for line in text.splitlines())
-    return {row[0].rstrip(":"): int(row[1]) << 10 for row in fields if len(row) == 3 and row[2] == "kB"}
-
-
-def _read(path: str) -> tuple[str, str]:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace"), ""
-    except OSError as error:
-        return "", f"{path} cannot be read: {error.strerror}"

@@ -1,6 +1,7 @@
 """Who a process is, beyond its pid: start time, process group, marks in its environment (Linux /proc).
 
-A pid alone may belong to somebody else by the time it is used; a pid with its start time in clock ticks does not.
+A pid alone may belong to somebody else by the time it is used; a pid with its start time in clock ticks does not. Those
+are kept in files, so they are the kernel's own: psutil tells seconds of a clock that may be set, and no groups.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 TRACKER_S = 3.0
 
@@ -131,8 +134,7 @@ def environment_of(pid: int, without: Sequence[str] = ()) -> dict[str, str]:
     """What a process of this user was started with, but for names that begin with one of `without`.
 
     Raises:
-        OSError: it has gone, or is somebody else's.
+        psutil.Error: it has gone, or is somebody else's.
     """
-    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    named = (os.fsdecode(entry).partition("=") for entry in entries if b"=" in entry)
-    return {name: value for name, _, value in named if not name.startswith(tuple(without))}
+    found = psutil.Process(pid).environ()
+    return {name: value for name, value in found.items() if not name.startswith(tuple(without))}

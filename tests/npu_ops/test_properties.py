@@ -9,7 +9,7 @@ import pytest
 
 from npu_ops import properties, vendor_tool
 from npu_ops.discovery import DeviceInventory
-from npu_ops.properties import DeviceUser, parse_gpu_users, parse_gpus, parse_meminfo, read_properties
+from npu_ops.properties import DeviceUser, parse_gpu_users, parse_gpus, read_properties
 from tests.npu_ops.smi_outputs import A2_24_1, A2_MAPPING, A3_25_2, A3_BOARD, A3_MAPPING, PLATFORM_910B4
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -136,8 +136,3 @@ def test_a_container_has_no_more_memory_than_it_may_use(monkeypatch: pytest.Monk
     monkeypatch.setattr(properties, "container_memory", lambda: (64 * MIB, 3 * MIB))
     (host,) = read_properties(DeviceInventory("cpu"))
     assert (host.total_bytes, host.free_bytes) == (64 * MIB, 3 * MIB)
-
-
-def test_meminfo_is_in_kilobytes() -> None:
-    text = "MemTotal:       24684092 kB\nMemAvailable:   21641540 kB\nHugePages_Total:       0\n"
-    assert parse_meminfo(text) == {"MemTotal": 24684092 << 10, "MemAvailable": 21641540 << 10}

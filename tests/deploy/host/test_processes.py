@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 
+import psutil
 import pytest
 
 from deploy.host.processes import environment_of
@@ -20,5 +21,5 @@ def test_the_environment_of_another_process_is_read_without_what_is_nobodys_busi
     finally:
         process.kill()
         process.wait()
-    with pytest.raises(OSError):
+    with pytest.raises(psutil.Error):
         environment_of(process.pid)
