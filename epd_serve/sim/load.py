@@ -21,7 +21,12 @@ def stage_report(wiring: StageWiring, engine: Busy, seq: int) -> StageReport:
     """How busy the engine is now."""
     scheduler, rates = engine.scheduler, engine.rates
     waiting = [*scheduler.waiting, *scheduler.held]
-    everything = [*waiting, *scheduler.running]
+    prompt_tokens = item_tokens = 0
+    for sequence in (*waiting, *scheduler.running):  # a planner asks for some thousand of these a second
+        if sequence.computed < sequence.to_compute:
+            prompt_tokens += sequence.to_compute - sequence.computed
+        if sequence.encoding:
+            item_tokens += sequence.item_tokens_left
     has_kv = wiring.role.has_language_model
     return StageReport(
         instance=wiring.instance,
@@ -30,8 +35,8 @@ def stage_report(wiring: StageWiring, engine: Busy, seq: int) -> StageReport:
         waiting=len(waiting),
         running=len(scheduler.running),
         max_running=scheduler.capacity.max_running,
-        pending_prompt_tokens=sum(sequence.prompt_tokens_left for sequence in everything),
-        pending_item_tokens=sum(sequence.item_tokens_left for sequence in everything),
+        pending_prompt_tokens=prompt_tokens,
+        pending_item_tokens=item_tokens,
         kv_used=1 - scheduler.free_blocks / scheduler.blocks if has_kv and scheduler.blocks else 0.0,
         kv_tokens=scheduler.capacity.kv_tokens if has_kv else 0,
         step_s=rates.step_s,
