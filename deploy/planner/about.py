@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from deploy.doctor.ascend_files import read_ascend
 from deploy.doctor.packages import read_packages
 from deploy.memory.preview import preview
 from deploy.planner.interference import read_interference_profile
@@ -19,6 +20,7 @@ from epd_serve.layout_parser import parse
 from epd_serve.sim.profile import Capacity, Profile
 from npu_ops.discovery import DeviceInventory
 from npu_ops.properties import read_properties
+from npu_ops.vendor_tool import ask
 
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16, "npu": 128}
 """vLLM's `--block-size` where nobody gives one; ours on CPU."""
@@ -60,12 +62,23 @@ def about(
         device,
         {1: stage},
         date=time.strftime("%Y-%m-%d", time.gmtime()),
-        versions={"epd-serve": __version__, **read_packages().versions},
+        versions={"epd-serve": __version__, **read_packages().versions, **driver_versions(inventory.kind)},
         slowdown=_pairs(interference) if interference is not None else {},
         weight_bytes=weights,
         memory_bytes=memory,
     )
     return made, why
+
+
+def driver_versions(kind: str) -> dict[str, str]:
+    """Of the device's driver, and of CANN on NPU; without what nobody tells, and none on cpu."""
+    if kind == "npu":
+        files = read_ascend(os.environ)
+        return {name: told for name, told in (("driver", files.driver), ("cann", files.cann)) if told}
+    if kind == "cuda":
+        told, _ = ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        return {"driver": told.split()[0]} if told and told.strip() else {}
+    return {}
 
 
 def _memory(
