@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from epd_serve.endpoint import unix_url
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 from npu_ops.core_grants import CoreOrder
+from store.addresses import authority
 
 LAUNCHER_ENV = "EPD_SERVE_LAUNCHER_PID"  # a stage whose launcher has this pid dies with it
 MEMORY_NAMES_ENV = "EPD_SERVE_MEMORY_NAMES"  # what the names of a stage's shared memory begin with
@@ -21,6 +23,8 @@ class StagePlan:
         device_ids: devices it occupies, len == tp.
         cores: CPU cores its OpenMP workers are pinned to (device `cpu` only).
         model: directory or hub name; served_model_name: the name clients use.
+        uds: path of the Unix socket on which its HTTP server listens; "" for `port` of `host`.
+        host: address for what else of it listens.
         colocated: how many instances share the device, itself included.
         memory_share: fraction of device memory, or None for the default share.
         core_order: what its workers have to do about cores, or None for no limit.
@@ -53,6 +57,12 @@ class StagePlan:
     engine: str = "vllm"
     sim_profile: str = ""
     memory_names: str = ""
+    uds: str = ""
+
+    @property
+    def url(self) -> str:
+        """Where its HTTP server answers (`epd_serve.endpoint`)."""
+        return unix_url(self.uds) if self.uds else f"http://{authority(self.host, self.port)}"
 
 
 @dataclass(frozen=True)

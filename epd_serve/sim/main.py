@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from epd_serve import garbage
 from epd_serve.budgets import Budgets
+from epd_serve.endpoint import unix_url
 from epd_serve.errors import ConfigError
 from epd_serve.lifeline import die_with_parent
 from epd_serve.roles import Role
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         profile = profile_of(arguments)
         wiring = _wiring(arguments)
-        with _bind(arguments.host, arguments.port) as listening:
+        with _bind(arguments.host, arguments.port, arguments.uds) as listening:
             _run(_serve(arguments, wiring, profile, listening))
     except ConfigError as error:
         sys.stderr.write(f"epd-sim: error: {error}\n")
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--served-model-name", default="")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--uds", default="", metavar="PATH", help="a Unix socket instead")
     parser.add_argument("--profile", default="", metavar="FILE", help="latencies and capacity (JSON)")
     parser.add_argument("--guarded", action="store_true", help=f"want the bearer token of {KEY_ENV}")
     parser.add_argument(
@@ -120,12 +122,15 @@ def budgets_of(wiring: StageWiring, profile: Profile) -> Budgets | None:
     )
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, path: str) -> socket.socket:
     try:
+        if path:
+            return socket.create_server(path, family=socket.AF_UNIX, backlog=BACKLOG)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {host} --port {port}: cannot listen there ({error})", param="--port") from error
+        where = f"--uds {path}" if path else f"--host {host} --port {port}"
+        raise ConfigError(f"{where}: cannot listen there ({error})", param="--port") from error
 
 
 def _run(serving: object) -> None:
@@ -190,5 +195,7 @@ async def _drained(connections: set[Connection]) -> None:
 
 
 def _address(listening: socket.socket) -> str:
+    if listening.family == socket.AF_UNIX:
+        return unix_url(listening.getsockname())
     host, port = listening.getsockname()[:2]
     return f"http://{authority(host, port)}"

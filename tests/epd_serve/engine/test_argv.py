@@ -95,6 +95,12 @@ def test_the_whole_command_of_a_monolith_on_cpu() -> None:
     assert not {"CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"} & set(made.env)
 
 
+def test_on_a_socket_vllm_gets_neither_host_nor_port_and_its_own_queues_stay_on_loopback() -> None:
+    made = command(Role.PD, "cpu", uds="/run/PD0.http")
+    assert flag(made, "--uds") == "/run/PD0.http" and not {"--host", "--port"} & set(made.argv)
+    assert made.env["VLLM_HOST_IP"] == "127.0.0.1"
+
+
 @pytest.mark.parametrize("role", Role)
 def test_every_role_reports_its_load_where_an_address_for_it_is_wired(role: Role) -> None:
     wiring = StageWiring(f"{role}0", role, "inc", load_publish="ipc:///run/load")

@@ -22,6 +22,11 @@ def test_a_plan_arrives_whole() -> None:
     assert read.scheduling_policy == "priority" and '"instance": "P0"' in read.wiring
 
 
+def test_a_socket_takes_the_place_of_the_port() -> None:
+    command = sim_command(plan_of("sim", uds="/run/P0.http"))
+    assert parsed(command.argv[3:]).uds == "/run/P0.http" and not {"--host", "--port"} & set(command.argv)
+
+
 def test_an_encoder_has_no_priorities() -> None:
     assert parsed(sim_command(plan_of("sim", Role.E)).argv[3:]).scheduling_policy == "fcfs"
 
