@@ -30,8 +30,6 @@ class StagePlan:
         core_order: what its workers have to do about cores, or None for no limit.
         kv_cache_bytes: of KV cache on each device, or None where vLLM finds out itself.
         extra_args: vLLM flags of the operator, appended last.
-        guarded: other machines reach it, so its server wants a key (`stage_guard`); whoever spawns it puts the key
-            into its environment.
         engine: what the process is: `vllm`, or `sim` for a simulated stage (`epd_serve.sim`).
         sim_profile: its profile file, "" for one that takes no time.
         memory_names: what the names of its shared memory begin with, "" for names of chance.
@@ -53,11 +51,15 @@ class StagePlan:
     memory_share: float | None = None
     core_order: CoreOrder | None = None
     kv_cache_bytes: int | None = None
-    guarded: bool = False
     engine: str = "vllm"
     sim_profile: str = ""
     memory_names: str = ""
     uds: str = ""
+
+    @property
+    def guarded(self) -> bool:
+        """Others reach its server, so it wants a key (`stage_guard`); whoever spawns it sets that in its environment."""
+        return not self.uds
 
     @property
     def url(self) -> str:

@@ -74,7 +74,6 @@ def wire(order: Order, site: Site, port: int, incarnation: str) -> StagePlan:
         host=site.net.host,
         port=port,
         uds="" if site.net.key_file else str(run.socket(f"{order.id}.http")),
-        guarded=bool(site.net.key_file),
         wiring=_wiring(order, site, port, incarnation),
         core_order=_named(stage.core_order, order.id, run.grant_template(order.id)),
         memory_names=run.memory_names(order.id),
