@@ -58,7 +58,7 @@ class StagePlan:
 
     @property
     def guarded(self) -> bool:
-        """Others reach its server, so it wants a key (`stage_guard`); whoever spawns it sets that in its environment."""
+        """Others reach its server, so it wants a key (`stage_guard`). Whoever spawns it sets it in its environment."""
         return not self.uds
 
     @property
