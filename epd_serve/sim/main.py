@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from epd_serve import garbage
 from epd_serve.budgets import Budgets
-from epd_serve.endpoint import unix_url
 from epd_serve.errors import ConfigError
 from epd_serve.lifeline import die_with_parent
 from epd_serve.roles import Role
@@ -171,7 +170,8 @@ async def _serve(
     connections: set[Connection] = set()
     running = asyncio.create_task(engine.run(), name="engine")
     server = await loop.create_server(lambda: Connection(stage.handle, connections), sock=listening)
-    sys.stderr.write(f"simulated {wiring.role} {wiring.instance} on {_address(listening)}\n")
+    where = arguments.uds or authority(*listening.getsockname()[:2])
+    sys.stderr.write(f"simulated {wiring.role} {wiring.instance} on {where}\n")
     try:
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([stopped, running], return_when=asyncio.FIRST_COMPLETED)
@@ -192,10 +192,3 @@ async def _drained(connections: set[Connection]) -> None:
         if not any(one.busy for one in connections):
             return
         await asyncio.sleep(DRAIN_LOOK_S)
-
-
-def _address(listening: socket.socket) -> str:
-    if listening.family == socket.AF_UNIX:
-        return unix_url(listening.getsockname())
-    host, port = listening.getsockname()[:2]
-    return f"http://{authority(host, port)}"
