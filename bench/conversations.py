@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from bench.clients.target import Target
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, several, whole
 from bench.micro.rows import grouped
 from bench.served import Served, simulated
@@ -192,10 +193,9 @@ def _counted(launch: Served) -> dict[str, float]:
             value for labels, value in _samples(text, "epd_store_events_total") if labels["event"] == "encoded"
         )
         hits = 0.0
-        for stage in launch.stages:
-            if stage.role == "P":
-                told = http.get(f"http://127.0.0.1:{stage.port}/metrics").text
-                hits += sum(value for _, value in _samples(told, "vllm:prefix_cache_hits_total"))
+        for url in launch.stage_urls("P"):
+            told = Target(url).ask("/metrics", limit_s=30.0).text
+            hits += sum(value for _, value in _samples(told, "vllm:prefix_cache_hits_total"))
     hoped = {labels["which"]: value for labels, value in _samples(text, "epd_proxy_prefix_tokens_total")}
     hints = {f"{which}_hint_tokens": hoped.get(which, 0.0) for which in ("all", "known", "prefill", "decode")}
     return {"kv_bytes": sent, "encoded": encoded, "hit_tokens": hits, **hints}

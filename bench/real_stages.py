@@ -22,9 +22,8 @@ from deploy.agent.health import health_status
 from deploy.agent.specs import orders
 from deploy.agent.stage_life import Spawn, StageLife
 from deploy.agent.template import stage_starts
-from deploy.agent.wiring import STAGE_HOST, Site, wire
+from deploy.agent.wiring import Site, wire
 from deploy.host.environment import stage_environment
-from deploy.host.ports import free_ports
 from deploy.host.rundir import RunDir
 from deploy.keeper.in_process import InProcess
 from deploy.options.engines import command_of
@@ -119,31 +118,30 @@ def seconds_to_ready(blueprint: Blueprint, plan: InstancePlan) -> float:
         run = RunDir.create(folder / "run")
         stack.callback(run.remove)
         config = blueprint.config
-        (port,) = free_ports(1)
         if blueprint.features_travel:
             stack.callback(Arena.create(str(run.arena), capacity_bytes=config.arena_mib << 20).close)
         order = next(one for one in orders(blueprint) if one.id == plan.id)
         site = Site(run, config.kv_staging_mib << 20)
-        stage = wire(order, site, port, os.urandom(6).hex())
+        stage = wire(order, site, 0, os.urandom(6).hex())
         command = command_of(stage)
         spawn = Spawn(command.argv, stage_environment(command.env, run.path, blueprint.device), plan.id)
-        return asyncio.run(_start(blueprint, spawn, run, plan.id, stage.port))
+        return asyncio.run(_start(blueprint, spawn, run, plan.id, stage.url))
 
 
-async def _start(blueprint: Blueprint, spawn: Spawn, run: RunDir, instance: str, port: int) -> float:
+async def _start(blueprint: Blueprint, spawn: Spawn, run: RunDir, instance: str, url: str) -> float:
     begun, config = time.monotonic(), blueprint.config
     log = run.log("template")
     setting, device, keeper = config.stage_template, blueprint.device, InProcess()
     async with stage_starts(setting, device, spawn, blueprint.model, log, print, keeper) as start:
-        return await _ready(begun, await StageLife.begin(spawn, run.log(instance), start), run, instance, port)
+        return await _ready(begun, await StageLife.begin(spawn, run.log(instance), start), run, instance, url)
 
 
-async def _ready(begun: float, process: StageLife, run: RunDir, instance: str, port: int) -> float:
+async def _ready(begun: float, process: StageLife, run: RunDir, instance: str, url: str) -> float:
     run.record_group(instance, process.pid)
     try:
         while process.exit_code is None and time.monotonic() < begun + START_S:
             with contextlib.suppress(TimeoutError):
-                if await health_status(STAGE_HOST, port, timeout_s=5.0) == 200:
+                if await health_status(url, timeout_s=5.0) == 200:
                     return time.monotonic() - begun
             await asyncio.sleep(POLL_S)
         raise StageError(f"{instance} alone did not become ready: {process.failure_reason()}", stage=instance)

@@ -23,6 +23,7 @@ from typing import Any
 from deploy.agent.cpu_time import Parts, groups, parts
 from deploy.host.ports import free_ports
 from deploy.host.started import started
+from epd_serve.endpoint import unix_url
 
 ROOT = Path("/tmp")
 SETTLED_S = 120.0
@@ -56,16 +57,16 @@ LOGS_ENV = "EPD_BENCH_LOGS"
 START_S = 600.0
 STOP_S = 60.0
 _READY = re.compile(r"^Ready in [\d.]+ s: .* serves (\S+)$", re.MULTILINE)
-_STAGE = re.compile(r"^\s+(\w+)\s+(\w+)\s+[\d,]+ .*\s(\d+)$", re.MULTILINE)
+_STAGE = re.compile(r"^\s+(\w+)\s+(\w+)\s+[\d,]+ .*\s(\S+\.http|\S+:\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """An instance as the ready message lists it."""
+    """An instance as the ready message lists it. `server`: its socket's name in the run directory, or host:port."""
 
     instance: str
     role: str
-    port: int
+    server: str
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,11 @@ class Served:
 
     def stage_url(self, role: str) -> str | None:
         """A stage's own server, past the proxy; None when no instance has that role."""
-        return next((f"http://127.0.0.1:{stage.port}" for stage in self.stages if stage.role == role), None)
+        return next(iter(self.stage_urls(role)), None)
+
+    def stage_urls(self, role: str) -> list[str]:
+        """Of all stages with that role, all of them on this machine."""
+        return [unix_url(self.run / stage.server) for stage in self.stages if stage.role == role]
 
 
 def parse_ready(text: str) -> tuple[str, tuple[Stage, ...]] | None:
@@ -98,7 +103,7 @@ def parse_ready(text: str) -> tuple[str, tuple[Stage, ...]] | None:
     ready = _READY.search(text)
     if ready is None or "Ctrl-C" not in text:
         return None
-    stages = tuple(Stage(name, role, int(port)) for name, role, port in _STAGE.findall(text))
+    stages = tuple(Stage(*found) for found in _STAGE.findall(text))
     return ready[1], stages
 
 

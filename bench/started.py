@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from deploy.host.ports import free_ports
 from deploy.host.started import started
 from epd_serve.errors import ConfigError
 
@@ -98,6 +99,15 @@ def running(name: str, port: int, argv: Sequence[str]) -> Iterator[Rival]:
     ):
         process.ready(lambda: _listens(port), START_S)
         yield Rival(name, f"http://127.0.0.1:{port}", (process.process.pid,))
+
+
+@contextlib.contextmanager
+def on_tcp(stages: Sequence[str]) -> Iterator[list[str]]:
+    """Yields an address on TCP for each of the stages (URLs of sockets), in their order."""
+    ports = free_ports(len(stages))
+    words = [word for port, url in zip(ports, stages, strict=True) for word in (str(port), url)]
+    with running("tcp", ports[-1], [sys.executable, "-m", "bench.tcp_front", *words]):
+        yield [f"http://127.0.0.1:{port}" for port in ports]
 
 
 def _listens(port: int) -> bool:

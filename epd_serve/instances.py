@@ -21,7 +21,8 @@ class Instance:
     Attributes:
         id: name within the launch, e.g. `P0`; stable across restarts.
         role: stages it runs.
-        url: base URL of its OpenAI server, e.g. `http://127.0.0.1:41001`; the proxy is its only client.
+        url: of its OpenAI server, `unix:/PATH` or `http://HOST:PORT` (`epd_serve.endpoint`); its only client is the
+            proxy.
         incarnation: hex id of this run of the process; changes at every restart and tags transfers, so that late
             messages of the previous run are recognised.
         kv_endpoint: ZMQ address where this instance takes READY (only roles that send KV), else None.

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from epd_serve.endpoint import connect as connect_stage
+from epd_serve.endpoint import socket_path, unix_url
 from epd_serve.errors import ConfigError, StageError
 
 TAIL_BYTES = 1024
@@ -28,20 +30,23 @@ CONNECT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One server. `base_path` comes before every path, and is mostly empty."""
+    """One server. `base_path` comes before every path, and is mostly empty. `uds`: of a Unix socket, its path."""
 
     host: str
     port: int
     tls: bool = False
     base_path: str = ""
+    uds: str = ""
 
     @classmethod
     def of(cls, url: str) -> Endpoint:
-        """Reads `http://HOST:PORT`, with or without the `/v1` that clients write after it.
+        """Reads `http://HOST:PORT`, with or without the `/v1` that clients write after it, or `unix:/PATH`.
 
         Raises:
             ConfigError: it is no such address.
         """
+        if path := socket_path(url):
+            return cls("localhost", 0, uds=path)
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -63,8 +68,13 @@ class Endpoint:
         """Host and port as the header `host` has them."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    def __str__(self) -> str:
+    @property
+    def url(self) -> str:
+        """What paths are appended to; of a Unix socket, for a client that has its path."""
         return f"http{'s' if self.tls else ''}://{self.netloc}{self.base_path}"
+
+    def __str__(self) -> str:
+        return unix_url(self.uds) if self.uds else self.url
 
 
 @dataclass(slots=True)
@@ -211,6 +221,8 @@ async def connect(url: str | Endpoint) -> Connection:
     tls = ssl.create_default_context() if endpoint.tls else None
     try:
         async with asyncio.timeout(CONNECT_S):
+            if endpoint.uds:
+                return (await connect_stage(str(endpoint), Connection))[1]
             loop = asyncio.get_running_loop()
             return (await loop.create_connection(Connection, endpoint.host, endpoint.port, ssl=tls))[1]
     except OSError as error:  # TimeoutError is one

@@ -96,18 +96,12 @@ class Target:
         Raises:
             StageError: nobody is there, nothing came for `limit_s`, or not with status 200.
         """
-        url, method = f"{self.endpoint}{path}", "GET" if body is None else "POST"
+        url, method = f"{self.endpoint.url}{path}", "GET" if body is None else "POST"
+        # Certificates take 20 ms of a core to load, and stages are looked at while they are measured.
+        transport = httpx.HTTPTransport(verify=self.endpoint.tls, uds=self.endpoint.uds or None)
         try:
-            # Certificates take 20 ms of a core to load, and stages are looked at while they are measured.
-            answer = httpx.request(
-                method,
-                url,
-                json=body,
-                headers=self.headers,
-                timeout=limit_s,
-                trust_env=False,
-                verify=self.endpoint.tls,
-            )
+            with httpx.Client(transport=transport, headers=self.headers, timeout=limit_s) as http:
+                answer = http.request(method, url, json=body)
         except httpx.TimeoutException as error:
             raise StageError(f"{url} does not answer within {limit_s:g} s", stage=str(self.endpoint)) from error
         except httpx.HTTPError as error:

@@ -22,6 +22,7 @@ of the mean. On two cores vLLM's busy loop can keep its own front end from runni
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import itertools
@@ -41,11 +42,11 @@ from bench.micro.cores import core_us, ratios_at_one_speed
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, several, whole
 from bench.micro.rows import grouped, median, table_of
 from bench.served import scratch, served
-from bench.started import answers
 from bench.sweep.experiment import Deployment
 from bench.sweep.running import REST_S, command
 from bench.workloads.requests import ClosedLoop, Poisson, arrival_times
 from bench.workloads.synthetic import DemoImage, demo_body, demo_image
+from deploy.agent.health import health_status
 from deploy.agent.specs import orders
 from deploy.agent.wiring import Site, wire
 from deploy.host.environment import stage_environment
@@ -198,9 +199,9 @@ def _stage(stack: contextlib.ExitStack, blueprint: Blueprint, folder: Path, vari
     (plan,) = blueprint.plans
     run = RunDir.create(folder / "run")
     stack.callback(run.remove)
-    (port,) = free_ports(1)
     (order,) = orders(blueprint)
-    made = stage_command(wire(order, Site(run, staging_bytes=0), port, os.urandom(6).hex()))
+    stage = wire(order, Site(run, staging_bytes=0), 0, os.urandom(6).hex())
+    made = stage_command(stage)
     argv, env = list(made.argv), dict(made.env)
     if not variant.bell:
         del env[SHARED_CORES_ENV]
@@ -210,7 +211,7 @@ def _stage(stack: contextlib.ExitStack, blueprint: Blueprint, folder: Path, vari
     if variant.threads:
         env[CPU_THREADS_ENV] = CpuThreads(blueprint.cores_of(plan), variant.threads).to_json()
     environment = stage_environment(env, run.path, blueprint.device)
-    return _started(stack, str(variant), argv, environment, port, blueprint.served_model_name, folder)
+    return _started(stack, str(variant), argv, environment, stage.url, blueprint.served_model_name, folder)
 
 
 def _plain(stack: contextlib.ExitStack, blueprint: Blueprint, folder: Path, name: str, cores: Sequence[int]) -> Target:
@@ -218,7 +219,7 @@ def _plain(stack: contextlib.ExitStack, blueprint: Blueprint, folder: Path, name
     (port,) = free_ports(1)
     argv, env = command(Deployment(name, "TP1", 1), blueprint, blueprint.plans[0], port)
     env |= {"TMPDIR": str(folder), BIND_ENV: ",".join(map(str, cores)) or "auto"}
-    return _started(stack, name, argv, env, port, blueprint.served_model_name, folder)
+    return _started(stack, name, argv, env, f"http://127.0.0.1:{port}", blueprint.served_model_name, folder)
 
 
 def _started(
@@ -226,14 +227,13 @@ def _started(
     name: str,
     argv: Sequence[str],
     env: Mapping[str, str],
-    port: int,
+    url: str,
     model: str,
     folder: Path,
 ) -> Target:
-    url = f"http://127.0.0.1:{port}"
     log = folder / f"{name.replace(' ', '_')}.log"
     server = stack.enter_context(started(argv, log, env=env, by=signal.SIGTERM))
-    server.ready(functools.partial(answers, f"{url}/health"), START_S)
+    server.ready(lambda: asyncio.run(health_status(url, START_S)) == 200, START_S)
     return Target(name, url, model)
 
 

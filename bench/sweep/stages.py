@@ -30,6 +30,7 @@ from bench.clients.sweep import one_run
 from bench.clients.target import Target
 from bench.record import environment, flatten
 from bench.served import Served, served
+from bench.started import on_tcp
 from bench.started import running as rival
 from bench.sweep.experiment import PEERS, Deployment, Experiment, PlannedRun, ServedBy
 from bench.sweep.running import RunningDeployment, plain_vllm, proxy_status, sampled
@@ -197,13 +198,11 @@ class Stages:
     @contextlib.contextmanager
     def _peer(self, peer: ServedBy, launch: Served) -> Iterator[str]:
         """URL of the example proxy over the stages of `launch`. Raises StageError with the end of its log."""
-        encoders, decoders = (
-            [f"http://127.0.0.1:{stage.port}" for stage in launch.stages if stage.role == role] for role in ("E", "PD")
-        )
         (port,) = free_ports(1)
-        argv = PEERS[peer].argv(self.scripts[peer], port, encoders, decoders)
-        with rival(PEERS[peer].title, port, argv) as proxy:
-            yield proxy.url
+        with on_tcp(launch.stage_urls("E")) as encoders, on_tcp(launch.stage_urls("PD")) as decoders:
+            argv = PEERS[peer].argv(self.scripts[peer], port, encoders, decoders)
+            with rival(PEERS[peer].title, port, argv) as proxy:
+                yield proxy.url
 
     def _blueprint(self, deployment: Deployment) -> Blueprint:
         flags = () if deployment.served_by is ServedBy.VLLM else deployment.flags

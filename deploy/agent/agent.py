@@ -172,12 +172,16 @@ class Agent:
             if spec.featured:
                 await self._arena.make()
                 await self._tier.begin()
-            kept.port = stage.port = self._ports.take_again(kept.port, ports)
+            kept.port = self._ports.take_again(kept.port, ports)
+            stage.url = self._url(kept)
 
         # Memory is profiled at the start on NPU and CUDA: neighbours on a device must not start together.
         turns = [] if self._setup.blueprint.device == "cpu" else [str(device) for device in spec.devices]
-        stage = StageSpec(name, self._setup.net.host, kept.port, self._setup.run.log(name), command, prepare, turns)
+        stage = StageSpec(name, self._url(kept), self._setup.run.log(name), command, prepare, turns)
         self._supervisor.add(stage, kept.record, process)
+
+    def _url(self, kept: Kept) -> str:
+        return wire(kept.order, self._setup.site, kept.port, "").url
 
     def _drains(self, kept: Kept, draining: bool) -> None:
         if kept.draining is not draining and not kept.record.over:

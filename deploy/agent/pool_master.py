@@ -62,14 +62,14 @@ class PoolMaster:
 
     def spec(self, keeper_pid: int, record: Record) -> StageSpec:
         """`keeper_pid`: of the process that it dies with."""
-        host, log = self.settings.host, self.run.log(MASTER_PROGRAM)
+        log = self.run.log(MASTER_PROGRAM)
 
         def command(incarnation: str) -> Spawn:
             argv = module_command(*parent_death_exec(self.command(self.settings), parent=keeper_pid))
             env = {**stage_environment({}, self.run.path, "cpu", keeper_pid), "PYTHONPATH": module_path()}
             return Spawn(argv, env, MASTER_PROGRAM, record.tag)
 
-        return StageSpec(MASTER_PROGRAM, host, self.settings.metrics_port, log, command, what="the")
+        return StageSpec(MASTER_PROGRAM, self.metrics, log, command, what="the")
 
 
 def mooncake_command(settings: MasterSettings) -> tuple[str, ...]:

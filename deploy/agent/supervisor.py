@@ -38,7 +38,7 @@ class StageSpec:
     """One stage to keep alive.
 
     Attributes:
-        port: where it answers; `prepare` may change it.
+        url: where it answers (`epd_serve.endpoint`); `prepare` may change it.
         command: makes the command of a life from its incarnation.
         prepare: awaited before each life; raises OSError or ConfigError where there can be none.
         turns: stages that have one in common start one after the other (their memory is profiled).
@@ -46,8 +46,7 @@ class StageSpec:
     """
 
     id: str
-    host: str
-    port: int
+    url: str
     log_path: Path
     command: Callable[[str], Spawn]
     prepare: Callable[[], Awaitable[None]] = _nothing
@@ -219,7 +218,7 @@ class Supervisor:
                     return trouble
             if record.phase is Phase.UP:
                 assert one.life is not None, "it has started"
-                self._falls(record, await until_trouble(stage.host, stage.port, one.life, self.patience))
+                self._falls(record, await until_trouble(stage.url, one.life, self.patience))
                 # At once, before the group is cleared away: the proxy must send nothing more.
                 self.events.down(stage.id, record.incarnation, record.reason, None)
             return record.reason
@@ -245,7 +244,7 @@ class Supervisor:
                 record.spawned(one.life)
                 self.events.spawned(stage.id, one.life.pid)
             phase = partial(self.events.phase, stage.id)
-            trouble = await until_ready(stage.host, stage.port, one.life, self.patience, phase)
+            trouble = await until_ready(stage.url, one.life, self.patience, phase)
         if trouble is None:
             record.answers()
             self.events.up(stage.id, record.incarnation, record.start_s)

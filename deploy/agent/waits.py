@@ -50,9 +50,7 @@ class Patience:
         return min(self.backoff_max_s, 2.0 * last_s or self.backoff_s)
 
 
-async def until_ready(
-    host: str, port: int, life: StageLife, patience: Patience, phase: Callable[[str], None]
-) -> str | None:
+async def until_ready(url: str, life: StageLife, patience: Patience, phase: Callable[[str], None]) -> str | None:
     """None once it answers 200; else why it never will. `phase`: takes what the start is at."""
     phase(FIRST_PHASE)
     deadline = life.started + patience.start_s
@@ -63,16 +61,16 @@ async def until_ready(
         if life.exit_code is not None:
             return life.failure_reason()
         with contextlib.suppress(TimeoutError):  # busy: ask again until the deadline
-            if await health_status(host, port, patience.health_timeout_s) == 200:
+            if await health_status(url, patience.health_timeout_s) == 200:
                 return None
         await asyncio.sleep(patience.poll_s)
     return f"not ready within {patience.start_s:.0f} s (--startup-timeout-s); {life.failure_reason()}"
 
 
-async def until_trouble(host: str, port: int, life: StageLife, patience: Patience) -> str:
+async def until_trouble(url: str, life: StageLife, patience: Patience) -> str:
     """Why a stage that was up is to be restarted."""
     exited = asyncio.create_task(life.exited())
-    sick = asyncio.create_task(_until_sick(host, port, patience))
+    sick = asyncio.create_task(_until_sick(url, patience))
     try:
         await asyncio.wait({exited, sick}, return_when=asyncio.FIRST_COMPLETED)
         return life.failure_reason() if exited.done() else sick.result()
@@ -81,12 +79,12 @@ async def until_trouble(host: str, port: int, life: StageLife, patience: Patienc
             watch.cancel()
 
 
-async def _until_sick(host: str, port: int, patience: Patience) -> str:
+async def _until_sick(url: str, patience: Patience) -> str:
     last_answer, refusals = time.monotonic(), 0
     while True:
         await asyncio.sleep(patience.health_every_s)
         try:
-            status = await health_status(host, port, patience.health_timeout_s)
+            status = await health_status(url, patience.health_timeout_s)
         except TimeoutError:
             if time.monotonic() - last_answer > patience.hung_s:
                 return f"hung: no answer on /health for {patience.hung_s:.0f} s"

@@ -1,7 +1,8 @@
 """Connects one instance to the rest of its deployment: its ports, its sockets, the arena. Pure.
 
 What an instance is, its spec says (`deploy/agent/specs.py`); here it gets a name and addresses, for one life. Where all
-instances are on one node they meet in its run directory; else in a block of neighbouring TCP ports for each:
+instances are on one node all of them are sockets in its run directory, which no other user can enter; else in a block
+of neighbouring TCP ports for each:
 
     first       its HTTP server
     + 1, 2, 3   takes READY; announces about features; reports its load
@@ -22,7 +23,7 @@ from npu_ops.core_grants import CoreOrder
 from store.addresses import authority
 
 STAGE_HOST = "127.0.0.1"
-"""What stages bind where all are on one node: the proxy is their only client."""
+"""What libraries in stages bind where all are on one node."""
 
 _KV, _EVENTS, _LOAD, _FIRST_WORKER = 1, 2, 3, 4
 
@@ -59,8 +60,8 @@ class Site:
     net: Net = Net()
 
     def ports_of(self, order: Order) -> int:
-        """How many neighbouring ports an instance needs."""
-        return _FIRST_WORKER + 2 * _stage(order).tp if self.net.key_file else 1
+        """How many neighbouring ports an instance needs; none where others are in the run directory."""
+        return _FIRST_WORKER + 2 * _stage(order).tp if self.net.key_file else 0
 
 
 def wire(order: Order, site: Site, port: int, incarnation: str) -> StagePlan:
@@ -72,7 +73,7 @@ def wire(order: Order, site: Site, port: int, incarnation: str) -> StagePlan:
         role=order.spec.role,
         host=site.net.host,
         port=port,
-        guarded=bool(site.net.key_file),
+        uds="" if site.net.key_file else str(run.socket(f"{order.id}.http")),
         wiring=_wiring(order, site, port, incarnation),
         core_order=_named(stage.core_order, order.id, run.grant_template(order.id)),
         memory_names=run.memory_names(order.id),
@@ -85,7 +86,7 @@ def instance_of(stage: StagePlan) -> Instance:
     return Instance(
         id=stage.instance,
         role=stage.role,
-        url=f"http://{authority(stage.host, stage.port)}",
+        url=stage.url,
         incarnation=wiring.incarnation,
         kv_endpoint=wiring.kv_endpoint or None,
         events=wiring.publish or None,

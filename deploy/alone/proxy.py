@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from deploy.agent.health import health_status
 from deploy.alone.stages import GivenStages, given_stages
@@ -166,12 +165,10 @@ def _say(line: str) -> None:
 
 async def _watch(one: Instance, table: Any) -> None:
     """Keep the table's view of one stage as its /health says."""
-    address = urlsplit(one.url)
-    assert address.hostname is not None
     unanswered = 0
     while True:
         try:
-            status = await health_status(address.hostname, address.port or 80, HEALTH_TIMEOUT_S)
+            status = await health_status(one.url, HEALTH_TIMEOUT_S)
         except TimeoutError:
             unanswered += 1
             if unanswered >= HUNG_AFTER:

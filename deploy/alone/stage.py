@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.host.environment import not_the_operators
+from deploy.host.environment import not_the_operators, run_root
+from deploy.host.rundir import private_folder
 from deploy.memory.check import OneStage
 from deploy.options.config import DeployConfig
 from deploy.options.engines import command_of
@@ -39,11 +41,13 @@ def run_stage(
     engine: str = "vllm",
     sim_profile: str = "",
     stage_key_file: str = "",
+    uds: str = "",
 ) -> int:
     """Become one stage's server (exec), or print its command, which tells no key.
 
     Args:
-        stage_key_file: the key that its server wants, on every path but /health; "" for none.
+        uds: path of a Unix socket that its server listens on; "" for TCP.
+        stage_key_file: the key that its server wants on TCP, on every path but /health; "" for one that is made.
 
     Raises:
         ConfigError: a role that needs peers without a wiring file, unknown model, too few devices.
@@ -81,7 +85,7 @@ def run_stage(
             wiring=connected,
             extra_args=tuple(passed),
             memory_share=plan.memory_share,
-            guarded=bool(key),
+            uds=str(Path(uds).absolute()) if uds else "",
             engine=engine,
             sim_profile=blueprint.sim_profile,
         )
@@ -89,10 +93,24 @@ def run_stage(
     if print:
         _show(command.argv, command.env)
         return 0
-    environment = {**os.environ, **not_the_operators(command.env), **({KEY_ENV: key} if key else {})}
+    environment = {**os.environ, **not_the_operators(command.env)}
+    if not uds:
+        environment[KEY_ENV] = key or _made_key(port)
     if "PYTHONPATH" in os.environ and "PYTHONPATH" in command.env:
         environment["PYTHONPATH"] = f"{command.env['PYTHONPATH']}{os.pathsep}{os.environ['PYTHONPATH']}"
     os.execvpe(command.argv[0], command.argv, environment)
+
+
+def _made_key(port: int) -> str:
+    """A new one, in a file of this user's that others may be given; says where."""
+    root, key = run_root(), secrets.token_hex(32)
+    private_folder(root)
+    path = root / f"stage-{port}.key"
+    path.unlink(missing_ok=True)
+    with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(key)
+    os.write(2, f"its server wants the key in {path} (epd-serve proxy --stage-key-file)\n".encode())
+    return key
 
 
 def _show(argv: Sequence[str], env: dict[str, str]) -> None:

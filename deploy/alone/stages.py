@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from deploy.options.suggestions import unknown
+from epd_serve.endpoint import for_http, is_endpoint, socket_path
 from epd_serve.errors import ConfigError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
@@ -68,14 +68,14 @@ def listed_stages(words: Sequence[str], model: str) -> GivenStages:
         if any(one.url == url for one in instances):
             raise ConfigError(f"--stage {word}: {url} is given twice", param="--stage")
         number = sum(one.role is role for one in instances)
-        instances.append(Instance(f"{role.value}{number}", role, url, STATIC, node=urlsplit(url).hostname or ""))
+        instances.append(Instance(f"{role.value}{number}", role, url, STATIC, node=_node(url)))
     return GivenStages(model, tuple(instances))
 
 
 def _role_and_url(word: str) -> tuple[Role, str]:
-    role, equals, url = ("EPD", "=", word) if word.startswith("http://") else word.partition("=")
-    if not (equals and is_http_address(url)):
-        raise ConfigError(f"--stage {word!r} is not [ROLE=]http://HOST:PORT", param="--stage")
+    role, equals, url = ("EPD", "=", word) if is_endpoint(word) else word.partition("=")
+    if not (equals and is_endpoint(url)):
+        raise ConfigError(f"--stage {word!r} is not [ROLE=]http://HOST:PORT or [ROLE=]unix:/PATH", param="--stage")
     if role not in set(Role):
         raise ConfigError(f"--stage {word}: {unknown('role', role, NEED_NOBODY)}", param="--stage")
     if Role(role) not in NEED_NOBODY:
@@ -122,8 +122,10 @@ def _instance(path: str, entry: Any) -> Instance:
     roles = {role.value for role in Role}
     if str(entry["role"]) not in roles:
         raise ConfigError(f"stages file {path}: {unknown('role', str(entry['role']), roles)}", param="--stages")
-    if not is_http_address(str(entry["url"])):
-        raise ConfigError(f"stages file {path}: url {entry['url']!r} is not http://HOST:PORT", param="--stages")
+    if not is_endpoint(str(entry["url"])):
+        raise ConfigError(
+            f"stages file {path}: url {entry['url']!r} is neither http://HOST:PORT nor unix:/PATH", param="--stages"
+        )
     for name in ("kv_news", "kv_workers"):
         addresses = entry.get(name, [])
         if not isinstance(addresses, list) or not all(isinstance(one, str) for one in addresses):
@@ -145,16 +147,9 @@ def _instance(path: str, entry: Any) -> Instance:
         kv_news=tuple(entry.get("kv_news", ())),
         kv_workers=tuple(entry.get("kv_workers", ())),
         load_news=entry.get("load_news"),
-        node=str(entry.get("node") or urlsplit(str(entry["url"])).hostname),
+        node=str(entry.get("node") or _node(str(entry["url"]))),
     )
 
 
-def is_http_address(url: str) -> bool:
-    """Whether it is http://HOST:PORT and nothing more; without a port it is 80."""
-    try:
-        address = urlsplit(url)
-        port = address.port  # raises when it is none
-    except ValueError:
-        return False
-    plain = address.path in ("", "/") and not (address.query or address.fragment or "@" in address.netloc)
-    return address.scheme == "http" and bool(address.hostname) and port != 0 and plain
+def _node(url: str) -> str:
+    return "local" if socket_path(url) else for_http(url).hostname or ""

@@ -26,12 +26,14 @@ def add_stage(commands: Any) -> Parser:
         help="stages to run; ED is refused, run E and D apart (default: of --wiring)",
     )
     parser.add_argument("--instance", default="", help="name (default: role and 0)")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to bind; beyond loopback give it a key, or a private network"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind")
     parser.add_argument("--port", type=port, default=8001, help="port of its HTTP server")
+    parser.add_argument("--uds", default="", metavar="PATH", help="Unix socket of its HTTP server, in place of a port")
     parser.add_argument(
-        "--stage-key-file", default="", metavar="FILE", help="the key that its server wants (default: none)"
+        "--stage-key-file",
+        default="",
+        metavar="FILE",
+        help="the key that its server wants on a port (default: one that is made)",
     )
     parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
     parser.add_argument("--device-ids", default="", metavar="0,1", help="devices, one per tensor-parallel rank")
@@ -59,7 +61,8 @@ def add_proxy(commands: Any) -> Parser:
         action="append",
         default=[],
         metavar="[ROLE=]URL",
-        help="one stage, in place of a file: PD=http://HOST:PORT, or a URL alone for a whole model; repeatable",
+        help="one stage, in place of a file: PD=http://HOST:PORT or PD=unix:/PATH, or a URL alone for a whole model; "
+        "repeatable",
     )
     parser.add_argument("--served-model-name", default="", help="with --stage: the name that clients use")
     parser.add_argument("--stage-key-file", default="", metavar="FILE", help="the key that the stages want")

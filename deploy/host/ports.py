@@ -1,4 +1,4 @@
-"""Ports: free ones for the stages, held until they listen, and the public one, taken before anything slow starts.
+"""Ports: free ones for stages, held until they listen, and the public one, taken before anything slow starts.
 
 `proxy.server.uvicorn_server` can bind too; it is not imported here because its web framework takes longer to load than
 all of the launcher, and the stages should be loading theirs meanwhile.
@@ -64,11 +64,13 @@ class PortBlocks:
         self._held: dict[int, socket.socket] = {}
 
     def take(self, count: int) -> int:
-        """Hold the next block that is free. Returns its first port.
+        """Hold the next block that is free. Returns its first port, 0 where none is wanted.
 
         Raises:
             ConfigError: there is none.
         """
+        if not count:
+            return 0
         for first in _shuffled(range(self._within.start, self._within.stop - count + 1, count)):
             if self._hold(range(first, first + count)):
                 return first

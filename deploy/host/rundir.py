@@ -14,8 +14,8 @@
                            node.json        which node of which deployment this is (deploy/node/start.py)
                            node.log, key    of a node process: its log, the key of its deployment
                            feed             where front doors hear of the instances (proxy/workers/wire.py)
-                           <instance>.log, and its sockets (.events, .load, .kv, .kvw<rank>, .kvnews<rank>,
-                           .features<rank>)
+                           <instance>.log, and its sockets (.http, .events, .load, .kv, .kvw<rank>,
+                           .kvnews<rank>, .features<rank>)
                            <instance>.traffic, see epd_serve/engine/traffic.py
                            <instance>.cores<rank>.json, what a worker says of its share (npu_ops/core_grants.py)
     /dev/shm/epd-<launch id>-*              arena and staging files; what vLLM and Python make in the stages
@@ -70,7 +70,7 @@ class RunDir:
     def create(cls, root: Path | None = None) -> RunDir:
         """Make the directory; complete from the moment it has its name, so that a reaper never sees half of one."""
         root = root or run_root()
-        _private(root)
+        private_folder(root)
         launch_id = secrets.token_hex(4)
         unnamed = root / f"{UNNAMED}{launch_id}"
         unnamed.mkdir(mode=0o700)
@@ -86,7 +86,10 @@ class RunDir:
         run = cls(launch_id, path, shm_root(), held)
         if len(str(run.socket(LONGEST_SOCKET_NAME))) > MAX_SOCKET_PATH:
             run.remove()
-            raise ConfigError(f"run directory {root} is too long for sockets; set XDG_RUNTIME_DIR to a shorter path")
+            raise ConfigError(
+                f"run directory {root} is too long for sockets; give a shorter one by --run-root or XDG_RUNTIME_DIR",
+                param="run_root",
+            )
         return run
 
     def log(self, instance: str) -> Path:
@@ -135,7 +138,7 @@ class RunDir:
 
     def clear_instance(self, instance: str) -> None:
         """Remove what a dead life of an instance left: sockets, traffic board, shared memory. Logs stay."""
-        for pattern in ("cores*", "events", "features*", "kv*", "load", "traffic"):
+        for pattern in ("cores*", "events", "features*", "http", "kv*", "load", "traffic"):
             for path in self.path.glob(f"{instance}.{pattern}"):
                 path.unlink(missing_ok=True)
         self._unlink(f"epd-{self.launch_id}-kv-{instance}-", self.memory_names(instance))
@@ -204,7 +207,7 @@ def _group_lines(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _private(root: Path) -> None:
+def private_folder(root: Path) -> None:
     """Make the run root, and refuse one that somebody else could write to (it lies in /tmp)."""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)

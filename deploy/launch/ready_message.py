@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import epd_serve.demo
 from deploy.memory.placement_table import placement_rows, table
 from deploy.plan.blueprint import Blueprint
+from epd_serve.endpoint import for_http, socket_path
 from epd_serve.instances import Instance
 
 SAMPLE = Path(epd_serve.demo.__path__[0]) / "samples" / "red_circle.png"
@@ -33,7 +33,7 @@ def ready_message(
         (*row, column)
         for row, column in zip(
             placement_rows(blueprint.plans, blueprint.device, blueprint.machines.described),
-            ("stage port", *(str(urlsplit(instances[plan.id].url).port) for plan in blueprint.plans)),
+            ("server", *(_server(instances[plan.id].url) for plan in blueprint.plans)),
             strict=True,
         )
     ]
@@ -56,6 +56,11 @@ def ready_message(
             ends,
         )
     )
+
+
+def _server(url: str) -> str:
+    """Of a stage: its port's address, or its socket's name in the folder of the logs."""
+    return Path(socket_path(url)).name or for_http(url).netloc
 
 
 def _admin_lines(blueprint: Blueprint) -> list[str]:

@@ -105,8 +105,7 @@ def _common(plan: StagePlan) -> list[str]:
     return [
         *("--model", plan.model),
         *("--served-model-name", plan.served_model_name),
-        *("--host", plan.host),
-        *("--port", str(plan.port)),
+        *(("--uds", plan.uds) if plan.uds else ("--host", plan.host, "--port", str(plan.port))),
         *("--tensor-parallel-size", str(plan.tp)),
         "--disable-uvicorn-access-log",
         *(("--scheduler-cls", "epd_serve.engine.status.scheduler.ReportingScheduler") if reports else ()),

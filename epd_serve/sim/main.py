@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         profile = profile_of(arguments)
         wiring = _wiring(arguments)
-        with _bind(arguments.host, arguments.port) as listening:
+        with _bind(arguments.host, arguments.port, arguments.uds) as listening:
             _run(_serve(arguments, wiring, profile, listening))
     except ConfigError as error:
         sys.stderr.write(f"epd-sim: error: {error}\n")
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--served-model-name", default="")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--uds", default="", metavar="PATH", help="a Unix socket instead")
     parser.add_argument("--profile", default="", metavar="FILE", help="latencies and capacity (JSON)")
     parser.add_argument("--guarded", action="store_true", help=f"want the bearer token of {KEY_ENV}")
     parser.add_argument(
@@ -120,12 +121,15 @@ def budgets_of(wiring: StageWiring, profile: Profile) -> Budgets | None:
     )
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, path: str) -> socket.socket:
     try:
+        if path:
+            return socket.create_server(path, family=socket.AF_UNIX, backlog=BACKLOG)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--host {host} --port {port}: cannot listen there ({error})", param="--port") from error
+        where = f"--uds {path}" if path else f"--host {host} --port {port}"
+        raise ConfigError(f"{where}: cannot listen there ({error})", param="--port") from error
 
 
 def _run(serving: object) -> None:
@@ -166,7 +170,8 @@ async def _serve(
     connections: set[Connection] = set()
     running = asyncio.create_task(engine.run(), name="engine")
     server = await loop.create_server(lambda: Connection(stage.handle, connections), sock=listening)
-    sys.stderr.write(f"simulated {wiring.role} {wiring.instance} on {_address(listening)}\n")
+    where = arguments.uds or authority(*listening.getsockname()[:2])
+    sys.stderr.write(f"simulated {wiring.role} {wiring.instance} on {where}\n")
     try:
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([stopped, running], return_when=asyncio.FIRST_COMPLETED)
@@ -187,8 +192,3 @@ async def _drained(connections: set[Connection]) -> None:
         if not any(one.busy for one in connections):
             return
         await asyncio.sleep(DRAIN_LOOK_S)
-
-
-def _address(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://{authority(host, port)}"

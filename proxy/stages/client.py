@@ -11,10 +11,10 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from functools import lru_cache, partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
+from epd_serve import endpoint
 from epd_serve.errors import StageError
 from epd_serve.instances import KEEP_ALIVE_S, Instance
 from proxy import strict_json
@@ -36,7 +36,7 @@ class StageClient:
     """Posts to stages. Every method raises only errors of `epd_serve.errors` (and CancelledError)."""
 
     def __init__(self, timeouts: Timeouts, *, key: str = "") -> None:
-        """`key`: bearer token of the stages; "" where they bind loopback and need none."""
+        """`key`: bearer token of the stages; "" where their sockets are in a private folder."""
         self._timeouts = timeouts
         self._always = CONTENT_HEADERS + (f"authorization: Bearer {key}\r\n" if key else "")
         self._idle: dict[str, dict[Connection, float]] = {}
@@ -148,13 +148,10 @@ class StageClient:
             if connection.reusable and time.monotonic() < since + IDLE_S:
                 return connection
             connection.close()
-        address = urlsplit(instance.url)
         try:
             async with asyncio.timeout(self._timeouts.connect_s):
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    partial(Connection, partial(self._lost, instance.url)), address.hostname or "", address.port or 80
-                )
-                return connection
+                made = partial(Connection, partial(self._lost, instance.url))
+                return (await endpoint.connect(instance.url, made))[1]
         except OSError as error:  # TimeoutError is one
             raise StageUnreachable(f"stage {instance.id} cannot be reached", stage=instance.id) from error
 
@@ -183,5 +180,5 @@ def _died(instance: Instance) -> StageDied:
 @lru_cache(maxsize=1024)
 def _beginning(url: str, path: str) -> str:
     """Of the head of a request."""
-    address = urlsplit(url)
+    address = endpoint.for_http(url)
     return f"POST {address.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {address.netloc}\r\n"

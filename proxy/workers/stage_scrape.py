@@ -11,10 +11,10 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
-from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from epd_serve import endpoint
 from epd_serve.instances import Instance
 from proxy.metrics import LabelledCounter
 from proxy.registry.table import InstanceTable
@@ -98,11 +98,9 @@ class StageScrape:
 
     async def _get(self, instance: Instance) -> bytes:
         """Raises OSError, _MissedError."""
-        address = urlsplit(instance.url)
+        address = endpoint.for_http(instance.url)
         head = f"GET {address.path.rstrip('/')}/metrics HTTP/1.1\r\nhost: {address.netloc}\r\n{self._authorization}\r\n"
-        _, connection = await asyncio.get_running_loop().create_connection(
-            partial(Connection, _forget), address.hostname or "", address.port or 80
-        )
+        _, connection = await endpoint.connect(instance.url, partial(Connection, _forget))
         try:
             await connection.send(head.encode(), b"")
             if await connection.head() != 200:

@@ -16,7 +16,7 @@ from epd_serve.errors import StageError
 from tests.deploy.wired import RUN, Wired
 
 
-def test_the_ready_message_names_the_stage_ports():
+def test_the_ready_message_names_the_sockets_of_the_stages():
     blueprint = draw(DeployConfig(layout="(E-P)-D", device="cpu"))
 
     parsed = parse_ready(ready_message(blueprint, RUN.path, Wired(blueprint).instances(), 12.3))
@@ -24,10 +24,10 @@ def test_the_ready_message_names_the_stage_ports():
     assert parsed is not None
     model, stages = parsed
     assert model == "epd-demo"
-    assert {stage.instance: (stage.role, stage.port) for stage in stages} == {
-        "E0": ("E", 21000),
-        "P0": ("P", 21001),
-        "D0": ("D", 21002),
+    assert {stage.instance: (stage.role, stage.server) for stage in stages} == {
+        "E0": ("E", "E0.http"),
+        "P0": ("P", "P0.http"),
+        "D0": ("D", "D0.http"),
     }
 
 

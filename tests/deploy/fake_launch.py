@@ -35,7 +35,7 @@ def main() -> int:
         own = [flag.partition("=")[2] for flag in flags if flag.startswith(f"{plan.instance}=")]
         shared = [flag for flag in flags if flag.startswith("--")]
         wiring = ("--wiring", json.dumps(plan.wiring.to_json())) if plan.wiring.kv_publish else ()
-        return StageCommand((sys.executable, FAKE_STAGE, str(plan.port), *wiring, *shared, *own), env)
+        return StageCommand((sys.executable, FAKE_STAGE, plan.uds or str(plan.port), *wiring, *shared, *own), env)
 
     def master(settings: MasterSettings) -> tuple[str, ...]:
         own = [flag.partition("=")[2] for flag in flags if flag.startswith("master=--")]

@@ -1,6 +1,6 @@
 """A stage without vLLM: answers /health, logs like a start, and dies, hangs or fails on demand.
 
-argv: PORT [--host ADDRESS] [--fail TEXT] [--delay S] [--child] [--ignore-term] [--unhealthy-file PATH]
+argv: PORT|PATH [--host ADDRESS] [--fail TEXT] [--delay S] [--child] [--ignore-term] [--unhealthy-file PATH]
            [--links STATE] [--wiring JSON]
 
 With the wiring of a stage that sends KV it reports links to its peers, all of them in STATE. With a core order in its
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import signal
+import socketserver
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from typing import Any
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("port", type=int)
+    parser.add_argument("where", help="a port, or the path of a Unix socket")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--fail", default="")
     parser.add_argument("--delay", type=float, default=0.0)
@@ -60,9 +61,14 @@ def main() -> None:
         def log_message(self, format: str, *values: object) -> None:
             pass
 
-    server = ThreadingHTTPServer((args.host, args.port), Health)
+    on_tcp = args.where.isdigit()
+    server = ThreadingHTTPServer((args.host, int(args.where)), Health) if on_tcp else OnSocket(args.where, Health)
     print("INFO:     Application startup complete.", flush=True)
     server.serve_forever()
+
+
+class OnSocket(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
 
 
 def obey_core_order(text: str) -> None:

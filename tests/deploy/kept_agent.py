@@ -80,7 +80,7 @@ def main() -> int:
 
     def command(plan: StagePlan) -> StageCommand:
         flags = _taken(folder / f"flags-{plan.instance}")
-        argv = parent_death_exec((sys.executable, FAKE_STAGE, str(plan.port), *flags), parent=keeper_pid)
+        argv = parent_death_exec((sys.executable, FAKE_STAGE, plan.uds or str(plan.port), *flags), parent=keeper_pid)
         return StageCommand(module_command(*argv), stage_command(plan).env)
 
     setup = AgentSetup.of(run, draw(config), command, _master, PATIENCE)

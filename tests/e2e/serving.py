@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from deploy.agent.template import api_server_of
 from deploy.host import processes
 from deploy.host.ports import free_ports
 from epd_serve.demo.presets import builtin_model_dir
+from epd_serve.endpoint import unix_url
 from epd_serve.engine.template.messages import TEMPLATE_NAME
+from tests.stage_http import stage_client
 from tests.waiting import wait_for
 
 START_S = 420.0
@@ -149,9 +150,7 @@ class Serving(Endpoint):
 
     def stage(self, instance: str) -> Endpoint:
         """A stage's own server, past the proxy."""
-        listening = psutil.Process(self.api_server_pid(instance)).net_connections("tcp")
-        ports = [one.laddr.port for one in listening if one.status == psutil.CONN_LISTEN]
-        return Endpoint(f"http://127.0.0.1:{ports[0]}")
+        return Endpoint("http://localhost", client=stage_client(unix_url(self.run / f"{instance}.http"), 180))
 
     def stage_pid(self, instance: str) -> int:
         """Leader of the instance's newest process group: its root."""

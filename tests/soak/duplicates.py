@@ -31,6 +31,7 @@ from deploy.host.started import started
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.plan.proxy_settings import build_proxy_settings
+from epd_serve.endpoint import unix_url
 from epd_serve.errors import StageError
 from tests.soak.harness import Result, Soak
 
@@ -118,7 +119,7 @@ def stages_file(launch: Served) -> dict[str, Any]:
         {
             "id": stage.instance,
             "role": stage.role,
-            "url": f"http://127.0.0.1:{stage.port}",
+            "url": unix_url(launch.run / stage.server),
             "incarnation": incarnations[stage.instance],
             "events": f"ipc://{launch.run}/{stage.instance}.events",
             **({"kv_endpoint": f"ipc://{launch.run}/{stage.instance}.kv"} if stage.role == "P" else {}),

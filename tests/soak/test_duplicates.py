@@ -18,7 +18,7 @@ from tests.soak.duplicates import encodes, figures
 
 
 def test_the_second_proxy_reads_what_it_is_told_of_the_stages(tmp_path, monkeypatch):
-    stages = tuple(Stage(f"{role}0", role, 8000 + number) for number, role in enumerate("EPD"))
+    stages = tuple(Stage(f"{role}0", role, f"{role}0.http") for role in "EPD")
     launch = Served("E-P-D", "http://proxy", "m", {}, 1.0, stages, tmp_path, tmp_path)
     instances = {
         "instances": [{"id": stage.instance, "incarnation": f"incarnation of {stage.role}"} for stage in stages]

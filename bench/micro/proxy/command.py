@@ -47,7 +47,7 @@ from bench.micro.proxy.rivals import (
 )
 from bench.micro.rows import grouped, median
 from bench.served import simulated
-from bench.started import PEERS, Peer, Rival, add_peer_flags, given_peers, running
+from bench.started import PEERS, Peer, Rival, add_peer_flags, given_peers, on_tcp, running
 from bench.workloads.requests import Poisson, arrivals_within
 from deploy.host.ports import free_ports
 from epd_serve.errors import ConfigError
@@ -156,7 +156,8 @@ def _peers(sender: SenderProcess, peers: Mapping[Peer, Path], quick: bool) -> It
         rivals = [Rival("proxy", launch.url, launch.cpu_parts["proxy"])]
         for peer, script in peers.items():
             (port,) = free_ports(1)
-            argv = peer.argv(script, port, [stage_of(launch, "E")], [stage_of(launch)])
+            encoder, decoder = stack.enter_context(on_tcp([stage_of(launch, "E"), stage_of(launch)]))
+            argv = peer.argv(script, port, [encoder], [decoder])
             rivals.append(stack.enter_context(running(peer.name, port, argv)))
 
         def texts(rival: Rival) -> Row:

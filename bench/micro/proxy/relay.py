@@ -11,29 +11,36 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import aiohttp
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from epd_serve.endpoint import for_http, socket_path
 
 PASSED_ON = {b"content-type", b"content-length"}
 
 
 def bare_relay(urls: Sequence[str]) -> ASGIApp:
     """Returns the application. `urls`: the stages."""
-    stages, sessions = itertools.cycle(urls), list[aiohttp.ClientSession]()
+    stages = itertools.cycle(urls)
+    sessions: dict[str, aiohttp.ClientSession] = {}  # of the server's event loop, which runs only later
 
     async def relay(scope: Scope, receive: Receive, send: Send) -> None:
-        if not sessions:  # of the server's event loop, which runs only now
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+        url = next(stages)
+        if url not in sessions:
+            path, usual = socket_path(url), dict[str, Any](limit=0, keepalive_timeout=2.0)
+            connector = aiohttp.UnixConnector(path, **usual) if path else aiohttp.TCPConnector(**usual)
             timeout = aiohttp.ClientTimeout(total=None)
-            sessions.append(aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False))
+            sessions[url] = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        target = for_http(url).geturl() + scope["path"]
         body, more = b"", True
         while more:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
         headers = {"content-type": "application/json"}
-        async with sessions[0].post(next(stages) + scope["path"], data=body, headers=headers) as answer:
+        async with sessions[url].post(target, data=body, headers=headers) as answer:
             kept = [pair for pair in answer.raw_headers if pair[0].lower() in PASSED_ON]
             await send({"type": "http.response.start", "status": answer.status, "headers": kept})
             while chunk := await answer.content.readany():

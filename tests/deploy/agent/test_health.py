@@ -28,4 +28,4 @@ async def test_what_is_no_answer_of_http_is_no_health(said: bytes, status: int |
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        assert await health_status("127.0.0.1", port, PATIENCE_S) == status
+        assert await health_status(f"http://127.0.0.1:{port}", PATIENCE_S) == status

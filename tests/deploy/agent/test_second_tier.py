@@ -129,7 +129,7 @@ async def test_the_master_of_a_layout_without_features_begins_with_the_first_ins
 
 
 def fake(plan: StagePlan) -> StageCommand:
-    return StageCommand((sys.executable, FAKE_STAGE, str(plan.port)), stage_command(plan).env)
+    return StageCommand((sys.executable, FAKE_STAGE, plan.uds or str(plan.port)), stage_command(plan).env)
 
 
 def stand_in(settings: MasterSettings) -> tuple[str, ...]:

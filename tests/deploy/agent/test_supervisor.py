@@ -66,7 +66,8 @@ class Recorder:
 def spec(folder: Path, name: str = "E0", *flags: str, turns: Sequence[str] = ()) -> StageSpec:
     port = free_ports(1)[0]
     argv = (sys.executable, FAKE_STAGE, str(port), *flags)
-    return StageSpec(name, "127.0.0.1", port, folder / f"{name}.log", lambda _: Spawn(argv, os.environ), turns=turns)
+    url = f"http://127.0.0.1:{port}"
+    return StageSpec(name, url, folder / f"{name}.log", lambda _: Spawn(argv, os.environ), turns=turns)
 
 
 @contextlib.asynccontextmanager

@@ -74,7 +74,7 @@ def test_a_layout_without_encoders_has_no_arena() -> None:
 def test_the_proxy_is_told_where_ready_goes() -> None:
     plan = wired("E-P-D")
     told = plan.instance("P0", "i7")
-    assert (told.url, told.incarnation, told.kv_endpoint) == ("http://127.0.0.1:21001", "i7", "ipc:///run/x/P0.kv")
+    assert (told.url, told.incarnation, told.kv_endpoint) == ("unix:/run/x/P0.http", "i7", "ipc:///run/x/P0.kv")
     assert plan.instance("D0", "i7").kv_endpoint is None
 
 

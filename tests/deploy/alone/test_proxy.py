@@ -25,6 +25,7 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from tests.deploy.alone.test_stages import stages_file
 from tests.deploy.client_keys import client_keys
+from tests.stage_http import stage_client
 from tests.waiting import PATIENCE_S, wait_for
 
 REPOSITORY = Path(__file__).parents[3]
@@ -125,6 +126,25 @@ def test_listed_stages_that_want_a_key_get_it_and_strangers_get_nothing(tmp_path
         request.add_header("content-type", "application/json")
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             assert answer.status == 200
+
+
+def test_a_stage_on_a_port_has_a_key_of_its_own_and_one_on_a_socket_needs_none(tmp_path: Path) -> None:
+    (port,), home = free_ports(1), {**os.environ, "PYTHONPATH": PATH, "XDG_RUNTIME_DIR": str(tmp_path)}
+    stage = [sys.executable, "-m", "deploy.cli", "stage", "--engine", "sim", "--role", "EPD"]
+    on_port = subprocess.Popen([*stage, "--port", str(port)], env=home)
+    on_socket = subprocess.Popen([*stage, "--uds", "s.http"], env=home, cwd=tmp_path)
+    try:
+        wait_for(lambda: status(port) == 200, "the stage on the port")
+        (file,) = tmp_path.rglob(f"stage-{port}.key")
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert [status(port, "/v1/models", key) for key in ("", file.read_text())] == [401, 200]
+        with stage_client(f"unix:{tmp_path}/s.http") as client:
+            wait_for((tmp_path / "s.http").exists, "the stage on the socket")
+            assert client.get("/v1/models").status_code == 200
+    finally:
+        for process in (on_port, on_socket):
+            process.send_signal(signal.SIGINT)
+            process.wait(PATIENCE_S)
 
 
 class Seen:

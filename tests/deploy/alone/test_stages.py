@@ -35,10 +35,10 @@ def test_a_stages_file_becomes_instances(tmp_path: Path) -> None:
         ("model: m\nstagess: []\nstages: [{id: a, role: P, url: 'http://h:1'}]", "did you mean 'stages'"),
         ("model: m\nstages: [{id: a, role: P}]", "id, role and url"),
         ("model: m\nstages: [{id: a, role: X, url: 'http://h:1'}]", "unknown role 'X'"),
-        ("model: m\nstages: [{id: a, role: P, url: 'https://h:1'}]", "not http://HOST:PORT"),
-        ("model: m\nstages: [{id: a, role: P, url: 'http://[::1'}]", "not http://HOST:PORT"),
-        ("model: m\nstages: [{id: a, role: P, url: 'http://h:99999'}]", "not http://HOST:PORT"),
-        ("model: m\nstages: [{id: a, role: P, url: 'http://h:1/v1'}]", "not http://HOST:PORT"),
+        ("model: m\nstages: [{id: a, role: P, url: 'https://h:1'}]", "neither http://HOST:PORT"),
+        ("model: m\nstages: [{id: a, role: P, url: 'http://[::1'}]", "neither http://HOST:PORT"),
+        ("model: m\nstages: [{id: a, role: P, url: 'http://h:99999'}]", "neither http://HOST:PORT"),
+        ("model: m\nstages: [{id: a, role: P, url: 'http://h:1/v1'}]", "neither http://HOST:PORT"),
         ("model: m\nstages: [{id: a, role: P, url: 'http://h:1', devices: 3}]", "not a list of numbers"),
         ("model: m\nstages: [{id: a, role: P, url: 'http://h:1', incarnaton: 3}]", "did you mean 'incarnation'"),
         ("model: m\nstages: [{id: a, role: P, url: 'http://h:1', kv_news: 'ipc:///n'}]", "is not a list of addresses"),
@@ -53,7 +53,7 @@ def test_what_is_wrong_in_a_stages_file_is_named(tmp_path: Path, text: str, mess
 
 
 def test_listed_stages_are_numbered_by_their_role_and_a_url_alone_runs_all_of_a_model() -> None:
-    words = ["PD=http://10.0.0.4:8100", "http://h:1", "PD=http://[fd00::1]:8100/", "EPD=http://h:2"]
+    words = ["PD=http://10.0.0.4:8100", "http://h:1", "PD=http://[fd00::1]:8100/", "EPD=http://h:2", "PD=unix:/run/s"]
     given = listed_stages(words, "m")
     assert given.model == "m"
     assert [(one.id, one.role, one.url) for one in given.instances] == [
@@ -61,6 +61,7 @@ def test_listed_stages_are_numbered_by_their_role_and_a_url_alone_runs_all_of_a_
         ("EPD0", Role.EPD, "http://h:1"),
         ("PD1", Role.PD, "http://[fd00::1]:8100"),
         ("EPD1", Role.EPD, "http://h:2"),
+        ("PD2", Role.PD, "unix:/run/s"),
     ]
 
 
@@ -75,6 +76,7 @@ def test_listed_stages_are_numbered_by_their_role_and_a_url_alone_runs_all_of_a_
         (["https://h:1"], "not [ROLE=]http://HOST:PORT"),
         (["http://user:word@h:1"], "not [ROLE=]http://HOST:PORT"),
         (["http://h:1/?role=PD"], "not [ROLE=]http://HOST:PORT"),
+        (["unix:run/s"], "[ROLE=]unix:/PATH"),
         (["h:1"], "not [ROLE=]http://HOST:PORT"),
         ([""], "not [ROLE=]http://HOST:PORT"),
     ],

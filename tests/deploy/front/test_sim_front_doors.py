@@ -16,9 +16,11 @@ import pytest
 
 from deploy.host import processes
 from deploy.host.environment import LAUNCH_ENV
+from epd_serve.endpoint import unix_url
 from tests.deploy.launch.test_sim_launch import launched
 from tests.deploy.launched import fetch
 from tests.deploy.sim_load import CHAT, TEXT, in_flight, load, more
+from tests.stage_http import make_faulty
 from tests.waiting import PATIENCE_S, wait_for
 
 LAYOUT = "2E-2P-2D"
@@ -47,14 +49,13 @@ def streams(url: str, count: int, body: dict[str, Any]) -> Iterator[list[httpx.R
 
 def decoder_urls(launch: str) -> list[str]:
     lines = [command_line(pid).decode().split("\0") for pid in members(launch)]
-    ports = [line[line.index("--port") + 1] for line in lines if any('"role": "D"' in word for word in line)]
-    return [f"http://127.0.0.1:{port}" for port in ports]
+    return [unix_url(line[line.index("--uds") + 1]) for line in lines if any('"role": "D"' in word for word in line)]
 
 
 def slow(stages: list[str], factor: float) -> None:
     """From their next step on: what is under way takes as long as the test wants."""
     for url in stages:
-        httpx.post(f"{url}/sim/faults", json={"slow": factor}, timeout=PATIENCE_S, trust_env=False).raise_for_status()
+        make_faulty(url, slow=factor)
 
 
 def launch_id(folder: Path) -> str:

@@ -95,7 +95,7 @@ def test_ctrl_c_while_stages_start_leaves_nothing(launch: Callable[..., FakeLaun
     one.assert_nothing_remains(launch_id)
 
 
-def test_a_killed_stage_comes_back_with_a_new_incarnation_on_the_same_port(launch: Callable[..., FakeLaunch]) -> None:
+def test_a_killed_stage_comes_back_with_a_new_incarnation_on_the_same_socket(launch: Callable[..., FakeLaunch]) -> None:
     one = launch("(E-P)-D")
     one.wait_ready()
     before = one.instances()["P0"]["incarnation"]

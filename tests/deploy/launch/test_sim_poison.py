@@ -10,10 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from epd_serve.endpoint import unix_url
 from tests.deploy.front.test_sim_front_doors import command_line, launch_id, members
 from tests.deploy.launch.test_sim_launch import launched
 from tests.deploy.launched import fetch
 from tests.deploy.sim_load import CHAT, TEXT, in_flight
+from tests.stage_http import make_faulty
 from tests.waiting import PATIENCE_S, wait_for
 
 POISON = "drink-me"
@@ -23,7 +25,7 @@ INNOCENTS = 30
 def stage_urls(folder: Path, role: str) -> list[str]:
     lines = [command_line(pid).decode().split("\0") for pid in members(launch_id(folder))]
     stages = [line for line in lines if any(f'"role": "{role}"' in word for word in line)]
-    return [f"http://127.0.0.1:{line[line.index('--port') + 1]}" for line in stages]
+    return [unix_url(line[line.index("--uds") + 1]) for line in stages]
 
 
 def poisoned(**faults: Any) -> dict[str, Any]:
@@ -56,9 +58,9 @@ def test_a_poisonous_body_kills_two_stages_and_is_refused_and_innocents_get_thei
         stages = stage_urls(tmp_path, role)
         assert len(stages) >= 3
         for stage in stages:
-            httpx.post(f"{stage}/sim/faults", json={"slow": 3}, timeout=PATIENCE_S).raise_for_status()
+            make_faulty(stage, slow=3)
         for stage in stage_urls(tmp_path, "D"):
-            httpx.post(f"{stage}/sim/faults", json={"slow": 3}, timeout=PATIENCE_S).raise_for_status()
+            make_faulty(stage, slow=3)
         with ThreadPoolExecutor(INNOCENTS + 1) as pool:
             innocents = [pool.submit(post, url, saying(f"hello {number}")) for number in range(INNOCENTS)]
             wait_for(lambda: sum(in_flight(url).values()) >= 10, "innocents to be under way")
@@ -86,7 +88,7 @@ def test_a_stage_that_dies_again_and_again_is_never_given_up(tmp_path: Path) -> 
         for number in range(4):
             (stage,) = stage_urls(tmp_path, "PD")
             before = lives(url)["PD0"]
-            httpx.post(f"{stage}/sim/faults", json=poisoned(), timeout=PATIENCE_S).raise_for_status()
+            make_faulty(stage, **poisoned())
             answer = post(url, saying(f"{POISON} {number}"))
             assert answer.status_code == 200, "tried once more, with a next life that has not been poisoned"
             assert lives(url)["PD0"] != before and launcher.poll() is None

@@ -118,7 +118,7 @@ class _Stages:
         if plan.instance in self.lingering:
             flags = (*flags, "--ignore-term")
         self.lingering.discard(plan.instance)
-        return StageCommand((sys.executable, FAKE_STAGE, str(plan.port), *flags), stage_command(plan).env)
+        return StageCommand((sys.executable, FAKE_STAGE, plan.uds or str(plan.port), *flags), stage_command(plan).env)
 
 
 class OfProcesses(Subject):

@@ -40,6 +40,7 @@ def command(role: Role, device: str, *, arena: str = "/dev/shm/a", **changes: An
         "model": "org/model",
         "served_model_name": "m",
         "port": 4100,
+        "uds": "/run/s.http",
         "host": "127.0.0.1",
         "wiring": StageWiring(f"{role}0", role, "inc", arena=arena),
     }
@@ -81,7 +82,7 @@ def test_the_whole_command_of_a_monolith_on_cpu() -> None:
     made = command(Role.EPD, "cpu", extra_args=("--max-num-seqs", "7"))
     assert made.argv == (
         *(sys.executable, "-m", "epd_serve.engine.stage_main", "--model", "org/model", "--served-model-name", "m"),
-        *("--host", "127.0.0.1", "--port", "4100", "--tensor-parallel-size", "1", "--disable-uvicorn-access-log"),
+        *("--uds", "/run/s.http", "--tensor-parallel-size", "1", "--disable-uvicorn-access-log"),
         *("--scheduling-policy", "priority"),
         *("--logits-processors", FORCED_TOKENS),
         *("--limit-mm-per-prompt", '{"image": 8, "video": 0}', "--enforce-eager", "--block-size", "32"),
@@ -93,6 +94,14 @@ def test_the_whole_command_of_a_monolith_on_cpu() -> None:
     assert json.loads(made.env[CPU_THREADS_ENV]) == {"cores": [0, 1], "count": 2, "apart": False}
     assert Path(made.env["PYTHONPATH"]).name == "site"
     assert not {"CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"} & set(made.env)
+
+
+def test_a_stage_has_a_socket_or_a_port_with_a_guard_and_its_own_queues_stay_at_its_host() -> None:
+    on_socket, on_port = command(Role.PD, "cpu"), command(Role.PD, "cpu", uds="")
+    assert not {"--host", "--port", "--middleware"} & set(on_socket.argv)
+    assert (flag(on_port, "--host"), flag(on_port, "--port")) == ("127.0.0.1", "4100")
+    assert flag(on_port, "--middleware") == "epd_serve.engine.stage_guard.StageGuard" and "--uds" not in on_port.argv
+    assert on_socket.env["VLLM_HOST_IP"] == on_port.env["VLLM_HOST_IP"] == "127.0.0.1"
 
 
 @pytest.mark.parametrize("role", Role)
@@ -120,7 +129,7 @@ def test_who_has_a_language_model_notes_what_it_caches_unless_the_operator_says_
 def test_only_a_traced_stage_has_the_middleware_of_the_trace_and_it_is_inside_the_guard(trace: str) -> None:
     wiring = StageWiring("P0", Role.P, "inc", trace_path=trace)
 
-    made = command(Role.P, "cpu", wiring=wiring, guarded=True)
+    made = command(Role.P, "cpu", wiring=wiring, uds="")
 
     middleware = [after for word, after in pairwise(made.argv) if word == "--middleware"]
     assert [one.rpartition(".")[2] for one in middleware] == [*(["RequestTrace"] if trace else []), "StageGuard"]
