@@ -1,20 +1,21 @@
 """Writes the reference pages from the code: `make reference`.
 
-The command line is read from its parsers, the configuration from its dataclasses, the metrics from what is registered,
-the HTTP API from the proxy's OpenAPI document. The pages are committed; `tests/docs` holds them to what this writes.
+The command line is read from its parsers, the configuration from its tree of settings, the metrics from what is
+registered, the HTTP API from the proxy's OpenAPI document. What is written is committed; `tests/docs` holds it to this.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
@@ -25,10 +26,10 @@ from deploy.control.metrics import ControlMetrics
 from deploy.control.progress import Change, Changes, State
 from deploy.control.reconciler import Reconciler
 from deploy.front.key_watch import KeyMetrics
-from deploy.options.config import DeployConfig
-from deploy.options.proxy_overrides import OWN_FLAGS, setting_keys
+from deploy.options.config import DeployConfig, ProxyConfig
 from proxy.background import Background
 from proxy.config.settings import ModelIdentity, ProxySettings
+from proxy.config.tree import Setting, settings_of
 from proxy.http.openapi import document
 from proxy.http.unserved import UNSERVED
 from proxy.metrics import Metrics
@@ -127,80 +128,69 @@ def _argument(action: argparse.Action) -> str:
 
 
 def _default_of(action: argparse.Action) -> Any:
-    """The default that holds: that of `DeployConfig` where the parser leaves it to the configuration."""
+    """The default that holds: that of the setting where the parser leaves it to the configuration."""
     if action.default is not argparse.SUPPRESS:
         return action.default
-    return {option.name: option.default for option in fields(DeployConfig)}.get(action.dest)
+    setting = {**settings_of(ProxyConfig), **settings_of(DeployConfig)}.get(action.dest)
+    return setting.default if setting else None
 
 
 # --- configuration --------------------------------------------------------------------------------------------------
 
 
 def configuration() -> str:
-    options = [option for option in fields(DeployConfig) if not option.metadata.get("hidden")]
-    rows = [(f"`{option.name}`", f"`{_flag(option)}`", *_default_and_meaning(option)) for option in options]
-    settings = [
-        (f"`{key}`", "`false`" if default is False else _default(default), _sentence(text))
-        for key, default, text in proxy_settings()
+    rows = [
+        (f"`{one.key}`", "`false`" if one.default is False else _default(one.default), *_meaning(one))
+        for one in settings()
     ]
     return _page(
         "Configuration",
-        "A deployment is configured by flags of `epd-serve serve`, or by the same names in a YAML file "
-        "(`--config FILE.yaml`). Flags win over the file. Unknown keys are refused, with the nearest valid one.",
-        "## A complete file",
-        f"```yaml\n{EXAMPLE.read_text(encoding='utf-8').strip()}\n```",
-        "## Options",
-        "Sizes in MiB or KiB and times in seconds, as the names say. A key has the same meaning as its flag.",
-        _table(("key", "flag", "default", "meaning"), rows),
-        "## Settings of the proxy",
-        "Given as `--proxy KEY=VALUE` (repeatable), or under `proxy:` in the file. Where a flag or the model says the "
-        "same (`media.allowed_local_root`, `trace_path`, `max_model_len`, `stage_priorities`), the setting wins.",
-        _table(("key", "default", "meaning"), settings),
+        "Settings of `epd-serve serve`. Each has one name, and a value that is taken from the first of these that has "
+        "one:",
+        "1. its flag: `media.max_bytes` is `--media.max-bytes`; `--proxy media.max_bytes=…` says the same\n"
+        "2. its variable in the environment: `EPD_MEDIA_MAX_BYTES`, if it is not empty\n"
+        "3. the YAML file of `--config`: `media.max_bytes:`, or `max_bytes:` under `media:`, each also under `proxy:`\n"
+        "4. its default",
+        "A file that names all: [deployment.yaml](../examples/deployment.yaml). Sizes in MiB or KiB and times in "
+        "seconds, as the names say. `model` stands without a flag. An unknown flag or key is refused with the nearest "
+        "that there is; other variables that begin with `EPD_` are not looked at (Kubernetes sets `EPD_PORT` where a "
+        "service is called `epd`: give `--port`). `epd-serve proxy` takes the settings from `served_model_name` on, "
+        "[and a few of its own](cli.md#epd-serve-proxy).",
+        _table(("setting", "default", "meaning"), rows),
     )
 
 
-def _flag(option: Field[Any]) -> str:
-    if option.metadata.get("positional"):
-        return option.name.upper()
-    return str(option.metadata.get("flag", "--" + option.name.replace("_", "-")))
+def settings() -> list[Setting]:
+    """All of `epd-serve serve` that are not hidden: those without a section first."""
+    shown = [one for one in settings_of(DeployConfig).values() if not one.notes.get("hidden")]
+    return sorted(shown, key=lambda one: "." in one.key)
 
 
-def _default_and_meaning(option: Field[Any]) -> tuple[str, str]:
-    text, default = _split_default(str(option.metadata["help"]))
-    if choices := option.metadata.get("choices"):
-        text += f" ({', '.join(f'`{choice}`' for choice in choices)})"
-    return _default(option.default) or default, _linked(text)
+def _meaning(setting: Setting) -> tuple[str]:
+    text, default = _split_default(setting.meaning.rstrip("."))
+    text += f" ({', '.join(f'`{choice}`' for choice in setting.choices)})" if setting.choices else ""
+    return (_sentence(_linked(text)) + (f" Default: {default}." if default else ""),)
 
 
-def proxy_settings() -> Iterator[tuple[str, Any, str]]:
-    """Yields key, default and meaning of every setting that `--proxy` takes. The meaning is the class's docstring's."""
-    taken = set(setting_keys(ProxySettings)) - set(OWN_FLAGS)
-    for key, field, text in _settings(ProxySettings):
-        if key in taken:
-            yield key, field.default if field.default is not MISSING else None, text
-
-
-def _settings(owner: type[Any], prefix: str = "") -> Iterator[tuple[str, Field[Any], str]]:
-    hints, said = typing.get_type_hints(owner), attributes(owner)
-    for field in fields(owner):
-        if is_dataclass(hints[field.name]):
-            yield from _settings(typing.cast("type[Any]", hints[field.name]), f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, field, said.get(field.name, "")
-
-
-def attributes(owner: type[Any]) -> dict[str, str]:
-    """Returns what the `Attributes:` of a dataclass's docstring say of each field: `one: …` or `one, other: …`."""
-    _, _, listed = (owner.__doc__ or "").partition("Attributes:")
-    names = "|".join(sorted((field.name for field in fields(owner)), key=len, reverse=True))
-    name = rf"`?(?:{names})`?"
-    text = " ".join(listed.split())
-    found = list(re.finditer(rf"(?:^|(?<=[.;] ))({name}(?:, {name})*): ", text))
-    said = {}
-    for match, end in zip(found, [*(match.start() for match in found[1:]), len(text)], strict=False):
-        for each in match[1].replace("`", "").split(", "):
-            said[each] = text[match.end() : end].strip()
-    return said
+def complete_file() -> str:
+    """A file for `--config` that names each setting, with its default."""
+    lines, section = (
+        ["# Every setting of `epd-serve serve`, with its default. Keep what you change and drop the rest."],
+        "",
+    )
+    for one in settings():
+        before, _, name = one.key.rpartition(".")
+        if before != section:
+            lines += ["", f"{before}:"]
+            section = before
+        indent = "  " * bool(section)
+        lines += [
+            "",
+            *textwrap.wrap(_sentence(one.meaning), 118, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "),
+        ]
+        value = ",".join(one.default) if isinstance(one.default, tuple) else one.default
+        lines.append(indent + yaml.safe_dump({name: value}).strip())
+    return "\n".join(lines) + "\n"
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------
@@ -393,6 +383,7 @@ def _sentence(text: str) -> str:
 def main() -> None:
     for name, text in pages().items():
         (REFERENCE / name).write_text(text, encoding="utf-8")
+    EXAMPLE.write_text(complete_file(), encoding="utf-8")
 
 
 if __name__ == "__main__":

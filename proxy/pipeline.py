@@ -109,7 +109,7 @@ class Pipeline:
         if settings.otlp_traces_endpoint:
             self._spans = SpanExport(settings.otlp_traces_endpoint, dropped=self.metrics.traces_dropped.inc)
             self.records.ended.append(self._spans.ended)
-        self.trace = Trace(str(settings.trace_path or ""), PROXY)
+        self.trace = Trace(settings.trace_path, PROXY)
         self.circuits = Circuits(table, self.metrics)
         self.gate = Gate(settings.admission, CapacityTracker(table, settings), self.metrics, table.pause)
         self._budget = RetryBudget(settings.retry, now=time.monotonic())

@@ -47,6 +47,7 @@ from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import Blueprint, draw
 from epd_serve.errors import StageError
 from epd_serve.phases.stamps import Timeline, read_stamps
+from proxy.config.tree import changed
 
 PARTS = ("ready", "phases", "waiting", "beside", "restart", *over_vllm.PARTS)
 IDLE_S, SETTLE_S, STAMPS_S, LOOK_S = 10.0, 3.0, 1.0, 0.05
@@ -106,7 +107,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _blueprint(layout: str, engine: str) -> Blueprint:
-    return draw(DeployConfig(layout=layout, device="cpu", engine=engine))
+    return draw(changed(DeployConfig(), {"layout": layout, "device": "cpu", "engine": engine}))
 
 
 def _ready(rounds: int, engine: str) -> Iterator[Row]:

@@ -42,6 +42,7 @@ from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from epd_serve.cpu_threads import BIND_ENV
 from epd_serve.demo.presets import write_preset
+from proxy.config.tree import changed
 
 LAYOUT, MONOLITH = "(E-P)-D", "TP1"
 OURS = "ours, as shipped"
@@ -179,7 +180,7 @@ def _ours(layout: str, flags: Sequence[str]) -> Server:
 
 def _plain(engine: str, model: str, bounds: Sequence[str]) -> dict[str, Server]:
     """Plain vLLM on the same cores, its compute threads on those of each of `bounds`."""
-    blueprint = draw(DeployConfig(layout=MONOLITH, device="cpu", engine=engine, model=model))
+    blueprint = draw(changed(DeployConfig(), {"layout": MONOLITH, "device": "cpu", "engine": engine, "model": model}))
     deployment = Deployment("plain vLLM", MONOLITH, 1, ServedBy.VLLM)
 
     @contextmanager

@@ -16,7 +16,6 @@ from deploy.agent.wiring import Site, wire
 from deploy.host.rundir import RunDir
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
-from deploy.plan.proxy_settings import slo_of_steps
 from deploy.runtime.protocol import HOST_MEMORY, Order, Spec, device_memory
 from epd_serve.placement import InstancePlan
 from epd_serve.roles import Role
@@ -79,7 +78,8 @@ def _stage(blueprint: Blueprint, plan: InstancePlan, devices: tuple[int, ...]) -
 
 
 def _policies(blueprint: Blueprint, plan: InstancePlan) -> StageWiring:
-    config, slo = blueprint.config, slo_of_steps(blueprint.config)
+    config, slo = blueprint.config, blueprint.config.slo
+    ttft_s, tpot_s = slo.limits_s if slo.named and config.step_budgets == "on" else (0.0, 0.0)
     return StageWiring(
         instance="",
         role=plan.role,
@@ -87,8 +87,8 @@ def _policies(blueprint: Blueprint, plan: InstancePlan) -> StageWiring:
         mooncake_segment_bytes=config.mooncake_segment_mib << 20 if plan.role.sends_features else 0,
         feature_prefetch=config.feature_prefetch,
         partial_prefill=config.partial_prefill == "on",
-        slo_ttft_s=slo.ttft_s if slo is not None else 0.0,
-        slo_tpot_s=slo.tpot_s if slo is not None else 0.0,
+        slo_ttft_s=ttft_s,
+        slo_tpot_s=tpot_s,
         recompute_limit=config.recompute_limit,
         kv_transport=config.kv_transport,
         mooncake_protocol="ascend" if blueprint.device == "npu" else config.mooncake_protocol,

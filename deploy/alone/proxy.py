@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import importlib
 import os
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,12 +24,12 @@ from deploy.host.ports import listen, private_socket
 from deploy.host.reaper import reap_dead
 from deploy.host.rundir import RunDir
 from deploy.keeper.in_process import InProcess
-from deploy.launch.admin import LOOPBACK, Admin, admin_page, open_admin, serve_admin
-from deploy.options.config import check_admin_port, check_drain, check_workers
-from deploy.options.proxy_overrides import apply_overrides, proxy_overrides
-from deploy.plan.proxy_settings import check_certificate, tls_settings
+from deploy.launch.admin import Admin, admin_page, open_admin, serve_admin
+from deploy.options.config import ProxyConfig
+from deploy.plan.proxy_settings import check_certificate, settings_with
 from epd_serve.instances import Instance
 from epd_serve.key_files import read_key
+from proxy.config.settings import ModelIdentity
 
 HEALTH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
@@ -40,73 +39,50 @@ GRACE_S = 3.0
 """How long requests in flight may go on after the signal."""
 
 
-def run_proxy(
-    *,
-    host: str,
-    port: int,
-    proxy: Sequence[str],
-    lame_duck_s: float,
-    drain_s: float,
-    stages: str | None = None,
-    stage: Sequence[str] = (),
-    served_model_name: str = "",
-    stage_key_file: str = "",
-    api_key_file: str = "",
-    tls_cert_file: str = "",
-    tls_key_file: str = "",
-    workers: int = 1,
-    admin_port: int = 0,
-    admin_host: str = LOOPBACK,
-    admin_key_file: str = "",
-    run_root: str = "",
-) -> int:
+def run_proxy(config: ProxyConfig) -> int:
     """Serve until a signal (`deploy/host/ending.py`).
 
-    Args:
-        stages, stage, served_model_name: as of `given_stages`.
-        stage_key_file: the key that they want, if any, and that opens their sockets on TCP.
-        proxy: settings, as KEY=VALUE. workers: front doors on the one port.
-
     Raises:
-        ConfigError: what is wrong with the flags. EpdError: a front door does not start.
+        ConfigError: what is wrong with the settings. EpdError: a front door does not start.
     """
-    from proxy.config.settings import ModelIdentity, ProxySettings
-
-    check_drain(lame_duck_s, "lame_duck_s")
-    check_drain(drain_s)
-    check_workers(workers)
-    check_admin_port(admin_port, port)
-    key_text = read_key_text(api_key_file) if api_key_file else ""
-    given = given_stages(stages, stage, served_model_name)
-    settings = ProxySettings(
+    key_text = read_key_text(config.api_key_file) if config.api_key_file else ""
+    given = given_stages(config.stages, config.stage, config.served_model_name)
+    key_file = config.stage_key_file
+    settings = settings_with(
+        config,
         served_models=(given.model,),
         identity=ModelIdentity(given.model, given.revision, given.dtype),
-        api_keys=api_keys_of(key_text, api_key_file) if api_key_file else None,
-        **tls_settings(tls_cert_file, tls_key_file),
-        stage_key=read_key(stage_key_file, "--stage-key-file") if stage_key_file else "",
-        key_file=stage_key_file,
-        observed=not admin_port,
+        api_keys=api_keys_of(key_text, config.api_key_file) if config.api_key_file else None,
+        stage_key=read_key(key_file, "--stage-key-file") if key_file else "",
+        key_file=key_file,
+        observed=not config.admin_port,
     )
-    settings = apply_overrides(settings, proxy_overrides(proxy))
     check_certificate(settings)
-    ending = Ending(lame_duck_s, drain_s, _say)
-    root = Path(run_root) if run_root else None
+    ending = Ending(config.lame_duck_s, config.drain_s, _say)
+    root = Path(config.run_root) if config.run_root else None
     with contextlib.ExitStack() as stack:
-        listening = stack.enter_context(listen(host, port))
-        admin = stack.enter_context(open_admin(admin_host, admin_port, admin_key_file))
+        listening = stack.enter_context(listen(config.host, config.port))
+        admin = stack.enter_context(open_admin(config.admin_host, config.admin_port, config.admin_key_file))
         for launch_id in reap_dead(root):
             _say(f"cleaned up after launch {launch_id}, which was killed")
         run = RunDir.create(root)
         stack.callback(run.remove)
-        shared = Shared.of(listening, stack.enter_context(private_socket(run.feed)), workers)
+        shared = Shared.of(listening, stack.enter_context(private_socket(run.feed)), config.workers)
         stack.callback(shared.close)
         doors = FrontDoors(
-            settings, shared, InProcess(), grace_s=GRACE_S, drain_s=drain_s, say=_say, launch_id=run.launch_id
+            settings,
+            shared,
+            InProcess(),
+            grace_s=GRACE_S,
+            drain_s=config.drain_s,
+            say=_say,
+            launch_id=run.launch_id,
         )
         ending.serves(doors)
-        tls, keys = bool(tls_cert_file), _Keys(api_key_file, key_text)
-        _say(f"proxy on {'https' if tls else 'http'}://{host}:{port} in front of {len(given.instances)} stages")
-        event_loop.run(_serve(given, doors, admin, port, ending, keys, tls=tls))
+        tls, keys = bool(config.tls_cert_file), _Keys(config.api_key_file, key_text)
+        endpoint = f"{'https' if tls else 'http'}://{config.host}:{config.port}"
+        _say(f"proxy on {endpoint} in front of {len(given.instances)} stages")
+        event_loop.run(_serve(given, doors, admin, config.port, ending, keys, tls=tls))
     return 0
 
 

@@ -23,6 +23,7 @@ from epd_serve.key_files import read_key
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring
+from proxy.config.tree import changed
 
 
 def run_stage(
@@ -59,13 +60,16 @@ def run_stage(
     tp = max(1, len(ids))
     # One monolith of the same width: the same checks of model and devices as for a whole deployment.
     blueprint = draw(
-        DeployConfig(
-            model=model,
-            layout=f"TP{tp}",
-            device=device,
-            served_model_name=served_model_name,
-            engine=engine,
-            sim_profile=sim_profile,
+        changed(
+            DeployConfig(),
+            {
+                "model": model,
+                "layout": f"TP{tp}",
+                "device": device,
+                "served_model_name": served_model_name,
+                "engine": engine,
+                "sim_profile": sim_profile,
+            },
         ),
         stage=OneStage(connected.role, ids, tuple(passed)),
     )

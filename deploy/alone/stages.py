@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from deploy.options.suggestions import unknown
 from epd_serve.endpoint import for_http, is_endpoint, socket_path
 from epd_serve.errors import ConfigError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
+from epd_serve.suggestions import unknown
 
 STATIC = "static"
 """The incarnation of an instance whose lives nobody tells apart."""
@@ -45,9 +45,9 @@ def given_stages(file: str | None, listed: Sequence[str], model: str) -> GivenSt
     Raises:
         ConfigError: both or neither are given, or what is wrong in them.
     """
-    if (file is None) == (not listed):
+    if bool(file) is bool(listed):
         raise ConfigError("proxy needs --stages FILE.yaml, or --stage [ROLE=]URL for each stage", param="--stages")
-    if file is None:
+    if not file:
         return listed_stages(listed, model)
     if model:
         raise ConfigError("the file of --stages names the model: drop --served-model-name", param="--served-model-name")

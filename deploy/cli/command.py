@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +27,11 @@ from deploy.cli.trace import add_trace
 from deploy.cli.which import check_ray
 from deploy.cli.why import add_why
 from deploy.options.config import DeployConfig, build_config
-from deploy.options.flags import Parser, add_option, split, subparser
-from deploy.options.suggestions import unknown
+from deploy.options.flags import Parser, add_settings, add_tree, split, subparser
 from deploy.planner.command import add_plan
 from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
+from epd_serve.suggestions import unknown
 
 if TYPE_CHECKING:
     from deploy.doctor.facts import RayFacts
@@ -119,15 +119,10 @@ def parse_words(argv: list[str]) -> dict[str, Any]:
 def _add_serve(commands: Any) -> Parser:
     parser = subparser(commands, "serve", "start stages and proxy as a layout says, until Ctrl-C")
     parser.set_defaults(command=_serve)
-    parser.add_argument("--config", metavar="FILE.yaml", help="options from a file; flags win")
     parser.add_argument(
         "--detach", action="store_true", help="with --runtime ray: return as soon as it is ready; it goes on"
     )
-    for option in fields(DeployConfig):
-        if option.metadata.get("positional"):
-            parser.add_argument(option.name, nargs="?", default=argparse.SUPPRESS, help=option.metadata["help"])
-        else:
-            add_option(parser, option)
+    add_tree(parser, DeployConfig)
     return parser
 
 
@@ -139,9 +134,8 @@ def serve_config(words: Sequence[str]) -> DeployConfig:
 
 
 def _config(arguments: dict[str, Any]) -> DeployConfig:
-    config_file = arguments.pop("config", None)
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
-    return build_config(given, config_file)
+    config_file = arguments.pop("config")
+    return build_config(arguments, config_file)
 
 
 def _serve(arguments: dict[str, Any]) -> int:
@@ -174,14 +168,13 @@ def _add_layout(commands: Any) -> Parser:
     parser.add_argument(
         "--model", default="", metavar="DIR", help="a model: what each stage gets of its device's memory"
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"), help="device kind")
+    add_settings(parser, DeployConfig, ("device", "stage_args"))
     parser.add_argument(
         "--device-memory",
         type=float,
         metavar="GIB",
         help="plan for devices of this size, not for those of this machine",
     )
-    parser.add_argument("--stage-args", action="append", default=[], metavar="TEXT", help="as for serve")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -245,13 +238,10 @@ def _add_doctor(commands: Any) -> Parser:
     parser = subparser(commands, "doctor", "say what would keep this machine from serving, and what to do about it")
     parser.set_defaults(command=_doctor)
     parser.add_argument("model", nargs="?", default="", help="model directory that is to be served")
-    parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"))
     parser.add_argument("--layout", default="", metavar="SPEC", help="layout that is to be served, for example (E-P)-D")
     parser.add_argument("--imports", action="store_true", help="import torch and vLLM, too (may take a minute)")
     parser.add_argument("--ray", action="store_true", help="ask the nodes of a Ray cluster, too (up to a minute)")
-    for option in fields(DeployConfig):
-        if option.name in ("ray_address", "node_ports"):
-            add_option(parser, option)
+    add_settings(parser, DeployConfig, ("device", "ray_address", "node_ports"))
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON, for a bug report")
     return parser
 
@@ -259,8 +249,7 @@ def _add_doctor(commands: Any) -> Parser:
 def _doctor(arguments: dict[str, Any]) -> int:
     from deploy.doctor.command import run_doctor
 
-    address = arguments.pop("ray_address", DeployConfig.ray_address)
-    ports = arguments.pop("node_ports", DeployConfig.node_ports)
+    address, ports = arguments.pop("ray_address"), arguments.pop("node_ports")
     if arguments.pop("ray"):
         arguments["ask_cluster"] = partial(_ask_cluster, address, ports)
     return run_doctor(**arguments)

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from deploy.options.engines import ENGINES
-from deploy.options.flags import Parser, subparser
+from deploy.options.config import DeployConfig
+from deploy.options.flags import Parser, add_settings, subparser
 from epd_serve.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def add_profile(commands: Any) -> dict[str, Parser]:
     parser.add_argument(
         "--tp", type=_sizes, default=(1,), metavar="1,2", help="sizes of tensor parallelism (default: 1)"
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "npu", "cuda", "cpu"), help="device kind")
+    add_settings(parser, DeployConfig, ("device", "stage_args", "engine", "sim_profile"))
     parser.add_argument(
         "--devices", type=int, metavar="N",
         help="that are used; on CPU, that the cores are divided into (default: 2, or the largest --tp)",
@@ -32,9 +32,6 @@ def add_profile(commands: Any) -> dict[str, Parser]:
     parser.add_argument(
         "--parts", type=_names, default=(), metavar="A,B", help="of what is measured (alone, encode+prefill, …)"
     )
-    parser.add_argument("--stage-args", action="append", default=[], metavar="TEXT", help="as for serve")
-    parser.add_argument("--engine", default="vllm", choices=ENGINES, help="what runs the stages (sim: to try it)")
-    parser.add_argument("--sim-profile", default="", metavar="FILE", help="with --engine sim: latencies and capacity")
     parser.add_argument(
         "--interference", type=Path, metavar="FILE",
         help="what epd-bench interference has measured: for pairs of stages that no part measures",

@@ -12,13 +12,12 @@ from deploy.doctor.gather import gather
 from deploy.doctor.report import document, failed, text
 from deploy.host.environment import environment, is_terminal
 from deploy.memory.shared_memory import SharedMemory, wanted_mib
+from deploy.options.config import DeployConfig
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.layout_parser import parse
 from epd_serve.model_facts import check_model_fits, read_model_facts
 from epd_serve.placement import check_servable, lower
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
-
-_ARENA_MIB, _STAGING_MIB = 256, 64  # of `epd-serve serve`
 
 
 def run_doctor(
@@ -66,5 +65,5 @@ def _wanted(inventory: DeviceInventory, layout: str, model: str, note: str) -> W
     except (ConfigError, EpdError) as error:
         return Wanted(inventory.kind, layout=layout, refusal=str(error))
     travel = any(role.sends_features for role in parsed.roles)
-    shm = wanted_mib(SharedMemory(_ARENA_MIB, _STAGING_MIB), plans, features_travel=travel)
+    shm = wanted_mib(SharedMemory(DeployConfig.arena_mib, DeployConfig.kv_staging_mib), plans, features_travel=travel)
     return Wanted(inventory.kind, plans, str(parsed), shm_mib=shm)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.front.door import POLL_S, House
@@ -236,9 +237,9 @@ class FrontDoors:
     async def stamps(self, subjects: Sequence[str]) -> list[Stamp]:
         """What front doors and stages of this node have stamped about these, where it is traced."""
         path = self._settings.trace_path
-        if path is None or not subjects:
+        if not path or not subjects:
             return []
-        return await asyncio.to_thread(stamps_about, path.parent, subjects, clock_id())
+        return await asyncio.to_thread(stamps_about, Path(path).parent, subjects, clock_id())
 
     async def traced(self, subjects: Sequence[str]) -> list[NodeTrace]:
         """The same, as all that there is: one machine has one clock."""

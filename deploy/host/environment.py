@@ -30,6 +30,11 @@ def run_root() -> Path:
     return base / f"epd-serve-{os.getuid()}"
 
 
+def variables() -> Mapping[str, str]:
+    """Those of this process."""
+    return os.environ
+
+
 def shm_root() -> Path:
     return Path("/dev/shm")
 

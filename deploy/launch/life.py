@@ -35,10 +35,12 @@ from deploy.host.ending import Draining, Ending
 from deploy.host.event_loop import together
 from deploy.launch.screen import Shown
 from deploy.launch.stage_news import StageNews
+from deploy.options.config import proxy_values
 from deploy.plan.blueprint import Blueprint
 from deploy.plan.proxy_settings import build_proxy_settings
 from deploy.runtime.protocol import Order, Runtime, Spec
 from epd_serve.errors import EpdError
+from proxy.config.tree import changed
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -148,7 +150,7 @@ class Deployment:
     def settings(self, options: Sequence[str] = ()) -> ProxySettings:
         """Of its front doors, with these `--proxy` options beside its own. Raises ConfigError."""
         config = self.blueprint.config
-        config = replace(config, proxy=(*config.proxy, *options))
+        config = changed(config, proxy_values(options))
         settings = build_proxy_settings(replace(self.blueprint, config=config), self.arena, self.api_keys)
         return replace(settings, observed=self.observed)
 

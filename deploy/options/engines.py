@@ -10,8 +10,6 @@ from epd_serve.sim.argv import sim_command
 from epd_serve.sim.profile import read_profile
 from epd_serve.stage_plan import StageCommand, StagePlan
 
-ENGINES = ("vllm", "sim")
-
 
 def command_of(plan: StagePlan) -> StageCommand:
     """Lower a plan to the command that starts it, by its engine."""

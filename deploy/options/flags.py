@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import Field
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import Any, NoReturn, get_origin
 
-from deploy.options.suggestions import unknown
+from deploy.options.config import flag_of
 from epd_serve.errors import ConfigError
+from epd_serve.suggestions import unknown
+from proxy.config.tree import settings_of
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,20 +41,44 @@ def subparser(commands: Any, name: str, help: str) -> Parser:
     return made
 
 
-def add_option(parser: Any, option: Field[Any]) -> None:
-    """The flag of a field of `DeployConfig`; absent from the result when it is not given."""
-    flag = option.metadata.get("flag", "--" + option.name.replace("_", "-"))
-    kind = type(option.default)
-    text = argparse.SUPPRESS if option.metadata.get("hidden") else option.metadata["help"]
-    shared: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text}
-    if kind is bool:
-        parser.add_argument(flag, action="store_true", **shared)
-    elif option.metadata.get("many"):
-        parser.add_argument(flag, action="append", metavar="TEXT", **shared)
-    elif option.metadata.get("choices"):
-        parser.add_argument(flag, choices=option.metadata["choices"], **shared)
-    else:
-        parser.add_argument(flag, type=kind, metavar=kind.__name__.upper(), **shared)
+def add_tree(parser: Any, owner: type) -> None:
+    """Flags of all settings of a command, and of what brings several at once."""
+    parser.add_argument("--config", metavar="FILE.yaml", help="settings from a file; the environment and flags win")
+    parser.add_argument(
+        "--proxy",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the proxy, for example media.max_bytes=1000000; repeatable",
+    )
+    add_settings(parser, owner)
+
+
+def add_settings(parser: Any, owner: type, names: Iterable[str] = ()) -> None:
+    """Flags of these settings of a tree with their defaults; of all if none are named, absent from the result where
+    they are not given."""
+    known = settings_of(owner)
+    for key in names or known:
+        setting = known[key]
+        alias = setting.notes.get("alias")
+        shown = not setting.notes.get("hidden") and ("." not in key or alias)
+        kind = "TEXT" if get_origin(setting.kind) is tuple else getattr(setting.kind, "__name__", "").upper()
+        value: dict[str, Any] = {"metavar": kind}
+        if setting.kind is bool:
+            value = {"action": argparse.BooleanOptionalAction}
+        elif setting.choices:
+            value = {"choices": setting.choices}
+        elif setting.notes.get("repeatable"):
+            value["action"] = "append"
+        default = argparse.SUPPRESS if not names else [] if "action" in value else setting.default
+        said = {
+            "default": default,
+            "help": setting.meaning.rstrip(".").replace("%", "%%") if shown else argparse.SUPPRESS,
+        }
+        if setting.notes.get("positional"):
+            parser.add_argument(key, nargs="?", **said)
+        else:
+            parser.add_argument(*(flag_of(one) for one in (alias, key) if one), dest=key, **value, **said)
 
 
 def port(text: str) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from deploy.options.ascend_schedulers import schedulers_in
-from deploy.options.suggestions import unknown
 from epd_serve.answer_flags import answer_flags
 from epd_serve.errors import ConfigError
 from epd_serve.placement import InstancePlan
+from epd_serve.suggestions import unknown
 
 OURS = (
     *("--host", "--port", "--model", "--ec-transfer-config", "--kv-transfer-config"),

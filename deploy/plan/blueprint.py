@@ -19,7 +19,6 @@ from deploy.options.config import DeployConfig
 from deploy.options.engines import checked_profile
 from deploy.options.mm_store import choose_pool
 from deploy.options.mooncake_package import client_warnings, reads_device_memory
-from deploy.options.proxy_overrides import proxy_overrides
 from deploy.options.stage_args import StageArgs, check_alike, parse_stage_args, waits_for_decode
 from deploy.options.versions import numbers
 from deploy.options.ways import Ways, draw_ways
@@ -138,7 +137,6 @@ def draw(
     """
     layout = parse(config.layout)
     check_servable(layout)
-    proxy_overrides(config.proxy)
     model, facts, name = _model(config)
     check_model_fits(facts, layout)
     doubt = check_encoders_fit(facts.architecture, layout) if facts is not None else None

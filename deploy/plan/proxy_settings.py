@@ -1,33 +1,30 @@
-"""From a deployment to the proxy's settings.
-
-Imports of `proxy` are late: `epd-serve layout` needs none of it.
-"""
+"""From a deployment to the proxy's settings."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.memory.sizing import processor_configs
-from deploy.options.proxy_overrides import apply_overrides, proxy_overrides
 from deploy.options.stage_args import flag_of
 from deploy.plan.identity import model_identity
-from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea, ImageTokens, image_tokens
 from epd_serve.model_facts import modalities
 from epd_serve.model_support import left_out, undecodable
 from epd_serve.stage_flags import read_stage_flags
+from proxy.config.settings import ProxyOptions, ProxySettings
 
 if TYPE_CHECKING:
-    from deploy.options.config import DeployConfig
+    from deploy.options.config import EndpointConfig
     from deploy.plan.blueprint import Blueprint
     from proxy.config.keys import ApiKeys
-    from proxy.config.limits import Slo
-    from proxy.config.settings import ProxySettings
+
+_TLS = ("tls_cert_file", "tls_key_file")
+_FILES = (*_TLS, "access_log", "recording", "trace_path")
 
 
 def build_proxy_settings(
@@ -39,66 +36,50 @@ def build_proxy_settings(
         arena: where that of its stages is, or comes to be. api_keys: what was read of its file.
 
     Raises:
-        ConfigError: what is wrong with `--proxy`.
+        ConfigError: needs what is not installed.
     """
-    from proxy.config.settings import ProxySettings
-
     config, facts = blueprint.config, blueprint.facts
-    overrides = proxy_overrides(config.proxy)
-    media = overrides.setdefault("media", {})
-    if config.media_root:
-        media.setdefault("allowed_local_root", Path(config.media_root).resolve())
-    if config.allow_private_media:
-        media.setdefault("allow_private_addresses", True)
-    for name in ("access_log", "recording"):
-        if (path := overrides.get(name)) and path != "-":  # front doors may run in another folder
-            overrides[name] = str(Path(path).resolve())
-    if config.trace_dir:
-        overrides.setdefault("trace_path", Path(config.trace_dir).resolve() / "proxy.jsonl")
-    if config.otlp_traces_endpoint:
-        overrides.setdefault("otlp_traces_endpoint", config.otlp_traces_endpoint)
-    if facts is not None and facts.max_positions is not None:
-        overrides.setdefault("max_model_len", facts.max_positions)
-    overrides.setdefault("stage_priorities", _stages_heed_priorities(blueprint))
-    settings = ProxySettings(
+    decided: dict[str, Any] = {}
+    if config.trace_dir and not config.trace_path:
+        decided["trace_path"] = f"{config.trace_dir}/proxy.jsonl"
+    if facts is not None and config.max_model_len is None:
+        decided["max_model_len"] = facts.max_positions
+    if config.stage_priorities is None:
+        decided["stage_priorities"] = _stages_heed_priorities(blueprint)
+    if config.engine == "sim":
+        decided["first_token"] = "decode"  # a simulated P says no token
+    return settings_with(
+        config,
         served_models=(blueprint.served_model_name,),
         identity=model_identity(blueprint),
         api_keys=api_keys,
-        **tls_settings(config.tls_cert_file, config.tls_key_file),
-        tenant_header=config.tenant_header,
-        shared_features=config.shared_features,
         modalities=_modalities(blueprint),
         image_tokens=_image_tokens(blueprint),
         vllm_version=_installed_vllm() if config.engine == "vllm" else "",
-        send_pixels=config.send_pixels,
-        on_missing_feature=config.on_missing_feature,
-        first_token=config.first_token if config.engine == "vllm" else "decode",  # a simulated P says no token
         arena=arena,
+        **decided,
     )
-    try:
-        return apply_overrides(settings, overrides)
-    except ConfigError as error:
-        raise ConfigError(f"--proxy: {error}", param="--proxy") from error
 
 
-def slo_of_steps(config: DeployConfig) -> Slo | None:
-    """What stages hold their steps to: the SLO of the front doors where one of its limits is named by `--proxy`."""
-    if config.step_budgets == "off" or not config.proxy:
-        return None
-    from proxy.config.limits import Slo
+def settings_with(config: EndpointConfig, **decided: Any) -> ProxySettings:
+    """What an operator says of the proxy, and what follows from the deployment. Paths are absolute: front doors may run
+    in another folder.
 
-    named = proxy_overrides(config.proxy).get("slo", {})
-    return Slo(**named) if named.keys() & {"ttft_s", "tpot_s"} else None
+    Raises:
+        ConfigError: needs what is not installed.
+    """
+    options = {option.name: getattr(config, option.name) for option in fields(ProxyOptions)}
+    options |= {name: getattr(config, name) for name in _TLS} | decided
+    if options["otlp_traces_endpoint"]:
+        from proxy.traces.exporter import check_installed
+
+        check_installed()
+    options["media"] = replace(config.media, allowed_local_root=_absolute(config.media.allowed_local_root))
+    return ProxySettings(**options | {name: _absolute(options[name]) for name in _FILES})
 
 
-def tls_settings(cert_file: str, key_file: str) -> dict[str, Any]:
-    """Front doors may run in another folder. Raises ConfigError: one of the two is missing."""
-    if bool(cert_file) is not bool(key_file):
-        raise ConfigError("--tls-cert-file and --tls-key-file go together", param="--tls-cert-file")
-    return {
-        name: str(Path(file).resolve()) if file else ""
-        for name, file in (("tls_cert_file", cert_file), ("tls_key_file", key_file))
-    }
+def _absolute(path: str) -> str:
+    return path if path in ("", "-") else str(Path(path).resolve())
 
 
 def check_certificate(settings: ProxySettings) -> None:

@@ -1,22 +1,26 @@
 """Deadlines and bounds of the proxy, one value for each thing that they bound.
 
-Each checks itself when it is made, and names the field and its bound where that fails.
+Each holds to the types and bounds of its fields, and names the field where that fails.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import msgspec
 
 from epd_serve import slo
 from epd_serve.errors import ConfigError
+from epd_serve.suggestions import unknown
 from proxy.config.domains import DomainRules
+from proxy.config.tree import Checked, Count, CountFrom0, NotNegative, Positive, Share
 
 SCHEMES = ("data", "http", "https", "file")
 
 
 @dataclass(frozen=True)
-class Timeouts:
+class Timeouts(Checked):
     """Deadlines in seconds. Each bounds another wait, so that a message can say which one ran out.
 
     Attributes:
@@ -31,107 +35,97 @@ class Timeouts:
         instance_wait_s: how long a request waits for a missing role to come up (a stage restart takes ~40 s).
     """
 
-    connect_s: float = 5.0
-    encode_s: float = 120.0
-    encode_silence_s: float = 10.0
-    stage_silence_s: float = 10.0
-    first_byte_s: float = 300.0
-    idle_s: float = 120.0
-    total_s: float = 1800.0
-    instance_wait_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        require_positive(self, "connect_s", "encode_s", "encode_silence_s", "stage_silence_s", "first_byte_s")
-        require_positive(self, "idle_s", "total_s")
-        if self.instance_wait_s < 0:
-            raise ConfigError("instance_wait_s must not be negative", param="instance_wait_s")
+    connect_s: Positive = 5.0
+    encode_s: Positive = 120.0
+    encode_silence_s: Positive = 10.0
+    stage_silence_s: Positive = 10.0
+    first_byte_s: Positive = 300.0
+    idle_s: Positive = 120.0
+    total_s: Positive = 1800.0
+    instance_wait_s: NotNegative = 60.0
 
 
 @dataclass(frozen=True)
-class MediaLimits:
+class MediaLimits(Checked):
     """Bounds on what a client may make the proxy load.
 
     Attributes:
-        max_bytes: bytes of one item. `max_total_bytes`: bytes of all items of one request.
+        max_bytes: bytes of one item.
+        max_total_bytes: bytes of all items of one request.
         max_pixels: width x height of an image or a video's frames, checked on headers before anything decodes them.
         max_video_s, max_audio_s: length of a clip in seconds, where its container tells.
         max_frames: frames that a stage decodes of a video, as the request asks.
         max_video_pixels: pixels of all frames.
         max_items: items of one request.
-        fetch_timeout_s: fetching one http(s) item, redirects included. `max_redirects`: hops, each checked anew.
+        fetch_timeout_s: fetching one http(s) item, redirects included.
+        max_redirects: hops, each checked anew.
         fetch_wait_s: how long an item waits until its turn to be fetched comes.
         allowed_local_root: directory that `file://` may read from; by default `file://` is refused.
         schemes: schemes of the URLs that clients may send.
         allowed_domains: hosts that http(s) may reach, where there are any: `cdn.example.com` is that host,
-            `*.example.com` all below it. denied_domains: hosts that it may not reach.
+            `*.example.com` all below it.
+        denied_domains: hosts that it may not reach.
         allow_private_addresses: let http(s) reach loopback, private and link-local addresses.
-        max_parallel_fetches: fetches of the whole process at once. threads: items that are decoded and keyed at once.
-            Accounts share both fairly.
+        max_parallel_fetches: fetches of the whole process at once.
+        threads: items that are decoded and keyed at once. Accounts share both fairly.
     """
 
-    max_bytes: int = 32 << 20
-    max_total_bytes: int = 64 << 20
-    max_pixels: int = 36_000_000
-    max_video_s: float = 600.0
-    max_audio_s: float = 3600.0
-    max_frames: int = 256
-    max_video_pixels: int = 600_000_000
-    max_items: int = 16
-    fetch_timeout_s: float = 10.0
-    fetch_wait_s: float = 5.0
-    max_redirects: int = 3
-    allowed_local_root: Path | None = None
+    max_bytes: Count = 32 << 20
+    max_total_bytes: Count = 64 << 20
+    max_pixels: Count = 36_000_000
+    max_video_s: Positive = 600.0
+    max_audio_s: Positive = 3600.0
+    max_frames: Count = 256
+    max_video_pixels: Count = 600_000_000
+    max_items: CountFrom0 = 16
+    fetch_timeout_s: Positive = 10.0
+    fetch_wait_s: Positive = 5.0
+    max_redirects: CountFrom0 = 3
+    allowed_local_root: str = field(default="", metadata={"alias": "media_root"})
     schemes: tuple[str, ...] = SCHEMES
     allowed_domains: tuple[str, ...] = ()
     denied_domains: tuple[str, ...] = ()
-    allow_private_addresses: bool = False
-    max_parallel_fetches: int = 32
-    threads: int = 2
+    allow_private_addresses: bool = field(default=False, metadata={"alias": "allow_private_media"})
+    max_parallel_fetches: Count = 32
+    threads: Count = 2
 
     def __post_init__(self) -> None:
-        names = ("max_bytes", "max_total_bytes", "max_pixels", "fetch_timeout_s", "max_parallel_fetches", "threads")
-        require_positive(self, *names, "max_video_s", "max_audio_s", "max_frames", "max_video_pixels", "fetch_wait_s")
+        super().__post_init__()
         for scheme in self.schemes:
-            require_one_of("schemes", scheme, SCHEMES)
+            if scheme not in SCHEMES:
+                raise ConfigError(unknown("scheme", scheme, SCHEMES), param="schemes")
         DomainRules(self.allowed_domains, self.denied_domains)  # refuses what is no host name
-        if self.max_items < 0 or self.max_redirects < 0:
-            raise ConfigError("max_items and max_redirects must not be negative", param="media")
 
 
 @dataclass(frozen=True)
-class BodyPace:
+class BodyPace(Checked):
     """How slowly a client may send its body before it is answered 408 and its connection closed.
 
     Attributes:
-        grace_s: seconds before anything is asked of it. bytes_per_s: bytes a second on average after that.
+        grace_s: seconds before anything is asked of it.
+        bytes_per_s: bytes a second on average after that.
         most_s: seconds for all of the body, however fast.
     """
 
-    grace_s: float = 10.0
-    bytes_per_s: int = 16 << 10
-    most_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        require_positive(self, "grace_s", "bytes_per_s", "most_s")
+    grace_s: Positive = 10.0
+    bytes_per_s: Count = 16 << 10
+    most_s: Positive = 300.0
 
 
 @dataclass(frozen=True)
-class MemoryLimits:
+class MemoryLimits(Checked):
     """What a process may hold of clients' bytes (`proxy/tenants/memory_budget.py`).
 
     Attributes:
-        process_bytes: bodies and media of all requests of one proxy process. An account among others gets half of it
-            at most.
+        process_bytes: bodies and media of all requests of one proxy process. An account among others gets half of it at
+            most.
     """
 
-    process_bytes: int = 2 << 30
-
-    def __post_init__(self) -> None:
-        require_positive(self, "process_bytes")
+    process_bytes: Count = 2 << 30
 
 
 @dataclass(frozen=True)
-class KeyLimits:
+class KeyLimits(Checked):
     """What one API key may do; where there are no keys, one tenant. 0 means no limit.
 
     Attributes:
@@ -140,14 +134,9 @@ class KeyLimits:
         best_priority: the best (lowest) `priority` that a request of a key gets, whatever it asks for; by default any.
     """
 
-    requests_in_flight: int = 0
-    requests_per_minute: int = 0
+    requests_in_flight: CountFrom0 = 0
+    requests_per_minute: CountFrom0 = 0
     best_priority: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("requests_in_flight", "requests_per_minute"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative; 0 means no limit", param=name)
 
     def shared_by(self, processes: int) -> KeyLimits:
         """What each of so many may do that count for themselves. Rounded up: a limit never becomes 0."""
@@ -159,7 +148,7 @@ class KeyLimits:
 
 
 @dataclass(frozen=True)
-class AdmissionLimits:
+class AdmissionLimits(Checked):
     """The queues in front of the stages (`proxy/admission/queue.py`, `proxy/admission/capacity.py`).
 
     Attributes:
@@ -167,8 +156,8 @@ class AdmissionLimits:
         text_queue, media_queue: requests that may wait; beyond it the answer is 429.
         max_wait_s: nobody waits longer, and who would is refused at once.
         media_yields_s: text that arrives up to this much later than a request with media goes first.
-        priority_step_s: what one unit of a request's `priority` is worth. priority_limit: larger ones count as this;
-            0 to heed none.
+        priority_step_s: what one unit of a request's `priority` is worth.
+        priority_limit: larger ones count as this; 0 to heed none.
         text_share, media_share: share of the capacity that the other modality does not take while both are about.
         sequences_per_instance: sequences prefilling or decoding, where an instance does not report how many.
         prefill_tokens: tokens that one instance may have still to prefill; more where it does more in `prefill_s`.
@@ -177,95 +166,81 @@ class AdmissionLimits:
     """
 
     single_queue: bool = False
-    text_queue: int = 2048
-    media_queue: int = 1024
-    max_wait_s: float = 60.0
-    media_yields_s: float = 30.0
-    priority_step_s: float = 5.0
-    priority_limit: int = 10
-    text_share: float = 0.25
-    media_share: float = 0.25
-    sequences_per_instance: int = 1024
-    prefill_tokens: int = 8192
-    prefill_s: float = 1.0
-    encodes_per_instance: int = 16
+    text_queue: Count = 2048
+    media_queue: Count = 1024
+    max_wait_s: Positive = 60.0
+    media_yields_s: NotNegative = 30.0
+    priority_step_s: NotNegative = 5.0
+    priority_limit: CountFrom0 = 10
+    text_share: Share = 0.25
+    media_share: Share = 0.25
+    sequences_per_instance: Count = 1024
+    prefill_tokens: Count = 8192
+    prefill_s: NotNegative = 1.0
+    encodes_per_instance: Count = 16
 
     def __post_init__(self) -> None:
-        require_positive(self, "text_queue", "media_queue", "max_wait_s", "sequences_per_instance", "prefill_tokens")
-        require_positive(self, "encodes_per_instance")
-        for name in ("media_yields_s", "priority_step_s", "priority_limit", "prefill_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"admission.{name} must not be negative", param=f"admission.{name}")
-        for name in ("text_share", "media_share"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"admission.{name} must be from 0 to below 1", param=f"admission.{name}")
+        super().__post_init__()
         if self.text_share + self.media_share > 1:
             raise ConfigError("admission.text_share and media_share must not exceed 1 together", param="admission")
 
 
 @dataclass(frozen=True)
-class RetryLimits:
+class RetryLimits(Checked):
     """How many attempts may be repeated over the whole proxy (`proxy/stages/retry_budget.py`).
 
     Attributes:
-        ratio: retries per request. floor_per_s: retries a second that may be made in any case. burst: retries at once,
-            after a calm.
+        ratio: retries per request.
+        floor_per_s: retries a second that may be made in any case.
+        burst: retries at once, after a calm.
     """
 
-    ratio: float = 0.2
-    floor_per_s: float = 10.0
-    burst: int = 256
-
-    def __post_init__(self) -> None:
-        if not self.ratio >= 0 or not self.floor_per_s >= 0 or self.burst < 1:
-            raise ConfigError("retry.ratio and floor_per_s must not be negative, burst at least 1", param="retry")
+    ratio: NotNegative = 0.2
+    floor_per_s: NotNegative = 10.0
+    burst: Count = 256
 
 
 @dataclass(frozen=True)
-class MigrationLimits:
+class MigrationLimits(Checked):
     """Streams that go on at another instance after theirs is gone (`proxy/generate/given.py`).
 
     Attributes:
-        per_request: how often one stream may.
-        per_s: how many a second of one proxy process, in order. burst: at once, after a calm.
-        stream_bytes: text and tokens that are kept of one stream; a longer one ends with its instance. process_bytes:
-            of all streams of one proxy process.
+        per_request: moves of one stream.
+        per_s: moves a second of one proxy process, in order.
+        burst: moves at once, after a calm.
+        stream_bytes: text and tokens that are kept of one stream; a longer one ends with its instance.
+        process_bytes: text and tokens that are kept of all streams of one proxy process.
     """
 
-    per_request: int = 3
-    per_s: float = 50.0
-    burst: int = 64
-    stream_bytes: int = 1 << 20
-    process_bytes: int = 256 << 20
-
-    def __post_init__(self) -> None:
-        require_positive(self, "per_request", "per_s", "burst", "stream_bytes", "process_bytes")
+    per_request: Count = 3
+    per_s: Positive = 50.0
+    burst: Count = 64
+    stream_bytes: Count = 1 << 20
+    process_bytes: Count = 256 << 20
 
 
 @dataclass(frozen=True)
-class PoisonLimits:
+class PoisonLimits(Checked):
     """When a request body is suspected of killing instances, and for how long it is refused
     (`proxy/stages/suspects.py`).
 
     Attributes:
         blame_s: a request that was sent to an instance longer ago is not suspected of its death.
-        quarantine_s: how long a body is refused at first; doubles each time. quarantine_max_s: how long at most.
-        memory_s: how long anything is held against a body. bodies: bodies that are remembered; the oldest are forgotten
-            first.
+        quarantine_s: how long a body is refused at first; doubles each time.
+        quarantine_max_s: how long a body is refused at most.
+        memory_s: how long anything is held against a body.
+        bodies: bodies that are remembered; the oldest are forgotten first.
     """
 
-    blame_s: float = 5.0
-    quarantine_s: float = 60.0
-    quarantine_max_s: float = 3600.0
-    memory_s: float = 600.0
-    bodies: int = 4096
-
-    def __post_init__(self) -> None:
-        require_positive(self, "blame_s", "quarantine_s", "quarantine_max_s", "memory_s", "bodies")
+    blame_s: Positive = 5.0
+    quarantine_s: Positive = 60.0
+    quarantine_max_s: Positive = 3600.0
+    memory_s: Positive = 600.0
+    bodies: Count = 4096
 
 
 @dataclass(frozen=True)
-class RecordLimits:
+class RecordLimits(Checked):
     """How much one proxy process remembers of requests that have ended, for `epd-serve why`
     (`proxy/records/kept.py`).
 
@@ -275,74 +250,59 @@ class RecordLimits:
         size_bytes: bytes that they may take, shared out likewise.
     """
 
-    requests: int = 4096
-    size_bytes: int = 8 << 20
-
-    def __post_init__(self) -> None:
-        for name in ("requests", "size_bytes"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"records.{name} must not be negative", param=f"records.{name}")
+    requests: CountFrom0 = 4096
+    size_bytes: CountFrom0 = 8 << 20
 
 
 @dataclass(frozen=True)
-class Slo:
+class Slo(Checked):
     """What a streamed answer is to keep to, for attainment and goodput on the page and in `GET /rates`; where one of
     the two is named, for steps of the stages, too (`--step-budgets`).
 
     Attributes:
-        ttft_s: until its first token. tpot_s: per token after that.
-        judge: of the gaps between its tokens: `p90` (that share of them is within `tpot_s`), another `pNN`, or `mean`.
+        ttft_s: until its first token; by default 2 s, which stages do not hold to.
+        tpot_s: per token after that; by default 0.05 s, which stages do not hold to.
+        judge: how the gaps between its tokens are judged: `p90` (that share of them is within `tpot_s`), another
+            `pNN`, or `mean`.
     """
 
-    ttft_s: float = 2.0
-    tpot_s: float = 0.05
+    ttft_s: Positive | None = None
+    tpot_s: Positive | None = None
     judge: str = slo.JUDGE
 
     def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"slo.{name} must be greater than 0", param=f"slo.{name}")
+        super().__post_init__()
         self.objectives()  # refuses a judge that is none
+
+    @property
+    def named(self) -> bool:
+        """Whether one of the two limits is."""
+        return self.ttft_s is not None or self.tpot_s is not None
+
+    @property
+    def limits_s(self) -> tuple[float, float]:
+        """To the first token, and per token after that."""
+        return self.ttft_s or 2.0, self.tpot_s or 0.05
 
     def objectives(self) -> tuple[slo.Slo, slo.Slo]:
         """These limits with their judge of the gaps, and beside it with the mean."""
-        usual = slo.Slo(1e3 * self.ttft_s, 1e3 * self.tpot_s, self.judge)
+        ttft_s, tpot_s = self.limits_s
+        usual = slo.Slo(1e3 * ttft_s, 1e3 * tpot_s, self.judge)
         return usual, replace(usual, judge=slo.MEAN)
 
 
 @dataclass(frozen=True)
-class Planned:
+class Planned(Checked):
     """What `epd-serve plan` expects of the deployment, to be shown beside what is measured. 0: nothing was planned.
 
     Attributes:
         rate_rps: requests a second that it was planned for.
-        ttft_s, tpot_s: medians of a streamed answer's time to first token, and of its mean time per token after that.
+        ttft_s: median of a streamed answer's time to first token.
+        tpot_s: median of its mean time per token after that.
         attainment: share of the answers within `slo`.
     """
 
-    rate_rps: float = 0.0
-    ttft_s: float = 0.0
-    tpot_s: float = 0.0
-    attainment: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("rate_rps", "ttft_s", "tpot_s", "attainment"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"planned.{name} must not be negative", param=f"planned.{name}")
-        if self.attainment > 1:
-            raise ConfigError(
-                f"planned.attainment is a share, at most 1, not {self.attainment:g}", param="planned.attainment"
-            )
-
-
-def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises ConfigError naming the setting and its choices."""
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}", param=name)
-
-
-def require_positive(settings: object, *names: str) -> None:
-    """Raises ConfigError naming the first of these fields that is not a positive number."""
-    for name in names:
-        if not getattr(settings, name) > 0:  # also refuses NaN
-            raise ConfigError(f"{name} must be greater than 0, got {getattr(settings, name)}", param=name)
+    rate_rps: NotNegative = 0.0
+    ttft_s: NotNegative = 0.0
+    tpot_s: NotNegative = 0.0
+    attainment: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0

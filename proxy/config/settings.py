@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea, ImageTokens
 from epd_serve.key_files import read_key, stage_key
+from epd_serve.suggestions import unknown
 from proxy.config.keys import ApiKeys
 from proxy.config.limits import (
     AdmissionLimits,
@@ -27,18 +29,11 @@ from proxy.config.limits import (
     RetryLimits,
     Slo,
     Timeouts,
-    require_one_of,
-    require_positive,
 )
-from proxy.fields.parts import Modality
+from proxy.config.tree import Checked, Count, CountFrom0
 from proxy.fields.rules import OUR_XARGS, XARGS_REFUSED
 from proxy.routing.policy import POLICIES
 
-SEND_PIXELS = ("auto", "always")
-OVERLAP = ("auto", "always", "never")
-ON_MISSING_FEATURE = ("recompute", "reencode")
-FIRST_TOKEN = ("prefill", "decode")
-GO_ON = ("auto", "replay", "never")
 OTLP_ENDPOINT = re.compile(r"https?://[^/\s]+/\S*")
 HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
@@ -53,31 +48,29 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True)
-class ProxySettings:
-    """All of the proxy's settings.
+class ProxyOptions(Checked):
+    """What an operator may say of the proxy.
 
     Attributes:
-        served_models: names that clients may ask for; the first is the default that `/v1/models` lists first.
-        identity: model, revision and dtype as they enter feature keys.
-        max_model_len: context length in tokens that `/v1/models` reports; by default the model's, where it is known.
-        admission: who waits in front of the stages. retry: how many attempts are repeated over the whole proxy.
+        max_model_len: context length in tokens that `/v1/models` reports; by default the model's, where it is
+            known. Stages have theirs by `--stage-args`.
+        admission: who waits in front of the stages.
+        retry: how many attempts are repeated over the whole proxy.
         migration: streams that go on at another instance after theirs is gone.
         poison: when a body that instances die of is refused.
         retries: further attempts of one request after a stage failed before the first byte.
-        stage_priorities: stages with a language model run with vLLM's priority policy, so that they heed `priority`.
-        processes: proxies that share the stages, and so their capacity.
-        max_body_bytes: bytes of one request's body. body_pace: how slowly it may come.
+        stage_priorities: stages with a language model run with vLLM's priority policy, so that they heed `priority`; by
+            default as their flags say.
+        max_body_bytes: bytes of one request's body.
+        body_pace: how slowly it may come.
         memory: what all requests may hold at once.
-        max_n: answers to one prompt. max_sequences: answers that one request may ask for, over its prompts.
+        max_n: answers to one prompt.
+        max_sequences: answers that one request may ask for, over its prompts.
         max_in_flight: requests held at once; beyond it the answer is 429.
-        api_keys: those of clients, as they are at first; None: nobody needs one.
-        tls_cert_file, tls_key_file: of the clients' port, PEM; "": it talks plain HTTP.
-        tenant_header: request header whose value names the tenant, set by a gateway that is trusted to; empty to
-            heed none. A request without it belongs to the default tenant.
+        tenant_header: request header whose value names the tenant, set by a gateway that is trusted to; empty to heed
+            none. A request without it belongs to the default tenant.
         shared_features: all tenants share features (they can tell by the time taken that somebody else sent the same
             image). Prefix caches stay apart.
-        modalities: what the model takes (`image`, `video`, `audio`), or None to leave it to the stages to refuse.
-        image_tokens: how many tokens the model's encoder makes of an image, by its size.
         send_pixels: `auto` sends P and D an item's metadata instead of the media where that is known, `always` never.
         overlap: P and D are called while encoders work: `always` as soon as the metadata of all items is known, `auto`
             too, but D only when the first feature is stored where the tower shares cores with them, or `never`.
@@ -86,12 +79,12 @@ class ProxySettings:
         go_on: how a stream goes on at another instance after its own is gone: `auto` by one prefill of what the client
             has where no field of the request speaks against it, else by sampling those tokens again; `replay` by the
             latter always, token for token what it would have been; `never` ends it.
-        arena: the arena of this host where all stages of the layout use it, else None.
         max_known_features: how many features the proxy remembers.
         trace_path: JSON-lines file for phase stamps; by default none.
         access_log: file for a line of JSON for each request that has ended, `-` for standard error; by default none.
         recording: file for sizes and times of the requests that were answered, without content, for `epd-serve plan`
-            and `epd-bench load`; by default none. recording_bytes: of it, and of the `.1` beside it with what is older.
+            and `epd-bench load`; by default none.
+        recording_bytes: most bytes of the recording, and of the `.1` beside it with what is older.
         otlp_traces_endpoint: URL that takes the spans of requests (OTLP over HTTP); by default none are made.
         records: what is remembered of requests that have ended.
         slo: what streamed answers are to keep to, for attainment and goodput; where it is named, stages hold to it.
@@ -103,49 +96,36 @@ class ProxySettings:
         xargs: names that clients may send in `vllm_xargs`, for extensions that the operator loads into the stages.
         trust_request_mm_kwargs: let clients send `mm_processor_kwargs` and `media_io_kwargs`, as vLLM's flag of that
             name, which stages of vLLM 0.32 need, too.
-        vllm_version: of the stages, which decides what fields there are; empty where it is not known or not one.
         explain: answer `x-epd-explain: 1` with headers that name path, instances and moments, to any client.
-        observed: `/metrics` and `/instances` are on the clients' port, for want of an admin listener.
-        stage_key: bearer token that the stages want which somebody else runs, or "".
-        key_file: of the key of a deployment on several machines, on this one: what its stages want is made from it.
     """
 
-    served_models: tuple[str, ...]
-    identity: ModelIdentity
-    max_model_len: int | None = None
+    max_model_len: Count | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
     media: MediaLimits = field(default_factory=MediaLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     retry: RetryLimits = field(default_factory=RetryLimits)
     migration: MigrationLimits = field(default_factory=MigrationLimits)
     poison: PoisonLimits = field(default_factory=PoisonLimits)
-    retries: int = 2
-    stage_priorities: bool = False
-    processes: int = 1
-    max_body_bytes: int = 96 << 20
+    retries: CountFrom0 = 2
+    stage_priorities: bool | None = None
+    max_body_bytes: Count = 96 << 20
     body_pace: BodyPace = field(default_factory=BodyPace)
     memory: MemoryLimits = field(default_factory=MemoryLimits)
-    max_n: int = 64
-    max_sequences: int = 256
-    max_in_flight: int = 2048
-    api_keys: ApiKeys | None = field(default=None, repr=False)
-    tls_cert_file: str = ""
-    tls_key_file: str = ""
+    max_n: Count = 64
+    max_sequences: Count = 256
+    max_in_flight: Count = 2048
     tenant_header: str = ""
     shared_features: bool = False
-    modalities: frozenset[str] | None = None
-    image_tokens: ImageTokens = field(default_factory=ByArea)
-    send_pixels: str = "auto"
-    overlap: str = "auto"
-    on_missing_feature: str = "recompute"
-    first_token: str = "prefill"
-    go_on: str = "auto"
-    arena: Path | None = None
-    max_known_features: int = 65_536
-    trace_path: Path | None = None
+    send_pixels: Literal["auto", "always"] = "auto"
+    overlap: Literal["auto", "always", "never"] = "auto"
+    on_missing_feature: Literal["recompute", "reencode"] = "recompute"
+    first_token: Literal["prefill", "decode"] = "prefill"
+    go_on: Literal["auto", "replay", "never"] = "auto"
+    max_known_features: Count = 65_536
+    trace_path: str = ""
     access_log: str = ""
     recording: str = ""
-    recording_bytes: int = 64 << 20
+    recording_bytes: Count = 64 << 20
     otlp_traces_endpoint: str = ""
     records: RecordLimits = field(default_factory=RecordLimits)
     slo: Slo = field(default_factory=Slo)
@@ -157,18 +137,9 @@ class ProxySettings:
     strict_fields: bool = False
     xargs: tuple[str, ...] = ()
     trust_request_mm_kwargs: bool = False
-    vllm_version: str = ""
-    observed: bool = True
-    stage_key: str = field(default="", repr=False)
-    key_file: str = ""
 
     def __post_init__(self) -> None:
-        if not self.served_models:
-            raise ConfigError("the proxy needs at least one served model name", param="served_models")
-        require_positive(self, "max_body_bytes", "max_n", "max_sequences", "max_in_flight")
-        require_positive(self, "max_known_features", "processes", "recording_bytes")
-        if self.retries < 0:
-            raise ConfigError("retries must not be negative", param="retries")
+        super().__post_init__()
         if self.tenant_header and not HEADER_NAME.fullmatch(self.tenant_header):
             raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
         if self.otlp_traces_endpoint and not OTLP_ENDPOINT.fullmatch(self.otlp_traces_endpoint):
@@ -176,17 +147,50 @@ class ProxySettings:
                 f"otlp_traces_endpoint {self.otlp_traces_endpoint!r} is no URL, such as http://HOST:4318/v1/traces"
             )
             raise ConfigError(message, param="otlp_traces_endpoint")
-        require_one_of("policy", self.policy, tuple(POLICIES))
-        require_one_of("send_pixels", self.send_pixels, SEND_PIXELS)
-        require_one_of("overlap", self.overlap, OVERLAP)
-        require_one_of("on_missing_feature", self.on_missing_feature, ON_MISSING_FEATURE)
-        require_one_of("first_token", self.first_token, FIRST_TOKEN)
-        require_one_of("go_on", self.go_on, GO_ON)
+        if self.policy not in POLICIES:
+            raise ConfigError(unknown("policy", self.policy, POLICIES), param="policy")
         for name in self.xargs:
             if name in XARGS_REFUSED or name.startswith(OUR_XARGS):
                 raise ConfigError(f"xargs: {name} is never taken from clients", param="xargs")
-        for modality in sorted(self.modalities or ()):
-            require_one_of("modalities", modality, tuple(Modality))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxySettings(ProxyOptions):
+    """All that the proxy goes by: what the operator says, and what follows from the deployment.
+
+    Attributes:
+        served_models: names that clients may ask for; the first is the default that `/v1/models` lists first.
+        identity: model, revision and dtype as they enter feature keys.
+        processes: proxies that share the stages, and so their capacity.
+        api_keys: those of clients, as they are at first; None: nobody needs one.
+        tls_cert_file, tls_key_file: of the clients' port, PEM; "": it talks plain HTTP.
+        modalities: what the model takes (`image`, `video`, `audio`), or None to leave it to the stages to refuse.
+        image_tokens: how many tokens the model's encoder makes of an image, by its size.
+        arena: the arena of this host where all stages of the layout use it, else None.
+        vllm_version: of the stages, which decides what fields there are; empty where it is not known or not one.
+        observed: `/metrics` and `/instances` are on the clients' port, for want of an admin listener.
+        stage_key: bearer token that the stages want which somebody else runs, or "".
+        key_file: of the key of a deployment on several machines, on this one: what its stages want is made from it.
+    """
+
+    served_models: tuple[str, ...]
+    identity: ModelIdentity
+    processes: int = 1
+    api_keys: ApiKeys | None = field(default=None, repr=False)
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    modalities: frozenset[str] | None = None
+    image_tokens: ImageTokens = field(default_factory=ByArea)
+    arena: Path | None = None
+    vllm_version: str = ""
+    observed: bool = True
+    stage_key: str = field(default="", repr=False)
+    key_file: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.served_models:
+            raise ConfigError("the proxy needs at least one served model name", param="served_models")
 
     def bearer_of_stages(self) -> str:
         """The token that the stages want, or "". Raises ConfigError where the key cannot be read."""

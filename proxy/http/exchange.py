@@ -107,7 +107,7 @@ class Exchange:
             send,
             {"x-request-id": named or self._id},
             record.headers if explained else dict,
-            gap_limit_s=self._settings.slo.tpot_s,
+            gap_limit_s=self._settings.slo.limits_s[1],
             content=DELTA if self._endpoint is Endpoint.RESPONSES else CHOICE,
         )
         outcome = "500"

@@ -11,8 +11,8 @@ from epd_serve.errors import RequestError
 from proxy.errors import media_too_large
 
 
-def read_local(url: str, *, root: Path | None, max_bytes: int, param: str) -> bytes:
-    """The bytes of a regular file under `root`.
+def read_local(url: str, *, root: str, max_bytes: int, param: str) -> bytes:
+    """The bytes of a regular file under the directory `root`; "": there is none.
 
     The file is opened first and judged by where the open descriptor really is, so that no symlink swapped in
     between leads out. Every refusal reads the same: it must not tell what exists outside.
@@ -20,7 +20,7 @@ def read_local(url: str, *, root: Path | None, max_bytes: int, param: str) -> by
     Raises:
         RequestError: no root configured, outside it, not there, or not a regular file. PayloadTooLargeError.
     """
-    if root is None:
+    if not root:
         raise RequestError(f"{param}: this server does not read local files.", param=param, code="local_files_refused")
     refusal = RequestError(
         f"{param}: not a readable file under the allowed directory.", param=param, code="local_file_refused"
@@ -35,7 +35,7 @@ def read_local(url: str, *, root: Path | None, max_bytes: int, param: str) -> by
         raise refusal from None
     try:
         where = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if not where.is_relative_to(root.resolve()) or not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not where.is_relative_to(Path(root).resolve()) or not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise refusal
         with open(descriptor, "rb", closefd=False) as file:
             data = file.read(max_bytes + 1)

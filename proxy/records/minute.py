@@ -97,8 +97,8 @@ class Counts(Struct):
             "refused": self.refused,
             "retried": self.retried,
             "slo": {
-                "ttft_s": self.slo.ttft_s,
-                "tpot_s": self.slo.tpot_s,
+                "ttft_s": self.slo.limits_s[0],
+                "tpot_s": self.slo.limits_s[1],
                 "judged": self.judged,
                 "judge": self.slo.judge,
                 **self._share(self.attained, seconds),

@@ -9,7 +9,7 @@ from typing import Any
 from deploy.agent.specs import orders
 from deploy.agent.wiring import Site, instance_of, wire
 from deploy.host.rundir import RunDir
-from deploy.options.config import DeployConfig
+from deploy.options.config import build_config
 from deploy.plan.blueprint import Blueprint, draw
 from epd_serve.instances import Instance
 from epd_serve.peers import Peer, peer_of
@@ -48,4 +48,4 @@ class Wired:
 
 
 def wired(layout: str, **options: Any) -> Wired:
-    return Wired(draw(DeployConfig(layout=layout, device="cpu", **options)))
+    return Wired(draw(build_config({"layout": layout, "device": "cpu", **options})))

@@ -16,12 +16,10 @@ import pytest
 from bench.cli import parser as bench_parser
 from deploy.cli.command import parse_words, serve_config
 from deploy.cli.command import parser as serve_parser
-from deploy.options.proxy_overrides import apply_overrides, proxy_overrides
 from deploy.options.stage_args import parse_stage_args
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable, lower
-from proxy.config.settings import ModelIdentity, ProxySettings
 from tests.docs.documents import DOCUMENTS, ROOT, Command, commands, in_block
 from tests.npu.run import parsed as npu_arguments
 
@@ -148,7 +146,6 @@ def _serve(words: list[str]) -> None:
     layout = parse(config.layout)
     check_servable(layout)
     parse_stage_args(config.stage_args, lower(layout, range(layout.device_count)))
-    apply_overrides(ProxySettings(("m",), ModelIdentity("m")), proxy_overrides(config.proxy))
 
 
 def _epd_bench(words: list[str]) -> None:

@@ -12,8 +12,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from deploy.alone.stages import read_stages_file
-from deploy.options.config import build_config, read_config_file
-from deploy.options.proxy_overrides import proxy_overrides
+from deploy.options.config import DeployConfig, build_config
 from proxy.background import Background
 from proxy.metrics import Metrics
 from proxy.records.request_metrics import RequestMetrics
@@ -31,11 +30,11 @@ def test_a_generated_page_is_what_the_code_says(name):
     assert written == GENERATED["pages"]()[name], "make it anew: make reference"
 
 
-def test_every_setting_of_the_proxy_has_its_meaning():
-    settings = list(GENERATED["proxy_settings"]())
+def test_every_setting_has_its_meaning():
+    settings = GENERATED["settings"]()
 
-    assert len(settings) > 50
-    assert [key for key, _, text in settings if not text] == []
+    assert len(settings) > 100
+    assert [one.key for one in settings if not one.meaning] == []
 
 
 def test_every_metric_of_a_running_proxy_is_in_the_reference():
@@ -46,8 +45,11 @@ def test_every_metric_of_a_running_proxy_is_in_the_reference():
     assert [one.name for one in families if f"`{one.name}{'_total' * (one.type == 'counter')}`" not in page] == []
 
 
-def test_the_complete_deployment_file_loads():
-    assert read_config_file(str(ROOT / "docs/examples/deployment.yaml"))
+def test_the_complete_file_is_what_the_code_says_and_what_is_served_without_it():
+    file = ROOT / "docs/examples/deployment.yaml"
+
+    assert file.read_text(encoding="utf-8") == GENERATED["complete_file"](), "make it anew: make reference"
+    assert build_config({}, str(file)) == DeployConfig()
 
 
 @pytest.mark.parametrize("path", [README, ROOT / "docs/guides/proxy.md"], ids=lambda path: path.name)
@@ -59,7 +61,7 @@ def test_files_that_a_document_shows_load(path, tmp_path):
     if "stages:" in shown:
         assert len(read_stages_file(str(file)).instances) == 2
     else:
-        assert proxy_overrides(build_config({}, str(file)).proxy) == {"policy": "least-loaded"}
+        assert build_config({}, str(file)).policy == "least-loaded"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -67,7 +69,7 @@ def test_metrics_and_settings_that_a_document_names_exist(path):
     text = path.read_text(encoding="utf-8")
     reference = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`\w+`", reference))
-    settings = {key for key, _, _ in GENERATED["proxy_settings"]()}
+    settings = {one.key for one in GENERATED["settings"]()}
     sections = "|".join({key.partition(".")[0] for key in settings if "." in key})
 
     metrics = set(re.findall(r"\bepd_(?:proxy|stage|store|kv|control)_\w+", text))

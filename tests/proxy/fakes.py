@@ -288,7 +288,13 @@ def api_keys(*words: str, **limits: int) -> ApiKeys:
 
 
 def settings(**changes: Any) -> ProxySettings:
-    base = ProxySettings((MODEL,), ModelIdentity(MODEL), timeouts=QUICK, media=MediaLimits(max_items=4), explain=True)
+    base = ProxySettings(
+        served_models=(MODEL,),
+        identity=ModelIdentity(MODEL),
+        timeouts=QUICK,
+        media=MediaLimits(max_items=4),
+        explain=True,
+    )
     return replace(base, **changes)
 
 

@@ -20,6 +20,7 @@ from deploy.alone import proxy
 from deploy.alone.proxy import run_proxy
 from deploy.front.doors import FrontDoors
 from deploy.host.ports import free_ports
+from deploy.options.config import ProxyConfig
 from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
@@ -76,15 +77,7 @@ def test_what_ends_the_front_door_is_one_named_error_and_leaves_nothing(
     stages = stages_file(tmp_path, "model: m\nstages: [{id: PD0, role: PD, url: 'http://127.0.0.1:1'}]\n")
     (port,) = free_ports(1)
     with pytest.raises(EpdError, match="did not start"):
-        run_proxy(
-            stages=stages,
-            host="127.0.0.1",
-            port=port,
-            proxy=(),
-            lame_duck_s=0.0,
-            drain_s=0.0,
-            run_root=str(tmp_path / "run"),
-        )
+        run_proxy(ProxyConfig(stages=stages, port=port, lame_duck_s=0.0, drain_s=0.0, run_root=str(tmp_path / "run")))
     assert list((tmp_path / "run").iterdir()) == []
 
 

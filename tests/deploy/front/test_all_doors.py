@@ -206,7 +206,7 @@ async def test_whichever_node_had_a_request_it_is_found_and_a_node_that_does_not
 
 
 async def test_stamps_of_nodes_that_share_a_folder_are_told_once_each_with_its_clock(tmp_path: Path) -> None:
-    async with made(2, replace(PATIENT, trace_path=tmp_path / "proxy.jsonl")) as h:
+    async with made(2, replace(PATIENT, trace_path=str(tmp_path / "proxy.jsonl"))) as h:
         await h.doors.ready()
         name = (await h.nodes[1].ask()).headers["x-request-id"]
         (told,) = (await h.doors.look(Question(id=name))).requests

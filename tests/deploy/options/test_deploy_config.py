@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from deploy.cli.command import serve_config
 from deploy.options.addresses import port_range
-from deploy.options.config import DeployConfig, build_config
+from deploy.options.config import DeployConfig, build_config, flag_of, variable_of
 from epd_serve.errors import ConfigError
+from proxy.config.tree import settings_of
 
 
 def yaml_file(folder: Path, text: str) -> str:
@@ -25,11 +27,46 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     assert config.host == DeployConfig().host
 
 
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = yaml_file(
+        tmp_path, "port: 1\nretries: 1\ntimeouts:\nmedia: {max_items: 1, max_pixels: 1}\nproxy: {media.threads: 1}\n"
+    )
+    for name, text in {"EPD_PORT": "2", "EPD_RETRIES": "2", "EPD_MEDIA_MAX_ITEMS": "2", "EPD_HOST": ""}.items():
+        monkeypatch.setenv(name, text)
+    config = build_config({"port": "3", "proxy": ["media.max_items=3"]}, path)
+    assert (config.port, config.retries, config.host) == (3, 2, "127.0.0.1")
+    assert (config.media.max_items, config.media.max_pixels, config.media.threads) == (3, 1, 1)
+
+
+def test_a_variable_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPD_PORT", "tcp://10.0.0.1:8000")  # Kubernetes sets it where a service is called epd
+    with pytest.raises(ConfigError, match=r"EPD_PORT is 'tcp://10.0.0.1:8000'; expected int"):
+        build_config({})
+    assert build_config({"port": "9001"}).port == 9001
+
+
+def test_a_flag_a_variable_and_a_key_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = build_config({"stage_args": ["PD:--max-num-seqs 8"]}, str(Path(__file__).with_name("before.yaml")))
+    words, variables = [], {}
+    for key in settings_of(DeployConfig):
+        section, _, name = key.rpartition(".")
+        value = getattr(getattr(wanted, section) if section else wanted, name)
+        text = ",".join(value) if isinstance(value, tuple) else str(value)
+        flag = flag_of(key) if value is not False else "--no-" + flag_of(key)[2:]
+        words += [flag] if isinstance(value, bool) else [flag, text] if text else []
+        variables[variable_of(key)] = text
+    assert len(variables) == len(settings_of(DeployConfig)), "no two have one variable"
+    assert serve_config(words) == wanted
+    for variable, text in variables.items():
+        monkeypatch.setenv(variable, text)
+    assert build_config({}) == wanted
+
+
 def test_stage_args_and_proxy_may_be_lists_or_mappings(tmp_path: Path) -> None:
     text = "stage_args: {P: --max-num-seqs 8}\nproxy: [media.max_bytes=5]\napi_key_file: clients.json\n"
     config = build_config({}, yaml_file(tmp_path, text))
     assert config.stage_args == ("P:--max-num-seqs 8",)
-    assert config.proxy == ("media.max_bytes=5",)
+    assert config.media.max_bytes == 5
     assert config.api_key_file == "clients.json"
 
 
@@ -41,24 +78,30 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("layuot: E-PD", "unknown key 'layuot'; did you mean 'layout'"),
+        ("medai: {max_bytes: 5}", "unknown key 'medai'; did you mean 'media'?"),
+        ("media: {max_byte: 5}", "unknown key 'media.max_byte'; did you mean 'media.max_bytes'"),
+        ("proxy: {layout: E-PD}", "unknown key 'layout'"),
+        ("media.max_bytes: 0", "media.max_bytes is 0; expected int >= 1"),
+        ("timeouts: 5", "unknown key 'timeouts'"),
+        ("proxy: 5", "'5' is not KEY=VALUE"),
         ("feature_path: host", "key 'feature_path' is no longer there: features pass through host memory"),
         ("feature-path: device", "no way past it is offered; leave it out"),
         ("port: high", "port is 'high'; expected int"),
         ("port: true", "port is True; expected int"),
-        ("allow_private_media: 1", "expected bool"),
+        ("allow_private_media: 1", "allow_private_media is 1; expected true or false"),
         ("- a", "no mapping"),
         ("a: [", "deploy.yaml"),
-        ("port: 0", "port 0 is not between"),
+        ("port: 0", "port is 0; expected int >= 1"),
         ("device: tpu", "unknown device 'tpu'"),
         ("media_root: /no/such", "is not a directory"),
-        ("arena_mib: -1", "has to be positive"),
+        ("arena_mib: -1", "arena_mib is -1; expected int >= 1"),
         ("mm_store: disk", "unknown mm_store 'disk'"),
         ("mooncake_master: host", "is not HOST:PORT"),
         ("{mooncake_master: 'a:1', mm_store: arena}", "use --mm-store mooncake"),
-        ("recompute_limit: 0", "has to be positive"),
+        ("recompute_limit: 0", "expected int >= 1"),
         ("tenant_header: 'X Team'", "is no header name"),
         ("kv_grouping: 'fixed:0'", "kv_grouping 'fixed:0' is none of adaptive, fixed:N, layerwise, bulk, with N from"),
-        ("kv_packet_floor_kib: 0", "kv_packet_floor_kib is 0; it has to be positive"),
+        ("kv_packet_floor_kib: 0", "kv_packet_floor_kib is 0; expected int >= 1"),
         ("kv_packet_floor_kib: 1.5", "kv_packet_floor_kib is 1.5; expected int"),
         ("kv_faults: 'pause=lunch'", "'pause=lunch' is no fault"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deploy.agent.specs import specs
-from deploy.options.config import DeployConfig
+from deploy.options.config import build_config
 from deploy.plan.blueprint import draw
 
 
@@ -24,6 +24,7 @@ from deploy.plan.blueprint import draw
 def test_every_stage_is_told_the_slo_that_is_named(
     named: tuple[str, ...], budgets: str, told: tuple[float, float], engine: str
 ) -> None:
-    config = DeployConfig(layout="(E-PD)", device="cpu", engine=engine, proxy=named, step_budgets=budgets)
+    flags = {"layout": "(E-PD)", "device": "cpu", "engine": engine, "proxy": named, "step_budgets": budgets}
+    config = build_config(flags)
     stages = [spec.stage for spec in specs(draw(config))]
     assert [(one.wiring.slo_ttft_s, one.wiring.slo_tpot_s) for one in stages if one is not None] == [told, told]

@@ -31,7 +31,7 @@ arena, encoder, decoder = sys.argv[1:]
 table = InstanceTable()
 table.apply(Instance("E0", Role.E, encoder, "life"))
 table.apply(Instance("PD0", Role.PD, decoder, "life"))
-app = create_app(ProxySettings(("demo",), ModelIdentity("demo"), arena=Path(arena)), table)
+app = create_app(ProxySettings(served_models=("demo",), identity=ModelIdentity("demo"), arena=Path(arena)), table)
 
 @app.get("/modules")
 async def modules():

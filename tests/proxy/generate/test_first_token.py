@@ -31,7 +31,7 @@ from proxy.stages.sse import split
 from tests.proxy.fakes import DONE, MODEL, opening, text_body
 from tests.proxy.generate.streams import Form, Reader, Tokens, answers, forms, given_of, meaning, numbers, reads
 
-SETTINGS = ProxySettings((MODEL,), ModelIdentity(MODEL))
+SETTINGS = ProxySettings(served_models=(MODEL,), identity=ModelIdentity(MODEL))
 
 
 async def merged(form: Form, tokens: Tokens, merges: Sequence[int], cuts: Sequence[int], *, d_first: bool) -> bytes:

@@ -15,7 +15,7 @@ from proxy.generate.migration import MigrationPace, Way, way_on, why_not
 from proxy.request.parse import Endpoint, ParsedRequest, parse
 from tests.proxy.fakes import MODEL, text_body
 
-SETTINGS = ProxySettings((MODEL,), ModelIdentity(MODEL))
+SETTINGS = ProxySettings(served_models=(MODEL,), identity=ModelIdentity(MODEL))
 
 
 def request(endpoint: Endpoint = Endpoint.CHAT, **more: Any) -> ParsedRequest:

@@ -50,7 +50,7 @@ async def pairs(
 ) -> AsyncIterator[Pairs]:
     profile = Profile(decode_step_s=((1, token_s), (64, token_s)))
     table, stacks = InstanceTable(), {}
-    settings = ProxySettings((MODEL,), ModelIdentity(MODEL), **more)
+    settings = ProxySettings(served_models=(MODEL,), identity=ModelIdentity(MODEL), **more)
     app = create_app(settings, table)
     async with AsyncExitStack() as stack:
         for name in names:

@@ -78,7 +78,9 @@ async def test_no_secret_leaves_by_any_way(logged: io.StringIO, got: Collector, 
         return httpx.Response(200, stream=httpx.ByteStream(png))
 
     trace, log = tmp_path / "proxy.jsonl", tmp_path / "access.jsonl"
-    config = settings(api_keys=api_keys(KEY), stage_key=STAGE_KEY, trace_path=trace, access_log=str(log), retries=0)
+    config = settings(
+        api_keys=api_keys(KEY), stage_key=STAGE_KEY, trace_path=str(trace), access_log=str(log), retries=0
+    )
     config = replace(config, send_pixels="always", otlp_traces_endpoint=got.url)
     assert not found_in(repr(config))
     transport = httpx.MockTransport(media)

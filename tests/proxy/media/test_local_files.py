@@ -28,7 +28,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def read(url: str, root: Path | None, max_bytes: int = 100) -> bytes:
-    return read_local(url, root=root, max_bytes=max_bytes, param="item")
+    return read_local(url, root=str(root or ""), max_bytes=max_bytes, param="item")
 
 
 def test_files_under_the_root_are_read(root: Path) -> None:

@@ -181,5 +181,5 @@ def test_a_few_requests_say_nothing_of_a_plan() -> None:
 
 @pytest.mark.parametrize("wrong", [{"rate_rps": -1.0}, {"attainment": 1.5}, {"ttft_s": -0.1}])
 def test_a_plan_that_is_none_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=f"planned.{next(iter(wrong))}"):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
         Planned(**wrong)

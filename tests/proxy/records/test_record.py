@@ -72,7 +72,7 @@ async def test_a_refusal_is_explained_as_far_as_it_came() -> None:
 
 
 async def test_nobody_is_told_unless_the_operator_says_so() -> None:
-    unsaid = ProxySettings(("m",), ModelIdentity("m")).explain
+    unsaid = ProxySettings(served_models=("m",), identity=ModelIdentity("m")).explain
     async with cluster("PD0", config=settings(explain=unsaid)) as c:
         assert not told((await c.client.post(CHAT, json=text_body(), headers=ASK)).headers)
 
@@ -95,7 +95,7 @@ def test_events_are_bounded_and_those_left_out_are_counted() -> None:
 
 async def test_a_client_s_name_for_its_request_comes_back_and_stages_get_ours(tmp_path: Path) -> None:
     trace = tmp_path / "proxy.jsonl"
-    async with cluster("PD0", config=settings(trace_path=trace)) as c:
+    async with cluster("PD0", config=settings(trace_path=str(trace))) as c:
         mine = {"x-request-id": "order-17/a", **ASK}
         first = await c.client.post(CHAT, json=text_body(), headers=mine)
         second = await c.client.post(CHAT, json=text_body(), headers=mine)

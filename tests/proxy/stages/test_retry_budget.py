@@ -37,5 +37,5 @@ def test_in_an_outage_retries_stay_a_fraction_of_the_requests() -> None:
 
 def test_limits_that_make_no_sense_are_refused() -> None:
     for wrong in ({"ratio": -1.0}, {"floor_per_s": float("nan")}, {"burst": 0}):
-        with pytest.raises(ConfigError, match="retry"):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
             RetryLimits(**wrong)  # type: ignore[arg-type]

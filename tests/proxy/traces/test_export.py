@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from deploy.options.proxy_overrides import apply_overrides
+from deploy.options.config import build_config
+from deploy.plan.proxy_settings import settings_with
 from epd_serve.errors import ConfigError
 from proxy.records.record import Record
 from proxy.records.records import Question
@@ -160,4 +161,4 @@ def test_what_is_no_url_of_a_collector_is_refused_by_name(endpoint: str) -> None
 def test_without_opentelemetry_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'epd-serve\[otel\]'"):
-        apply_overrides(settings(), {"otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces"})
+        settings_with(build_config({"otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces"}))
