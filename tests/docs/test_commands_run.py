@@ -40,7 +40,6 @@ SMALL: Mapping[str, str] = {
     "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1",
     "load": "--rate 2 --duration 3 --min-samples 1 --late-ms 1000",
     "memory-tables": "",
-    "page": "--quick",
     "papers": "--quick",
     "ray": "--quick --only ttft --rounds 2 --per-s 10",
     "workload": "--n 4",
@@ -51,7 +50,6 @@ CLOSED_LOOP = "--n 8 --min-samples 1 --late-ms 1000"
 REAL: Mapping[str, str] = {
     "colocation": "--quick",
     "budgets": "--quick --rounds 1 --bursts 1 --only tp1",
-    "factorial": "--quick --rounds 1 --only shipped",
     "interference": "--quick --operators norm,decode_attention",
     "transfer ep": "--quick",
     "transfer pd": "--quick",
