@@ -15,7 +15,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ from bench.micro.rows import grouped
 from bench.served import Served, simulated
 from bench.statistic import percentile
 from bench.workloads.synthetic import WORDS, image_body
-from deploy.memory.placement_table import table
 from epd_serve.errors import EpdError
 
 WAYS: Mapping[str, Sequence[str]] = {
@@ -229,17 +228,6 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in named.items()}
 
 
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    found = figures(rows)
-    names = ("first_turn_ttft_s", "later_turn_ttft_s", "later_turn_ttft_ratio", "tpot_s", "encodes_per_image",
-             "kv_sent_over_new", "hits_over_oracle", "imbalance_p99")  # fmt: skip
-    ways = list(dict.fromkeys(row["way"] for row in rows))
-    cells = [
-        (name, *(f"{found[name if way == 'prefixes' else f'{way}_{name}']:.3f}" for way in ways)) for name in names
-    ]
-    return [table([("", *ways), *cells])]
-
-
 MEASUREMENT = Measurement(
     quick="fewer conversations, less time to think",
     flags=FLAGS,
@@ -247,7 +235,6 @@ MEASUREMENT = Measurement(
     about=lambda arguments: {"kind": f"real front doors; {LAYOUT} of simulated stages"},
     measure=measure,
     figures=figures,
-    tables=tables,
     goals=(
         Goal("later_turn_ttft_ratio", "<=", 0.5, "a turn costs what is new in it"),
         Goal("encodes_per_image", "==", 1.0, "an image is encoded once"),

@@ -17,7 +17,7 @@ In parts (`--only`), each under load all the time:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from bench.change import streams
 from bench.change.flips import flips
@@ -25,7 +25,6 @@ from bench.change.kills import kills_real, kills_simulated
 from bench.change.walk import walk, wide
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, positive, several, whole
 from bench.statistic import percentile
-from deploy.memory.placement_table import table
 
 STAGES = {
     "walk": "real",
@@ -122,20 +121,6 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return named | streams.figures(rows)
 
 
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    """Each change, and the first requests that came to nothing."""
-    steps = [row for row in rows if "state" in row]
-    if steps:
-        shown = [
-            (row["part"], row["to"], row["state"], f"{row['seconds']:.1f}", f"{row['paused_s']:.1f}") for row in steps
-        ]
-        yield table([("part", "layout", "", "took s", "paused s"), *shown])
-    bad = [row for row in rows if "bad" in row]
-    if bad:
-        shown = [(row["part"], row["bad"], row["kind"], f"{row['due']:.1f}", row["error"][:60]) for row in bad[:20]]
-        yield table([("part", "", "kind", "at s", "what was said"), *shown])
-
-
 def _total(rows: Sequence[Row], part: str) -> Row | None:
     return next((row for row in rows if row["part"] == part and "requests" in row), None)
 
@@ -144,7 +129,6 @@ MEASUREMENT = Measurement(
     quick="shorter walks, fewer flips and kills",
     measure=measure,
     figures=figures,
-    tables=tables,
     flags=FLAGS,
     goals=GOALS,
     about=about,

@@ -25,7 +25,7 @@ import argparse
 import contextlib
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +40,6 @@ from bench.micro.proxy.rivals import (
     closed_loop,
     compared,
     image_request,
-    medians_table,
     ratio,
     stage_of,
     text_request,
@@ -82,9 +81,6 @@ ADDED = {
 """The same, above the stage's own."""
 LOOPED = ("whole", "stream")
 """Kinds that are closed loops; the others are open ones."""
-LOOPS = {"rps": ".0f", "cpu_us_per_request": ".0f", "generator_us_per_request": ".0f"}
-PEER_FIELDS = {"rps": ".0f", "cpu_us_per_request": ".0f"}
-LATENCIES = {f"{what}_p{percent}_ms": ".2f" for what in ("first", "whole") for percent in (50, 99)}
 FLAGS = {
     "--only": flag(
         "one part (default: speed, and peers where a script is given; pressure: all of that name)",
@@ -200,15 +196,6 @@ def speed_figures(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    """Medians of closed loops, of open ones, and beside the example proxies."""
-    speed, peers, costs = ([row for row in rows if row["part"] == part] for part in ("speed", "peers", "cost"))
-    loops, others = ([row for row in speed if (row["kind"] in LOOPED) == looped] for looped in (True, False))
-    shown = ((loops, LOOPS), (others, LATENCIES), (peers, PEER_FIELDS))
-    pressed = pressure.tables({part: own for (part,), own in grouped(rows, "part").items()})
-    return [*(medians_table(own, fields) for own, fields in shown if own), *cost.tables(costs), *pressed]
-
-
 MEASUREMENT = Measurement(
     quick="shorter runs, fewer rounds",
     flags=FLAGS,
@@ -216,7 +203,6 @@ MEASUREMENT = Measurement(
     about=lambda arguments: {"kind": "real proxy, clients and sockets; simulated stages"},
     measure=measure,
     figures=figures,
-    tables=tables,
     goals=(
         Goal("rps_over_bare_relay", ">=", 0.75, "never the bottleneck: one call each, answers in one piece"),
         Goal("rps_over_bare_relay_streamed", ">=", 0.85, "the same, streams"),

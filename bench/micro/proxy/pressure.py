@@ -24,7 +24,7 @@ from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow, Run
 from bench.clients.target import Request
 from bench.micro.measurement import Goal, Row
-from bench.micro.rows import grouped, median, table_of
+from bench.micro.rows import grouped, median
 from bench.served import Served, simulated
 from bench.statistic import percentile
 from bench.workloads.synthetic import image_body, text_body
@@ -191,22 +191,3 @@ def figures(parts: dict[str, list[Row]]) -> dict[str, float]:
         alone, beside = (median(by["quiet", when], "first_p99_ms") for when in ("alone", "beside"))
         named["other_tenant_p99_ratio"] = round(beside / alone, 3)
     return named
-
-
-def tables(parts: dict[str, list[Row]]) -> list[str]:
-    """A table per part."""
-    waits = {f"p{percent} ms": f"{{first_p{percent}_ms:.0f}}" for percent in (50, 90, 99)}
-    counts = {"sent": "{requests}", "bad": "{bad}", **waits}
-    own = {
-        "pressure-mixed": {"prompts": "{kind}", **counts, "utilisation": "{utilisation:.3f}"},
-        "pressure-deadlines": {
-            "order": "{order}",
-            "load": "{load:g}",
-            **counts,
-            "attained": "{attained:.3f}",
-            "up to 8 images": "{attained_small:.3f}",
-            "longest s": "{longest_s:.1f}",
-        },
-        "pressure-tenants": {"tenant": "{tenant}", "when": "{when}", "round": "{round}", **counts},
-    }
-    return [table_of(parts[part], columns) for part, columns in own.items() if part in parts]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.micro.latency import GOALS, MEASUREMENT, figures, measure, tables
+from bench.micro.latency import GOALS, MEASUREMENT, figures, measure
 from bench.micro.measurement import Row, resolve
 from bench.micro.over_vllm import OURS, times
 from tests.bench.clients.made import row
@@ -42,11 +42,6 @@ def every_row() -> list[Row]:
             one: Row = {"what": server, "round": turn, "starved": False, "core_us": [9.0, 9.0]}
             for kind, ttft_ms in (("new image", 20.0), ("repeated image", 15.0 * slower), ("text", 10.0)):
                 rows.append({"part": "epd", "kind": kind, **one, "ttft_ms": ttft_ms * slower, "token_ms": slower})
-            rows.append({"part": "bench", "kind": "new image", **one, "ttft_ms": 900.0 * slower, "token_ms": 200.0})
-        rows += [{**row, "part": "core", "ttft_ms": 8.0, "token_ms": 4.0} for row in rows if row["part"] == "tp1"]
-        for encodes, token_ms in ((True, 6.0), (False, 5.0)):
-            speed: Row = {"core_us": [9.0, 9.0], "token_ms": token_ms * slow}
-            rows.append({"part": "beside", "round": turn, "encodes": encodes, **speed})
     return rows
 
 
@@ -62,18 +57,13 @@ def test_figures_are_medians_of_the_worst_kind_and_ratios_within_a_round():
             "tp1_ttft_over_vllm": 10.0,  # eight at once are worse
             "tp1_tpot_over_vllm": 1.2,  # of the setting that is best per token
             "hops_exposed_ms": 3.0,
-            "core_ttft_over_vllm": 1.0,
-            "core_tpot_over_vllm": 1.0,
-            "decode_beside_encode": 1.2,
             "epd_ttft_new_over_vllm": 2.0,
             "epd_ttft_repeat_over_vllm": 4.0,
             "epd_ttft_text_over_vllm": 2.0,
             "epd_token_over_vllm": 2.0,
-            "bench_ttft_over_vllm": 2.0,
         }
     )
     assert figures(every_row()).keys() == {goal.figure for goal in GOALS}
-    assert len(list(tables(every_row()))) == 12
 
 
 def test_where_enough_rounds_met_cores_of_one_speed_only_those_count():

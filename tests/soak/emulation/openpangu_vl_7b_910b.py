@@ -20,7 +20,7 @@ from dataclasses import replace
 from statistics import linear_regression
 
 from bench.micro.ep.command import TABLE_3
-from bench.papers.table2 import TABLE_2
+from bench.papers.ablations import TABLE_2
 from tests.soak.emulation.device import StageDevice
 from tests.soak.emulation.printed import OUTPUT_TOKENS, TABLE_2_RATES, TABLE_4_GROUPED
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench.micro.pd.figures import cell_table, cells, figures
+from bench.micro.pd.figures import cells, figures
 from tests.bench.micro.pd.transfers_made import row
 
 MODES = ("bulk", "fixed:2", "adaptive")
@@ -64,13 +64,6 @@ def test_cells_come_by_case_and_in_the_order_of_the_modes():
 
     assert [(cell.transport, cell.tokens, cell.concurrency) for cell in found[:: len(MODES)]] == cases[::-1]
     assert [cell.mode for cell in found[: len(MODES)]] == list(MODES)
-
-
-def test_exposed_milliseconds_stand_beside_the_overlap():
-    head, *lines = cell_table(cells([row("bulk", 4.0), row("adaptive", 1.0)])).splitlines()
-
-    assert head.index("exposed ms") < head.index("overlap") < head.index("GB/s")
-    assert [line.split()[:4] for line in lines] == [["shm", "1", "1024", "bulk"], ["shm", "1", "1024", "adaptive"]]
 
 
 def test_a_row_is_json_and_says_that_it_is_real():
