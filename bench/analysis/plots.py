@@ -1,4 +1,4 @@
-"""The figures of a comparison, one function each over its runs (EPD-Serve Figs. 8 to 17, HydraInfer 3, 6, 11, 13).
+"""The figures of a comparison, one function each over its runs (EPD-Serve Figs. 8 to 15, HydraInfer Figs. 11, 13).
 
 A deployment has one colour, marker and line in all of them; colours are Okabe and Ito's, which colour-blind people tell
 apart. Every figure says below what kind of measurement it is, of what and on what. A run that is not valid is a hollow
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.analysis.sweep_results import (
-    RANKED,
     THROUGHPUT,
     THROUGHPUT_PER_DEVICE,
     TPOT,
@@ -24,8 +23,6 @@ from bench.analysis.sweep_results import (
     Metric,
     SweepResults,
     attainment,
-    ranked,
-    ranks,
 )
 from bench.analysis.tables import GOOD_SHARE
 from bench.sweep.experiment import Deployment
@@ -35,50 +32,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE, YELLOW = (
-    "#000000",
-    "#E69F00",
-    "#56B4E9",
-    "#009E73",
-    "#0072B2",
-    "#D55E00",
-    "#CC79A7",
-    "#B8A800",  # Okabe and Ito's yellow, darker: on white it could not be seen
-)
-COLOURS = (BLACK, BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW)
+ORANGE, GREEN, BLUE = "#E69F00", "#009E73", "#0072B2"
+COLOURS = ("#000000", BLUE, ORANGE, GREEN, "#D55E00", "#56B4E9", "#CC79A7", "#B8A800")
 MARKERS = ("s", "o", "^", "D", "v", "P", "X", "*", "<", ">")
 LINES = ("--", "-", "-.", "-", ":", "-", (0, (3, 1, 1, 1, 1, 1)))
 INK, FAINT = "#333333", "#767676"
 STYLE = {
     "figure.dpi": 130,
     "figure.constrained_layout.use": True,
-    "figure.constrained_layout.h_pad": 0.1,
-    "figure.titlesize": 12,
-    "figure.titleweight": "bold",
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
-    "axes.labelsize": 9,
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.7,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
     "legend.fontsize": 9,
     "legend.title_fontsize": 8,
     "legend.frameon": False,
-    "legend.handlelength": 3.2,
-    "lines.linewidth": 1.7,
-    "lines.markersize": 6.0,
 }
 LOG_SPAN = 20.0
 """Largest over smallest value from which an axis of times is logarithmic."""
-NAMED = 3
-"""Deployments that are named of each rate."""
-ACROSS = 4
-"""Panels of a scatter plot beside each other, at most."""
 SMALL = 0.045
 """Share of the axis below which a part of a bar has no number in it."""
 _FRONT = tuple(phase for phase in Phase if phase.value.split()[0] in ("HTTP", "preprocess", "answer"))
@@ -113,14 +87,9 @@ def all_figures(results: SweepResults, rate: float | None) -> dict[str, Drawing]
         ),
         "ttft": ("Time to first token (TTFT) against request rate", partial(curves, results, (TTFT, TTFT_P99))),
         "tpot": ("Time per output token (TPOT) against request rate", partial(curves, results, (TPOT, TPOT_P99))),
-        "ranks": ("Ranks against request rate; 1 is the best", partial(ranking, results)),
-        "scatter-ttft": ("TTFT of all requests; the best three by mean are named", partial(scatter, results, TTFT)),
-        "scatter-tpot": ("TPOT of all requests; the best three by mean are named", partial(scatter, results, TPOT)),
     }
     if rate is not None and any(run.phases for run in results.runs if run.rate == rate and run.valid):
         made["phases"] = (f"Phases of a request at {rate:g} req/s", partial(phases, results, rate))
-    if any(run.roles for run in results.runs):
-        made["batches"] = ("Batch sizes by stage (mean, band P10 to P90)", partial(batches, results))
     return made
 
 
@@ -167,50 +136,11 @@ def curves(results: SweepResults, metrics: Sequence[Metric], figure: Figure) -> 
             _line(ax, invalid, linestyle="", marker="x", color=FAINT, label="not valid")
         ax.set(xlabel=results.experiment.rate_axis, ylabel=metric.unit, title=textwrap.fill(metric.name, 40))
         ax.set_xticks(results.rates)
-        if metric.percent:
+        if metric.unit == "%":
             ax.set_ylim(-3, 105)
             ax.axhline(GOOD_SHARE, color=FAINT, linestyle=":", linewidth=1.2, label=f"{GOOD_SHARE:g} %: goodput")
         else:
-            _from_zero(ax, every, log=metric.lower_is_better)
-
-
-def ranking(results: SweepResults, figure: Figure) -> None:
-    """Ranks against rate, a panel for each metric (after EPD-Serve Fig. 17)."""
-    rates, last = results.rates, len(results.experiment.deployments)
-    figure.set_size_inches(13.8, 5.4)
-    for ax, metric in zip(figure.subplots(1, len(RANKED), sharey=True), RANKED, strict=True):
-        by_rate = {rate: ranks(results, metric, rate) for rate in rates}
-        for one in results.experiment.deployments:
-            _line(ax, [(rate, of.get(one.name)) for rate, of in by_rate.items()], **_look(results, one))
-        ax.set(xlabel=results.experiment.rate_axis, title=metric.name, ylim=(last + 0.5, 0.5))
-        ax.set_xticks(rates)
-        ax.set_yticks(range(1, last + 1))
-
-
-def scatter(results: SweepResults, metric: Metric, figure: Figure) -> None:
-    """TTFT or TPOT of every whole answer, a panel per rate, all on one scale (EPD-Serve Fig. 16)."""
-    across = max(1, min(ACROSS, len(results.rates)))
-    down = max(1, -(-len(results.rates) // across))
-    figure.set_size_inches(max(8.0, 3.6 * across), 3.1 * down + 2.0)
-    panels = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
-    every: list[float] = []
-    kind = metric.name.split()[-1]
-    for ax, rate in zip(panels, results.rates, strict=False):
-        for run in (run for run in results.runs if run.rate == rate):
-            rows = [(row.due_s - run.begun_s, getattr(row, f"{kind.lower()}_s")) for row in run.requests if row.ok]
-            known = [(at_s, seconds * 1e3) for at_s, seconds in rows if seconds is not None]
-            every += [ms for _, ms in known]
-            look = _look(results, run.deployment) | {"linestyle": "", "markersize": 4.0, "markeredgewidth": 0.0}
-            _line(ax, known, alpha=0.55, **look)
-        ax.set(xlabel="due after the run's start (s)", title=f"{rate:g} req/s")
-        names = [run.deployment.name for run, _ in ranked(results, metric, rate)[:NAMED]]
-        best = "\n".join(f"{place}. {name}" for place, name in enumerate(names, 1)) or "no valid run"
-        box = {"facecolor": "white", "edgecolor": FAINT, "alpha": 0.85, "boxstyle": "round,pad=0.3", "linewidth": 0.6}
-        ax.text(0.02, 0.98, best, transform=ax.transAxes, fontsize=7.5, va="top", ha="left", bbox=box)
-    for ax in panels[len(results.rates) :]:
-        ax.set_visible(False)
-    panels[0].set_ylabel(f"{kind} (ms)")
-    _from_zero(panels[0], every, log=True)
+            _from_zero(ax, every, log=metric.unit == "ms")
 
 
 def phases(results: SweepResults, rate: float, figure: Figure) -> None:
@@ -243,25 +173,6 @@ def phases(results: SweepResults, rate: float, figure: Figure) -> None:
         ax.set_yticks(range(len(stacks)), [run.deployment.label.replace(", ", "\n") for run, _ in known])
         ax.set_title("Time to first token" if stacks is first else "Whole request")
         ax.grid(visible=False, axis="y")
-
-
-def batches(results: SweepResults, figure: Figure) -> None:
-    """Running sequences against rate, a panel for each stage."""
-    for ax, letter, stage in zip(figure.subplots(1, 3), "EPD", ("encode", "prefill", "decode"), strict=True):
-        for one in results.experiment.deployments:
-            look = _look(results, one)
-            own = [
-                (run, f"batch/{role}/running") for run in results.of(one) for role in run.roles if role[-1] == letter
-            ]
-            _line(ax, [(run.rate, run.figure(f"{name}/mean")) for run, name in own if run.valid], **look)
-            band = [
-                (run.rate, run.figures[f"{name}/p10"], run.figures[f"{name}/p90"]) for run, name in own if run.valid
-            ]
-            if band:
-                ax.fill_between(*zip(*band, strict=True), color=look["color"], alpha=0.1, linewidth=0)
-        ax.set(xlabel=results.experiment.rate_axis, ylabel="running sequences of an instance", title=stage)
-        ax.set_xticks(results.rates)
-        ax.set_ylim(bottom=0)
 
 
 def _look(results: SweepResults, deployment: Deployment) -> dict[str, Any]:

@@ -16,18 +16,8 @@ from bench.analysis.sweep_results import read_sweep
 from bench.cli import main
 from tests.bench.analysis.sweeps import FUSED, SPLIT, asked, deployment, measured, phases_line, requests, sweep
 
-TABLES = {
-    "best",
-    "rates",
-    "table5",
-    "goodput",
-    "ratios",
-    "deployments",
-    "phases",
-    "batches",
-    "gaps",
-}
-FIGURES = {"attainment", "throughput", "ttft", "tpot", "scatter-ttft", "scatter-tpot", "ranks", "phases", "batches"}
+TABLES = {"rates", "goodput", "ratios", "phases", "gaps"}
+FIGURES = {"attainment", "throughput", "ttft", "tpot", "phases"}
 
 
 @pytest.fixture
@@ -134,11 +124,11 @@ def test_what_is_not_real_says_so_in_a_warning(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_command_prints_table_5_and_the_best(tmp_path, capsys):
+def test_the_command_prints_each_rate(tmp_path, capsys):
     assert main(["report", str(experiment(tmp_path)), "--rate", "2"]) == 0
     printed = capsys.readouterr().out
 
-    assert "Deployments at 2 req/s (EPD-Serve Table 5)" in printed and "The best by metric and rate" in printed
+    assert "Deployments at each rate" in printed
     assert str(tmp_path / PAGE) in printed
 
 
