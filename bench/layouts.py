@@ -38,7 +38,6 @@ from bench.sweep.experiment import LATE_MS, PEERS, Experiment, deployments
 from bench.sweep.stages import SentRequests, Stages
 from bench.sweep.store import EXPERIMENT, RESULT, SEED, ResultStore, opened, summary
 from bench.workloads.images import Images
-from bench.workloads.requests import arrivals_at
 from bench.workloads.workload import workload
 from deploy.options.engines import checked_profile
 from epd_serve.demo.presets import PRESETS, builtin_model_dir, write_preset
@@ -88,7 +87,6 @@ def experiment_of(arguments: argparse.Namespace, stages: Stages, env: Mapping[st
     parsed = parse_rates(arguments.rates or (QUICK_RATES if quick else RATES), "--rates")
     if len(set(parsed)) < len(parsed):
         raise ConfigError(f"--rates names a rate twice: {arguments.rates}", param="--rates")
-    arrivals_at(arguments.arrivals, parsed[0])  # what is wrong with the form is said now
     knobs = {name: getattr(arguments, name) for name, usual in KNOBS.items() if getattr(arguments, name) != usual}
     return Experiment(
         kind=stages.kind,
@@ -102,7 +100,6 @@ def experiment_of(arguments: argparse.Namespace, stages: Stages, env: Mapping[st
             vllm_flags=_split(arguments, "vllm_flags"),
             peers=tuple(stages.scripts),
         ),
-        arrivals=arguments.arrivals,
         duration_s=duration_of(arguments),
         count=arguments.n,
         seed=arguments.seed,

@@ -47,7 +47,6 @@ class Rival(NamedTuple):
 class Peer:
     """An example proxy. `flag`: names the script. `title`: in tables and figures."""
 
-    name: str
     flag: str
     title: str
 
@@ -64,8 +63,8 @@ class Peer:
         return [sys.executable, str(script), *flags]
 
 
-VLLM = Peer("vllm_example", "--peer-vllm", "vLLM's example proxy")
-ASCEND = Peer("vllm_ascend_example", "--peer-ascend", "vllm-ascend's example proxy")
+VLLM = Peer("--peer-vllm", "vLLM's example proxy")
+ASCEND = Peer("--peer-ascend", "vllm-ascend's example proxy")
 PEERS = (VLLM, ASCEND)
 
 

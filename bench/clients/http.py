@@ -8,6 +8,9 @@ its time. Owns no schedule, and understands nothing of what it reads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
+import os
 import ssl
 import time
 from collections.abc import Mapping
@@ -62,6 +65,13 @@ class Endpoint:
     def netloc(self) -> str:
         """Host and port as the header `host` has them."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def local(self) -> bool:
+        """It is on this machine, by its address."""
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host in ("localhost", os.uname().nodename)
 
     def __str__(self) -> str:
         return f"http{'s' if self.tls else ''}://{self.netloc}{self.base_path}"

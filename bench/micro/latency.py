@@ -2,7 +2,7 @@
 
 In parts (`--only`), each on the demo model and from outside, as a user's process meets the product:
 
-    ready    (E-P)-D from its start to its ready message, second start on, over the slowest of its stages started alone
+    ready    (E-P)-D from its start to its ready message, second start on
     phases   where the time of one request at a time goes: a new image, the same again, text
     waiting  the share of a core that the processes of an idle stage take
     restart  from a stage's kill -9 until the proxy has it back, each stage in turn: idle, and under load
@@ -16,7 +16,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -28,17 +28,14 @@ from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow, ask
 from bench.clients.target import requests
 from bench.micro import over_vllm
-from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, one_of, several, whole
+from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, several, whole
 from bench.micro.over_vllm import ANSWER_TOKENS, LAYOUT, NEW, REPEATED, SIDE, TEXT
 from bench.micro.rows import grouped, median
 from bench.phases import hops, request_phases
-from bench.real_stages import seconds_to_ready
 from bench.served import Served, served
 from bench.sweep.running import proxy_status
 from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body
 from deploy.agent.cpu_time import cpu_seconds, groups, since
-from deploy.options.config import DeployConfig
-from deploy.plan.blueprint import Blueprint, draw
 from epd_serve.errors import StageError
 from epd_serve.phases.stamps import Timeline, read_stamps
 
@@ -49,7 +46,6 @@ RESTART_S = 300.0
 LOADED_AT_ONCE = 4
 GOALS = (
     Goal("ready_s", "<=", 20),
-    Goal("ready_over_slowest", "<=", 1.6),
     Goal("restart_s", "<=", 6),
     Goal("restart_loaded_s", "<=", 12),
     Goal("waiting_core_share", "<=", 0.02),
@@ -94,26 +90,13 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
             yield from over_vllm.measure(arguments, name)
 
 
-def _blueprint(layout: str, engine: str) -> Blueprint:
-    return draw(DeployConfig(layout=layout, device="cpu", engine=engine))
-
-
 def _ready(rounds: int, engine: str) -> Iterator[Row]:
-    """Each round the layout and each of its stages alone; a start before them fills the caches."""
-    blueprint = _blueprint(LAYOUT, engine)
-
-    def whole_layout() -> float:
+    """A start before them fills the caches."""
+    for turn in range(-1, rounds):
         with served(LAYOUT, ("--engine", engine), traced=False) as launch:
-            return launch.ready_s
-
-    starts: dict[str, Callable[[], float]] = {LAYOUT: whole_layout}
-    starts |= {
-        plan.role.value: lambda plan=plan: seconds_to_ready(blueprint, plan)  # type: ignore[misc]
-        for plan in blueprint.plans
-    }
-    whole_layout()
-    for turn, (what, start) in in_turns([*starts.items()], rounds):
-        yield {"part": "ready", "what": what, "round": turn, "load": os.getloadavg()[0], "seconds": start()}
+            row = {"part": "ready", "round": turn, "load": os.getloadavg()[0], "seconds": launch.ready_s}
+        if turn >= 0:
+            yield row
 
 
 def _phases(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
@@ -184,9 +167,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     parts = {part: own for (part,), own in grouped(rows, "part").items()}
     found: dict[str, float] = {}
     if "ready" in parts:
-        seconds = {what: median(own, "seconds") for (what,), own in grouped(parts["ready"], "what").items()}
-        found["ready_s"] = seconds.pop(LAYOUT)
-        found["ready_over_slowest"] = found["ready_s"] / max(seconds.values())
+        found["ready_s"] = median(parts["ready"], "seconds")
     for (loaded,), own in grouped(parts.get("restart", ()), "loaded").items():
         found["restart_loaded_s" if loaded else "restart_s"] = _worst(own, "what", "seconds")
     if "waiting" in parts:

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from bench.micro.rows import table_of
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write
-from deploy.memory.placement_table import table
 from epd_serve.activation_peak import feature_cache, language_peak, tower_peak
 from epd_serve.errors import ConfigError
 from epd_serve.model_sizes import LanguageSizes, TowerSizes
@@ -110,14 +110,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         for name in [figure_name(figure, model)]
     ]
     print(f"{KIND}; a device of {total_bytes / 2**30:.1f} GiB; 0: it does not run\n")
-    print(
-        table(
-            [
-                ("figure", "computed", "EPD"),
-                *((row["figure"], f"{row['computed']:g}", str(row["paper"])) for row in rows),
-            ]
-        )
-    )
+    print(table_of(rows, {"figure": "{figure}", "computed": "{computed:g}", "EPD": "{paper}"}))
     write(arguments.json, found, environment(argv, KIND, asked=arguments), rows)
     return 0
 

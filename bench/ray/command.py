@@ -68,9 +68,7 @@ def _kills(ray: RayNodes, arguments: argparse.Namespace) -> Iterator[Row]:
 
     with on_ray(ray) as launch, commanded_on_ray(ray) as deployment:
         flows = simulated_flows(launch.model, plan.seconds, arguments.per_s)
-        for row in killed(plan, launch.url, deployment, flows, lambda status: victims(ray, status), mend):
-            print(row, flush=True)
-            yield row
+        yield from killed(plan, launch.url, deployment, flows, lambda status: victims(ray, status), mend)
 
 
 def _relayouts(ray: RayNodes, arguments: argparse.Namespace) -> Iterator[Row]:

@@ -22,7 +22,7 @@ from bench.clients.slo import PAPER
 from bench.clients.sweep import label_of
 from bench.record import read_json
 from bench.started import PEERS as EXAMPLES
-from bench.workloads.requests import Arrivals, arrivals_at
+from bench.workloads.requests import Poisson
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
@@ -144,7 +144,6 @@ class PlannedRun:
     number: int
     rate: float
     rate_rps: float
-    arrivals: Arrivals
     label: str
 
 
@@ -155,7 +154,6 @@ class Experiment:
     Attributes:
         kind: `real`, `simulated` or `emulated …`.
         rates: requests a second, as given; of each device where `per_device`, else of all together.
-        arrivals: their form.
         duration_s, count: what ends a run, whichever comes first. warm_up_s: of it, not counted; None: a tenth.
         rules, bounds: what makes a run valid, and keeps it finite, as `epd-bench load` has it.
         knobs: of the workload. served: what serves: engine, device, model.
@@ -167,7 +165,6 @@ class Experiment:
     rates: tuple[float, ...]
     deployments: tuple[Deployment, ...]
     per_device: bool = False
-    arrivals: str = "poisson"
     duration_s: float | None = None
     count: int | None = None
     seed: int = 0
@@ -192,16 +189,15 @@ class Experiment:
     def runs(self, deployment: Deployment) -> list[PlannedRun]:
         """The runs of a deployment, in order."""
         totals = [rate * (deployment.devices if self.per_device else 1) for rate in self.rates]
-        arrivals = [arrivals_at(self.arrivals, total) for total in totals]
         return [
-            PlannedRun(number, rate, total, one, label_of(one))
-            for number, (rate, total, one) in enumerate(zip(self.rates, totals, arrivals, strict=True))
+            PlannedRun(number, rate, total, label_of(Poisson(total)))
+            for number, (rate, total) in enumerate(zip(self.rates, totals, strict=True))
         ]
 
     def plan(self, deployment: Deployment, run: PlannedRun) -> Plan:
         """How a run is sent and judged. Its seed follows from its number, so all deployments get the same requests."""
         return Plan(
-            run.arrivals,
+            Poisson(run.rate_rps),
             count=self.count,
             seconds=self.duration_s,
             seed=self.seed + run.number,

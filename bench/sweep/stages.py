@@ -28,11 +28,11 @@ from bench.clients.results import RecordsFile
 from bench.clients.sender import Bounds
 from bench.clients.sweep import one_run
 from bench.clients.target import Target
-from bench.record import environment, flatten
+from bench.record import environment
 from bench.served import Served, served
 from bench.started import running as rival
 from bench.sweep.experiment import PEERS, Deployment, Experiment, PlannedRun, ServedBy
-from bench.sweep.running import RunningDeployment, plain_vllm, proxy_status, sampled
+from bench.sweep.running import RunningDeployment, plain_vllm, proxy_status, watched
 from bench.sweep.store import PHASES, ROWS, ResultStore
 from bench.workloads.images import Images
 from bench.workloads.profiles import PROFILES
@@ -147,7 +147,7 @@ class Stages:
         deployment, load = store.deployment, round(os.getloadavg()[0], 2)
         with (
             RecordsFile(store.folder / ROWS, append=True) as rows,
-            sampled(running.status) as samples,
+            watched(running.status) as seen,
         ):
             found = one_run(
                 running.target,
@@ -163,13 +163,13 @@ class Stages:
             raise rows.fault
         if found.signal:
             raise KeyboardInterrupt if found.signal == signal.SIGINT else SystemExit(128 + found.signal)
-        if samples.died:
-            who = "; ".join(f"{name}: {why}" for name, why in samples.died.items())
+        if seen.died:
+            who = "; ".join(f"{name}: {why}" for name, why in seen.died.items())
             raise StageError(f"lost during {run.label}, which is to be measured again: {who}", stage=deployment.name)
         if found.over:
             raise StageError(f"{run.label}: {found.over}", stage=deployment.name)
         about = {"rate": run.rate, "rate_rps": run.rate_rps, "devices": deployment.devices, "load_average_1min": load}
-        store.keep({**found.row, **about}, found.figures | flatten({run.label: {"batch": samples.figures()}}))
+        store.keep({**found.row, **about}, found.figures)
 
     @contextlib.contextmanager
     def _running(self, deployment: Deployment) -> Iterator[RunningDeployment]:

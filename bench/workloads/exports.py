@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.workloads.images import Images
-from bench.workloads.requests import Arrivals, ClosedLoop, Gamma, RequestSpec
+from bench.workloads.requests import Arrivals, ClosedLoop, Poisson, RequestSpec
 from bench.workloads.traffic import traffic_of
 from epd_serve.errors import ConfigError
 from epd_serve.traffic import write_traffic
@@ -100,15 +100,13 @@ def export_vllm(
     notes = []
     if any(one.max_tokens != longest for one in requests):
         notes.append(f"vLLM bench asks every request for the same length: {longest} tokens, the longest")
-    if isinstance(arrivals, Gamma):
+    if isinstance(arrivals, Poisson):
         command += f" --request-rate {arrivals.rate_rps:g}"
-        command += f" --burstiness {arrivals.burstiness:g}" if arrivals.cv != 1 else ""
         notes.append("vLLM bench draws its own arrivals at that rate: they are not those of the other exports")
     elif isinstance(arrivals, ClosedLoop):
         command += f" --max-concurrency {arrivals.concurrency}"
     else:
-        kept = "no arrival times" if arrivals is None else str(arrivals)
-        notes.append(f"vLLM bench draws arrivals itself, of a trace it keeps nothing ({kept}): add --request-rate")
+        notes.append("vLLM bench draws arrivals itself: add --request-rate")
     if any(one.pace != 1.0 for one in requests):
         notes.append("bursts of arrivals are lost, bursts of images are kept")
     return Exported(len(requests), (path,), command, tuple(notes))

@@ -25,14 +25,13 @@ from bench.workloads.generate import Knobs, Words, requests, words
 from bench.workloads.images import default_cache
 from bench.workloads.profiles import OUTPUT_TOKENS, PROFILES, profile
 from bench.workloads.requests import (
-    FORMS,
     MIME,
     Arrivals,
     ClosedLoop,
     ImageFormat,
     ImageRef,
+    Poisson,
     RequestSpec,
-    arrivals_at,
     with_arrivals,
 )
 from bench.workloads.traffic import recorded
@@ -176,8 +175,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All flags of a workload but its name: what it consists of, how many requests, and when they arrive."""
     parser.add_argument("--n", type=int, metavar="N", help="requests (default: the workload's own number)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other texts, images and arrivals")
-    parser.add_argument("--rate", type=float, metavar="R", help="requests a second")
-    parser.add_argument("--arrivals", default="poisson", metavar="FORM", help=f"{FORMS} (default poisson)")
+    parser.add_argument("--rate", type=float, metavar="R", help="requests a second, Poisson")
     parser.add_argument("--concurrency", type=int, metavar="C", help="a closed loop of so many instead")
     add_content_arguments(parser)
 
@@ -203,18 +201,16 @@ def add_content_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def arrivals_of(arguments: argparse.Namespace) -> Arrivals | None:
-    """What `--rate`, `--arrivals` and `--concurrency` of `add_arguments` say; None without them.
+    """What `--rate` and `--concurrency` of `add_arguments` say; None without them.
 
     Raises:
-        ConfigError: two of them say when, or one is out of range.
+        ConfigError: both say when, or one is out of range.
     """
     if arguments.concurrency is not None:
         if arguments.rate is not None:
             raise ConfigError("--concurrency is a closed loop: it has no --rate", param="--concurrency")
         return ClosedLoop(arguments.concurrency)
-    if arguments.rate is None and arguments.arrivals == "poisson":
-        return None
-    return arrivals_at(arguments.arrivals, arguments.rate)
+    return None if arguments.rate is None else Poisson(arguments.rate)
 
 
 def workload(name: str, arguments: argparse.Namespace, arrivals: Arrivals | None = None) -> Workload:

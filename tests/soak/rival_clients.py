@@ -150,7 +150,7 @@ def _ours(url: str, specs: Sequence[RequestSpec]) -> Sequence[float | None]:
 def _aisbench(url: str, specs: Sequence[RequestSpec], bench: AisBench, folder: Path) -> Sequence[float | None]:
     """By its own definition: from sending to the first chunk. Without the warm-up's row."""
     export_aisbench(specs, Images(), folder)
-    entry = Entry(url, MODEL, Path(builtin_model_dir()), timed=True, rate_rps=RATE_RPS, requests=len(specs))
+    entry = Entry(url, MODEL, Path(builtin_model_dir()), rate_rps=RATE_RPS, requests=len(specs))
     write_entry(folder, entry)
     command = command_line(bench.command, folder, folder / "results", len(specs))
     code = run_command(command, folder, LIMIT_S, host=Endpoint.of(url).host)

@@ -82,14 +82,13 @@ def measured(
     runs: Mapping[str, Sequence[RequestRecord]],
     *,
     phases: Iterable[Mapping[str, Any]] = (),
-    batches: Mapping[str, Mapping[str, Any]] = {},
 ) -> Path:
     """The files of a deployment: `runs` are its requests by label."""
     own = folder / one.slug
     judgements = {label: judged_run(label, of, one.devices) for label, of in runs.items()}
     rows = [{**of.row(), "rate": float(label.split()[0])} for label, of in judgements.items()]
     env = {**ENV, "kind": "real", "deployment": {**asdict(one), "ready_s": 12.5}}
-    found = {label: {**of.figures, "batch": batches.get(label, {})} for label, of in judgements.items()}
+    found = {label: of.figures for label, of in judgements.items()}
     write(own / RESULT, flatten(found), env, rows)
     (own / ROWS).write_bytes(msgspec.json.Encoder().encode_lines([each for of in runs.values() for each in of]))
     _lines(own / PHASES, phases)
@@ -127,7 +126,7 @@ def sweep(
     return read_sweep(folder)
 
 
-def at(results: SweepResults, deployment: Deployment, rate: float) -> Run | None:
+def valid_at(results: SweepResults, deployment: Deployment, rate: float) -> Run | None:
     """The deployment's valid run at `rate`."""
     return next((run for run in results.of(deployment) if run.rate == rate and run.valid), None)
 

@@ -35,9 +35,7 @@ def experiment(
         runs = {f"{rate:g} rps": requests(f"{rate:g} rps", rate, count=14) for rate in rates}
         phases = SPLIT if "-" in one.name else FUSED
         lines = [phases_line(row.id, run, phases) for run, rows in runs.items() for row in rows]
-        batch = {"running": {"mean": 2.0, "p10": 1.0, "p90": 3.0}, "waiting": 0.0}
-        sampled = {run: {"D" if "-" in one.name else "EPD": batch} for run in runs}
-        measured(at, one, runs, phases=lines if more else (), batches=sampled if more else {})
+        measured(at, one, runs, phases=lines if more else ())
     return at
 
 

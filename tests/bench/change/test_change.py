@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from bench.change.command import figures
-from bench.change.kills import Kill, Victim, excused, stage_processes
+from bench.change.kills import Kill, Victim, excused, gap_s, stage_processes
 from bench.change.loads import judged
-from bench.change.streams import decoding, gap_s
+from bench.change.streams import decoding
 from bench.change.walk import WIDE, random_layout
 from bench.clients.answers import CUT, ERROR_EVENT
 from bench.clients.results import Outcome, RequestRecord

@@ -214,8 +214,6 @@ def test_a_result_that_cannot_be_written_is_said_after_it_was_printed(served, se
         (["--rate", "x"], "--rate x"),
         (["--rate", "1", "--concurrency", "2"], "--concurrency is a closed loop"),
         (["--concurrency", "0"], "concurrency is 0"),
-        (["--rate", "1", "--arrivals", "gamma"], "--arrivals gamma"),
-        (["--rate", "1", "--arrivals", "uniform"], "poisson, gamma:CV or trace:FILE"),
         (["--rate", "1", "--n", "0"], "--n is 0"),
         (["--rate", "1", "--duration", "-1"], "--duration is -1"),
         (["--rate", "1", "--find-goodput", "90"], "--find-goodput is 90"),

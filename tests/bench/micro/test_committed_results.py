@@ -14,7 +14,7 @@ from tests.soak import placement
 
 RESULTS = {
     "colocation": (colocation.figures, 73),
-    "proxy": (proxy.figures, 20),
+    "proxy": (proxy.figures, 16),
     "proxy-cost": (proxy.figures, 2),
     "proxy-irp": (placement.figures, 5),
     "transfer-ep": (transfer_ep.figures, 170),

@@ -82,10 +82,6 @@ def test_layouts_plain_servers_and_an_example_proxy_are_measured_alike(tmp_path)
         assert all(figures[f"{name}/{rate} rps/ok"] > 0 for rate in rates)
     traced = (out / "_E-PD_" / "phases.jsonl").read_text().splitlines()
     assert traced and all("exposed_ms" in json.loads(line) for line in traced)
-    expected = {"TP1x2": {"EPD"}, "_E-PD_": {"E", "PD"}, "plain_vLLM_x2": {"EPD"}}
-    for slug, instances in expected.items():
-        names = read(out / slug / "result.json")["figures"]
-        assert {name.split("/")[2] for name in names if "/batch/" in name} == instances
 
 
 def test_a_stage_that_dies_under_load_costs_its_rate_and_the_next_call_measures_it(tmp_path, monkeypatch):
