@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -146,9 +146,14 @@ def _table(ratios: Sequence[Ratio]) -> str:
     def between(one: Ratio) -> str:
         return "-" if one.low is None else f"{one.low:.3f}–{one.high:.3f}"
 
-    columns = {"figure": "{0.figure}", "A": "{0.a:.4g}", "B": "{0.b:.4g}", "95 %": between, "over": "{0.over}"}
-    columns["B/A"] = lambda one: "-" if one.ratio is None else f"{one.ratio:.3f}"
-    columns["B is"] = lambda one: f"no interval: {one.why}" if one.why else one.verdict
+    columns: dict[str, str | Callable[[Ratio], object]] = {
+        "figure": "{0.figure}",
+        "A": "{0.a:.4g}",
+        "B": "{0.b:.4g}",
+        "B/A": lambda one: "-" if one.ratio is None else f"{one.ratio:.3f}",
+        "95 %": between,
+        "B is": lambda one: f"no interval: {one.why}" if one.why else one.verdict,
+    }
     return table_of(ratios, columns)
 
 

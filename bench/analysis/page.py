@@ -1,6 +1,6 @@
 """`epd-bench report`: draw a results folder of `epd-bench layouts` again, whole or interrupted.
 
-Into the folder go a PNG for each figure, a CSV for each table, and report.html, from `report.html.j2`, which has all of
+Into the folder go a PNG for each figure, and report.html, from `report.html.j2`, which has all of
 it inside: pictures and tables in one file, no script, nothing from elsewhere. Well-formed as XML too. Needs matplotlib
 and Jinja2: pip install 'epd-serve[bench]'.
 """
@@ -27,7 +27,7 @@ SECTIONS: Mapping[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "ttft": ("TTFT (EPD-Serve Figs. 10 and 14)", ("ttft",), ()),
     "tpot": ("TPOT (EPD-Serve Figs. 11 and 15)", ("tpot",), ()),
     "rates": ("Numbers by rate (EPD-Serve Table 5)", (), ("goodput", "rates", "ratios")),
-    "phases": ("Phases (HydraInfer Figs. 11 and 13)", ("phases",), ("phases",)),
+    "phases": ("Phases (HydraInfer Figs. 11 and 13)", (), ("phases",)),
 }
 """By anchor: title, figures, tables."""
 SHOWN = 9
@@ -36,23 +36,22 @@ SHOWN = 9
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="that `epd-bench layouts --out` wrote")
-    parser.add_argument("--rate", type=float, metavar="R", help="of the phases (default the highest)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Draw, and print what is best. Returns 0; 1 where no run is valid, since then it says nothing."""
-    return draw(arguments.folder, arguments.rate)
+    return draw(arguments.folder)
 
 
-def draw(folder: Path, rate: float | None = None) -> int:
+def draw(folder: Path) -> int:
     """The report of a folder: its files, and in the terminal what is missing, and each rate."""
     results = read_sweep(folder)
-    paths, tables = write_report(results, rate)
+    tables = write_report(results)
     for name in ("gaps", "rates"):
         if (one := tables[name]).lines:
             print(f"\n{one.title}\n\n{text_table([line[:SHOWN] for line in [one.columns, *one.cells]])}")
-    print(f"\n{results.experiment.kind}: {len(paths)} files, of which {folder / PAGE} has all of it", flush=True)
+    print(f"\n{results.experiment.kind}: {folder / PAGE}", flush=True)
     return 0 if any(run.valid for run in results.runs) else 1
 
 
@@ -68,41 +67,32 @@ def require(needed: Sequence[str] = NEEDS) -> None:
         raise ConfigError(missing)
 
 
-def write_report(results: SweepResults, wanted_rate: float | None = None) -> tuple[list[Path], Mapping[str, Table]]:
-    """The paths of all files of a report, written into the sweep's folder, and its tables.
-
-    Args:
-        wanted_rate: of the phases; default the highest.
+def write_report(results: SweepResults) -> Mapping[str, Table]:
+    """Write all files of a report into the sweep's folder; returns its tables.
 
     Raises:
-        ConfigError: a library is missing, nothing was measured at that rate, or a file cannot be written.
+        ConfigError: a library is missing, or a file cannot be written.
     """
     require()
     import jinja2
 
-    rate = max(results.rates, default=None) if wanted_rate is None else wanted_rate
-    if wanted_rate is not None and wanted_rate not in results.rates:
-        measured = ", ".join(f"{one:g}" for one in results.rates) or "none"
-        raise ConfigError(f"--rate {wanted_rate:g}: nothing was measured at it, but at {measured}", param="--rate")
-    tables, figures = all_tables(results), all_figures(results, rate)
+    tables, figures = all_tables(results), all_figures(results)
     paths = {name: results.folder / f"{name}.png" for name in figures}
-    files = {results.folder / f"{table.name}.csv": table.csv(results.experiment.kind) for table in tables.values()}
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     try:
         for name, path in paths.items():
             save(results, figures[name], path)
-        files[results.folder / PAGE] = environment.get_template(TEMPLATE).render(
+        page = environment.get_template(TEMPLATE).render(
             experiment=results.experiment,
             sections=SECTIONS,
             tables=tables,
-            titles={name: title for name, (title, _) in figures.items()},
+            titles={name: ", ".join(one.name for one in metrics) for name, metrics in figures.items()},
             images={name: base64.b64encode(path.read_bytes()).decode() for name, path in paths.items()},
             facts=facts(results),
             good_share=f"{GOOD_SHARE:g}",
         )
-        for path, text in files.items():
-            path.write_text(text, encoding="utf-8")
+        (results.folder / PAGE).write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written: {error.strerror}", param="DIR") from error
-    return [*paths.values(), *files], tables
+    return tables

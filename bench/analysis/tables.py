@@ -1,12 +1,10 @@
 """The tables of a comparison: what is missing, each rate, goodput, ratios, phases. Pure.
 
-A table is written as CSV and shown in the page with the same digits. Runs that are not valid are in it, not in ratios.
+Runs that are not valid are in the table of rates, and in no ratio. `result.json` has all the numbers.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,18 +38,11 @@ Line = Mapping[str, Cell]
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
-
-    Attributes:
-        name: of its CSV file, without the ending.
-        lines: all with the same columns. Those whose `valid` is False do not count.
-        long: too long for a page, which then only names its file.
-    """
+    """A table. `lines`: all with the same columns; those whose `valid` is False do not count."""
 
     name: str
     title: str
     lines: Sequence[Line]
-    long: bool = False
 
     @property
     def columns(self) -> list[str]:
@@ -62,25 +53,15 @@ class Table:
         """As they are printed, everywhere."""
         return [[shown(line[column]) for column in self.columns] for line in self.lines]
 
-    def csv(self, kind: str) -> str:
-        """With a last column that says what kind of measurement this is."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(
-            [[*self.columns, "kind"], *([*line, kind] for line in self.cells)]
-        )
-        return text.getvalue()
-
 
 def shown(cell: Cell) -> str:
-    """Four significant digits, or all before the point; never an exponent. Empty where there is nothing."""
-    if cell is None or (isinstance(cell, str | int) and not isinstance(cell, bool)):
-        return "" if cell is None else str(cell)
+    """Four significant digits, or all before the point. Empty where there is nothing."""
     if isinstance(cell, bool):
         return "yes" if cell else "no"
-    assert math.isfinite(cell), "a figure is a number, or it is not there"
-    digits = max(0, 3 - math.floor(math.log10(abs(cell)))) if cell else 0
-    text = f"{cell:.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    if isinstance(cell, float):
+        assert math.isfinite(cell), "a figure is a number, or it is not there"
+        return f"{cell:.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
+    return "" if cell is None else str(cell)
 
 
 def all_tables(results: SweepResults) -> dict[str, Table]:
@@ -150,7 +131,7 @@ def phases(results: SweepResults) -> Table:
     """Every phase of a request, HydraInfer's eight among them (Figs. 11 and 13), and how the migrations do."""
     traced = [(run, run.phases) for run in results.runs if run.phases is not None and run.valid]
     lines = [{**_head(results, run), **row} for run, of in traced for row in phase_rows(of)]
-    return Table("phases", "Every phase of a request", lines, long=True)
+    return Table("phases", "Every phase of a request", lines)
 
 
 def facts(results: SweepResults) -> dict[str, Any]:
