@@ -1,6 +1,4 @@
-"""Processes of stages killed (SIGKILL) under long streams, which go on at another one: what clients see of it, and what
-it costs the relay to know what they have.
-"""
+"""Processes of stages killed (SIGKILL) under long streams, which go on at another one: what clients see of it."""
 
 from __future__ import annotations
 
@@ -14,12 +12,9 @@ import httpx
 from bench.change.deployment import Deployment, commanded
 from bench.change.kills import EVERY_S, WHOLE_S, Plan, Victim, killed, stage_processes, stages
 from bench.change.loads import DEMO_TEXTS, PROFILE, SIDE
-from bench.clients.process import SenderProcess
 from bench.clients.sender import Flow
 from bench.clients.target import Request, Target
-from bench.micro.proxy.rivals import closed_loop, compared, ratio, text_request
 from bench.served import Served, served, simulated
-from bench.started import Rival
 from bench.workloads.synthetic import demo_body, demo_image, text_body
 
 REAL, SIMULATED = "2P-2D", "2P-4D"
@@ -48,23 +43,6 @@ def streams_simulated(count: int) -> Iterator[dict[str, Any]]:
         yield from _under_streams(part, launch, deployment, bodies, at_once, count, decoding)
 
 
-def relay_costs(seconds: float, rounds: int) -> Iterator[dict[str, Any]]:
-    """Requests a second of streams that another stage could go on with, and of such that end with their stage, through
-    a front door each; simulated stages, in turns."""
-    with (
-        simulated("PD") as keeps,
-        simulated("PD", None, ["--proxy", "go_on=never"]) as leaves,
-        SenderProcess() as sender,
-    ):
-        rivals = (
-            Rival("never", leaves.url, leaves.cpu_parts["proxy"]),
-            Rival("auto", keeps.url, keeps.cpu_parts["proxy"]),
-        )
-        request = text_request(keeps.model, stream=True)
-        kinds = {"stream": lambda rival: closed_loop(sender, rival, [request], seconds)}
-        yield from ({**row, "part": "relay"} for row in compared(rivals, kinds, rounds))
-
-
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """`kills_cut_streams` is the caller's."""
     named: dict[str, float] = {}
@@ -78,10 +56,6 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             "migration_gap_p99_s": percentiles[98],
             "migration_first_token_s": statistics.median(firsts),
         }
-    if relay := [dict(row) for row in rows if row["part"] == "relay"]:
-        named["relay_over_before"] = ratio(relay, "stream", "auto", "never")
-        if all("cpu_us_per_request" in row for row in relay):
-            named["relay_cpu_over_before"] = ratio(relay, "stream", "auto", "never", "cpu_us_per_request")
     return {name: round(value, 4) for name, value in named.items()}
 
 
