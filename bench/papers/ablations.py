@@ -19,10 +19,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -45,21 +45,6 @@ from deploy.host import event_loop
 from deploy.options.mm_store import what_is_missing
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.layout_parser import parse
-
-
-class Table2Row(NamedTuple):
-    """E-P-D with some of its optimisations, as printed: milliseconds at 2 and 3 requests a second and NPU (§4.1)."""
-
-    ttft_ms: tuple[float, float]
-    tpot_ms: tuple[float, float]
-
-
-TABLE_2: Mapping[str, Table2Row] = {
-    "baseline": Table2Row((703.75, 880.22), (39.29, 42.39)),
-    "prefetch": Table2Row((586.87, 688.86), (38.36, 41.5)),
-    "grouped": Table2Row((590.80, 775.83), (39.42, 43.89)),
-    "both": Table2Row((481.38, 650.51), (38.20, 43.95)),
-}
 
 
 @dataclass(frozen=True)
