@@ -31,7 +31,7 @@ from bench.micro import over_vllm
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, several, whole
 from bench.micro.over_vllm import ANSWER_TOKENS, LAYOUT, NEW, REPEATED, SIDE, TEXT
 from bench.micro.rows import grouped, median
-from bench.phases import hops, request_phases
+from bench.phases import HOPS, request_phases
 from bench.served import Served, served
 from bench.sweep.running import proxy_status
 from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body
@@ -175,8 +175,8 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     if "phases" in parts:
         shares = [{**row, "error": abs(row["sum_error"])} for row in parts["phases"]]
         found["phases_sum_error"] = _worst(shares, "kind", "error")
-        new = [hops(request_phases(row).exposed) for row in parts["phases"] if row["kind"] == NEW]
-        found["hops_exposed_ms"] = float(np.median([sum(each.values()) for each in new]))
+        new = [request_phases(row).exposed for row in parts["phases"] if row["kind"] == NEW]
+        found["hops_exposed_ms"] = float(np.median([sum(each.get(phase, 0.0) for phase in HOPS) for each in new]))
     found |= over_vllm.figures(parts)
     return {name: round(value, 5) for name, value in found.items()}
 

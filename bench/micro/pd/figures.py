@@ -50,11 +50,6 @@ def row_of(transfer: Transfer, ttft_s: Sequence[float], **case: Any) -> Row:
         transfer: theirs together. ttft_s: what each one's client waited.
         case: transport, tokens, concurrency, mode, round.
     """
-    origin = min([transfer.first_packet, *(step.begun for step in transfer.steps)])
-
-    def ms(at: float) -> float:
-        return round((at - origin) * 1e3, 4)
-
     return {
         "kind": "real",
         **case,
@@ -66,15 +61,7 @@ def row_of(transfer: Transfer, ttft_s: Sequence[float], **case: Any) -> Row:
         "exposed_ms": round(transfer.exposed_s * 1e3, 4),
         "overlap": round(transfer.overlap, 4),
         "gb_per_s": round(transfer.bytes_per_s / 1e9, 3),
-        "prefill_steps": len(transfer.steps),
-        "prefill_ms": round(sum(step.ended - step.begun for step in transfer.steps) * 1e3, 4),
         "ttft_ms": round(float(np.median(ttft_s)) * 1e3, 4),
-        "timeline_ms": {
-            "steps": [[ms(one.begun), *map(ms, one.layers), ms(one.ended)] for one in transfer.steps],
-            "packets": [[ms(one.begun), ms(one.ended), one.first, one.last] for one in transfer.packets],
-            "prefill_end": ms(transfer.prefill_end),
-            "done": ms(transfer.done),
-        },
     }
 
 
