@@ -1,6 +1,6 @@
 """`epd-bench aisbench`: AISBench loads an OpenAI endpoint; its rows are judged as those of `epd-bench load`.
 
-It makes an environment for AISBench once (2.2 GB), writes its configurations, runs it at one rate after another and
+In an environment of its own (2.2 GB, made once), it writes its configurations, runs it at one rate after another and
 reads what it recorded of each request: SLO attainment, effective throughput per device and goodput, which AISBench does
 not know, beside the numbers that it prints itself. A rate that says nothing about the server ends with exit code 1 and
 says why; Ctrl-C keeps the rates that were finished, with 130.
@@ -62,8 +62,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         "slos": [str(slo) for slo in asked.plan.slos],
         "chunks_before_content": shape.before,
     }
-    results = Results(arguments.json, flag="--json", resume=False)
-    results.begin(env)
+    results = Results(arguments.json, "--json", env)
     entry = Entry(str(target.endpoint), model, tokenizer, api_key=asked.api_key)
     rows_path = arguments.rows or (arguments.json and arguments.json.with_suffix(".rows.jsonl"))
     rated: list[Rated] = []

@@ -65,10 +65,10 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     }
     rows_path = arguments.rows or (arguments.json and arguments.json.with_suffix(".rows.jsonl"))
     phases_path = rows_path.with_suffix(".phases.jsonl") if rows_path and arguments.traces else None
-    beside = [path for path in (rows_path, phases_path) if path]
-    results = Results(arguments.json, beside, flag="--json", resume=False)
-    results.begin(env)
-    with RecordsFile(rows_path, append=True) if rows_path else contextlib.nullcontext() as records:
+    if phases_path:
+        phases_path.unlink(missing_ok=True)
+    results = Results(arguments.json, "--json", env)
+    with RecordsFile(rows_path) if rows_path else contextlib.nullcontext() as records:
         keep = records.keep if records else None
         run = partial(one_run, target, source, keep=keep, traces=arguments.traces, phases_path=phases_path)
         sweep = _Sweep(run, plan, results)

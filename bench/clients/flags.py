@@ -11,7 +11,7 @@ from bench.clients.sender import Bounds
 from bench.clients.slo import PAPER
 from bench.record import add_arguments as add_record_arguments
 from bench.workloads.requests import Arrivals, ClosedLoop, Poisson, RequestSpec, Trace
-from bench.workloads.workload import OWN, RECORDED, add_content_arguments
+from bench.workloads.workload import RECORDED, add_content_arguments
 from epd_serve.errors import ConfigError
 from epd_serve.slo import parse_slos
 
@@ -27,7 +27,7 @@ def add_shared_flags(
     """The flags of every command that loads a server: what is sent, how much of it, and how it is judged."""
     what = parser.add_argument_group("what is sent")
     usual = f" (default {workload})" if workload else ""
-    named = f"one of `epd-bench workload --list`, {OWN!r}, or {RECORDED}FILE of a deployment{usual}"
+    named = f"one of `epd-bench workload --list`, or {RECORDED}FILE of a deployment{usual}"
     what.add_argument("--workload", default=workload, metavar="NAME", help=named)
     add_content_arguments(what)
     what.add_argument("--seed", type=int, default=0, help="another seed, other texts, images and arrivals")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,13 +21,11 @@ from bench.clients.sender import Bounds
 from bench.clients.slo import PAPER
 from bench.clients.sweep import label_of
 from bench.record import read_json
-from bench.started import PEERS as EXAMPLES
 from bench.workloads.requests import Poisson
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable
-from epd_serve.roles import Role
 from epd_serve.slo import MEAN, Slo
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.+-]")
@@ -38,21 +36,10 @@ LATE_MS = 100.0
 
 
 class ServedBy(StrEnum):
-    """What serves a deployment: `epd-serve serve`, plain vLLM servers, or an example proxy over our stages."""
+    """What serves a deployment: `epd-serve serve`, or plain vLLM servers."""
 
     LAYOUT = "layout"
     VLLM = "vllm"
-    PEER_VLLM = "peer-vllm"
-    PEER_ASCEND = "peer-ascend"
-
-
-PEERS = {ServedBy(peer.flag.removeprefix("--")): peer for peer in EXAMPLES}
-
-WHY_NO_PEER = (
-    "the example proxies can drive layouts of E and PD alone, as (E-PD) or 2E-PD. Where P and D are apart they ask P "
-    "with vLLM's do_remote_decode and hand its answer to D; our P and D move KV only under a transfer that our proxy "
-    "opens at D first, so that D would compute every prompt again, which is not that layout"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +80,16 @@ def deployments(
     flags: Sequence[str] = (),
     vllm: bool = False,
     vllm_flags: Sequence[str] = (),
-    peers: Sequence[ServedBy] = (),
 ) -> tuple[Deployment, ...]:
     """The deployments in the order in which they are measured: layouts, then baselines.
 
     Args:
         layouts: with commas between. flags: of each.
         vllm: plain vLLM too, at every number of devices that a layout has: one server per device.
-        peers: each over every layout that it can drive.
 
     Raises:
         LayoutError: a layout that does not parse, or cannot serve; with a caret under the fault.
-        ConfigError: no layout, one of them twice, a peer that can drive none.
+        ConfigError: no layout, one of them twice.
     """
     names = [name.strip() for name in layouts.split(",") if name.strip()]
     if not names:
@@ -116,11 +101,6 @@ def deployments(
     for count in sorted({one.devices for one in made}) if vllm else ():
         name = "plain vLLM" if count == 1 else f"plain vLLM x{count}"
         made.append(Deployment(name, str(parse(f"TP1x{count}")), count, ServedBy.VLLM, tuple(vllm_flags)))
-    for peer in peers:
-        driven = [one for one in made if not one.baseline and parsed[one.name].roles == {Role.E, Role.PD}]
-        if not driven:
-            raise ConfigError(f"--{peer}: no layout of {layouts} is one for it: {WHY_NO_PEER}", param=f"--{peer}")
-        made += [replace(one, name=f"{PEERS[peer].title} over {one.name}", served_by=peer) for one in driven]
     return tuple(made)
 
 

@@ -4,9 +4,6 @@ Order: start, ask a few requests alone (their tokens are compared), warm up, a r
 that warm up have seeds of their own, so that no run meets an image or a text that a cache has seen. A stage that ends
 while a rate is measured ends the deployment: that rate is not kept, and the next call measures it and what is missing
 after it.
-
-The example proxies of vLLM and vllm-ascend are scripts that the user gives, and run as they are, over the stages of a
-layout of ours; its own proxy idles beside, and says what the stages do.
 """
 
 from __future__ import annotations
@@ -17,9 +14,8 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from bench.clients.bodies import Source, chat_body, spec_requests, workload_source
@@ -29,9 +25,8 @@ from bench.clients.sender import Bounds
 from bench.clients.sweep import one_run
 from bench.clients.target import Target
 from bench.record import environment
-from bench.served import Served, served
-from bench.started import running as rival
-from bench.sweep.experiment import PEERS, Deployment, Experiment, PlannedRun, ServedBy
+from bench.served import served
+from bench.sweep.experiment import Deployment, Experiment, PlannedRun, ServedBy
 from bench.sweep.running import RunningDeployment, plain_vllm, proxy_status, watched
 from bench.sweep.store import PHASES, ROWS, ResultStore
 from bench.workloads.images import Images
@@ -40,7 +35,6 @@ from bench.workloads.requests import ClosedLoop, RequestSpec
 from bench.workloads.workload import Workload
 from deploy.cli.command import serve_config
 from deploy.host import event_loop
-from deploy.host.ports import free_ports
 from deploy.plan.blueprint import Blueprint, draw
 from epd_serve.errors import StageError
 
@@ -106,7 +100,6 @@ class Stages:
 
     Attributes:
         argv: of every `epd-serve serve`: model, engine, device.
-        scripts: of the example proxies.
         command, arguments: of this measurement, for the record.
     """
 
@@ -114,7 +107,6 @@ class Stages:
     served: Mapping[str, Any]
     requests: SentRequests
     argv: tuple[str, ...]
-    scripts: Mapping[ServedBy, Path] = field(default_factory=dict)
     command: Sequence[str] = ()
     arguments: argparse.Namespace | None = None
 
@@ -189,21 +181,7 @@ class Stages:
                 traces=launch.traces,
                 shared_cores=blueprint.cores is not None and blueprint.cores.oversubscribed,
             )
-            if deployment.baseline:
-                url = stack.enter_context(self._peer(deployment.served_by, launch))
-                running = replace(running, target=Target(url), traces=None)
             yield running
-
-    @contextlib.contextmanager
-    def _peer(self, peer: ServedBy, launch: Served) -> Iterator[str]:
-        """URL of the example proxy over the stages of `launch`. Raises StageError with the end of its log."""
-        encoders, decoders = (
-            [f"http://127.0.0.1:{stage.port}" for stage in launch.stages if stage.role == role] for role in ("E", "PD")
-        )
-        (port,) = free_ports(1)
-        argv = PEERS[peer].argv(self.scripts[peer], port, encoders, decoders)
-        with rival(PEERS[peer].title, port, argv) as proxy:
-            yield proxy.url
 
     def _blueprint(self, deployment: Deployment) -> Blueprint:
         flags = () if deployment.served_by is ServedBy.VLLM else deployment.flags

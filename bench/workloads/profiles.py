@@ -24,7 +24,7 @@ class Fact(Struct, frozen=True):
     """A number that a source prints.
 
     Attributes:
-        statistic: as `bench/workloads/command.py: summarise` names it.
+        statistic: as tests/bench/workloads/summary.py names it.
         within: relative tolerance of a sample of the profile's own size; of at-most and at-least facts it is 0.
         sense: `==` within the tolerance, or a bound.
     """

@@ -11,48 +11,34 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal, get_args
 
 from bench.workloads.distributions import seeded_rng
 from epd_serve.errors import ConfigError
 
-ImageFormat = Literal["jpeg", "png", "webp", "gif", "bmp"]
-
-MIME: Mapping[ImageFormat, str] = {name: f"image/{name}" for name in get_args(ImageFormat)}
-"""Of a data URL, by format."""
-
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """An image that is not in memory: rendered from a seed, or a file of the user's.
-
-    Equal references have equal bytes, so that a repeated image is one and the same reference.
+    """An image that is not in memory: rendered from a seed. Equal references have equal bytes, so that a repeated image
+    is one and the same reference.
 
     Attributes:
         width, height: pixels.
-        format: of the encoded bytes; of a file it is what the bytes say, whatever the name ends in.
-        seed: of the drawing; None for a file.
-        path: absolute, of the user's file; None for a drawing.
+        seed: of the drawing.
     """
 
     width: int
     height: int
-    format: ImageFormat
-    seed: int | None = None
-    path: Path | None = None
+    seed: int
 
     def __post_init__(self) -> None:
-        assert (self.seed is None) != (self.path is None), "an image is drawn from a seed or read from a path"
         assert self.width > 0 and self.height > 0
 
     @property
     def key(self) -> str:
-        """A name for the image, safe in file names. Of a file it follows the path, not the bytes."""
-        source = f"file:{self.path}" if self.path is not None else f"seed:{self.seed}"
-        return hashlib.sha256(f"{source}:{self.width}x{self.height}:{self.format}".encode()).hexdigest()[:32]
+        """A name for the image, safe in file names."""
+        return hashlib.sha256(f"seed:{self.seed}:{self.width}x{self.height}:jpeg".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)

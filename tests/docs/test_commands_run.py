@@ -34,7 +34,7 @@ RESULTS = ROOT / "bench" / "results"
 LIMIT_S = 900
 SMALL: Mapping[str, str] = {
     "ablations": "--engine sim --rates 4 --seconds 2 --rounds 1 --only both,pixels",
-    "change": "--quick --only wide,flips --minutes 0.3 --flips 3",
+    "change": "--quick --only flips --flips 3",
     "compare": "",
     "latency": "--engine sim --quick",
     "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1",
@@ -60,11 +60,10 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "plan": "tests/bench/test_planned.py: hours of real stages",
     "workload NAME --rate 1 --export traffic": "tests/bench/workloads/test_traffic.py",
     "load http://127.0.0.1:8000 --workload recorded:traffic.jsonl": "tests/bench/workloads: wants a recording",
-    "aisbench": "tests/bench/aisbench: it makes an environment of 2.2 GB",
+    "aisbench": "tests/bench/aisbench: it wants an environment of 2.2 GB",
     "model-check": "tests/bench/model_check, tests/e2e/test_model_check.py: it wants two servers",
     "proxy": "tests/bench/micro/proxy: half an hour",
     "report": "tests/bench: draws what `layouts` has measured, which ends with the same",
-    "workload own": "tests/bench/workloads: wants the user's files",
 }
 
 

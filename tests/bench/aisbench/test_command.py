@@ -59,12 +59,10 @@ def bench(served, tmp_path) -> Callable[..., int]:
     venv = fake_environment(tmp_path / "venv")
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
-    lines = [{"question": f"Which {n}?", "max_out_len": 4} for n in range(8)]
-    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
     def run(*flags: str) -> int:
         words = ["aisbench", served.server.url, "--venv", str(venv), "--tokenizer", str(tmp_path / "tokenizer")]
-        words += ["--workload", "own", "--pictures", str(tmp_path), "--prompts", str(tmp_path / "own.jsonl")]
+        words += ["--workload", "pope-like", "--output-tokens", "4", "--n", "8", "--cache", str(tmp_path / "cache")]
         words += ["--json", str(tmp_path / "r.json"), "--late-ms", "1e9", "--min-samples", "3"]
         return main([*words, *flags])
 
