@@ -110,9 +110,8 @@ def compare(url: str, venv: Path, *, quick: bool = False) -> Compared:
     compared, bench = Compared(), found(venv)
     clients: dict[str, Client] = {OURS: lambda url, folder: _ours(url, specs)}
     if bench is None:
-        compared.missing[AISBENCH] = (
-            f"{venv} has none (deploy/install/environment.sh makes it, or name one: --aisbench-venv)"
-        )
+        made = "deploy/install/environment.sh aisbench makes it"
+        compared.missing[AISBENCH] = f"{venv} has none ({made}, or name one: --aisbench-venv)"
     else:
         clients[AISBENCH] = lambda url, folder: _aisbench(url, specs, bench, folder)
     if not VLLM_COMMAND.is_file():
