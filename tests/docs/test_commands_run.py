@@ -144,8 +144,8 @@ def test_make_lists_what_there_is(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [one for one in BENCH if CHOSEN[one] is SMALL], ids=str)
 def test_a_measurement_without_real_stages_runs(command, tmp_path, endpoint):
-    # A plain vLLM is no stage that could be simulated; files of others' are the reader's to bring.
-    words = without(("--baselines", "--peer-vllm", "--peer-ascend"), command.words)
+    # A plain vLLM is no stage that could be simulated.
+    words = without(("--baselines",), command.words)
     words = [word.replace("http://127.0.0.1:8000", endpoint) for word in words]
     if "layouts-monday/" in words or "out/tp1x2" in words:
         pytest.skip("folders of two experiments of the reader's")
