@@ -48,7 +48,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "bench.micro.latency",
             "starts, restarts, TP1 over plain vLLM, where a request's time goes",
         ),
-        Command("factorial", "bench.micro.factorial", "what each part of a stage costs a monolith, over plain vLLM"),
         Command("transfer ep", "bench.micro.ep.command", "features from E to P, as a request sees them"),
         Command("transfer pd", "bench.micro.pd.command", "KV from P to D, by mode of grouping"),
         Command("colocation", "bench.micro.colocation.command", "stages on one device against a monolith"),
@@ -58,8 +57,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("conversations", "bench.conversations", "what later turns cost, by how instances are chosen"),
         Command("ray", "bench.ray.command", "what a deployment on Ray costs, and what clients notice of deaths there"),
         Command("proxy", "bench.micro.proxy.command", "what the proxy costs, over simulated stages"),
-        Command("prefixes", "bench.micro.prefixes", "what a front door's knowledge of prefix caches costs it"),
-        Command("page", "bench.micro.page", "what open tabs of the page cost, over simulated stages"),
     ),
     PAPERS: (
         Command("ablations", "bench.papers.ablations", "what parts of the transfers are worth (EPD-Serve, Table 2)"),

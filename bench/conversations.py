@@ -11,25 +11,22 @@ import argparse
 import asyncio
 import math
 import random
-import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
-import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
+from bench.clients.sender import answered
 from bench.clients.target import Target
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, several, whole
 from bench.micro.rows import grouped
 from bench.served import Served, simulated
 from bench.statistic import percentile
 from bench.workloads.synthetic import WORDS, image_body
-from deploy.memory.placement_table import table
-from epd_serve.errors import EpdError
 
 WAYS: Mapping[str, Sequence[str]] = {
     "prefixes": (),
@@ -63,27 +60,6 @@ SETTLE_S = 1.5
 """Reports of links and loads are up to a second old."""
 
 
-@dataclass
-class _Turn:
-    """One answer. new_tokens: of the prompt that neither an earlier turn's prompt nor its answer had, by blocks;
-    oracle_tokens: of it that were in the last turn's prompt, by blocks."""
-
-    number: int
-    ttft_s: float
-    tpot_s: float
-    new_tokens: int
-    oracle_tokens: int
-
-
-@dataclass
-class _Talk:
-    """One conversation."""
-
-    seed: int
-    images: int
-    messages: list[dict[str, Any]] = field(default_factory=list)
-
-
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     """A row per turn and way, and one of what the stages have counted."""
     for way in arguments.ways:
@@ -92,7 +68,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
             turns, loads = asyncio.run(_talk(launch, arguments))
             time.sleep(SETTLE_S)
             now = _counted(launch)
-            yield from ({"way": way, **msgspec.to_builtins(turn)} for turn in turns)
+            yield from ({"way": way, **turn} for turn in turns)
             images = sum(1 + seed % 3 for seed in range(arguments.talks))
             yield {
                 "way": way,
@@ -102,82 +78,62 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
             }
 
 
-async def _talk(launch: Served, arguments: argparse.Namespace) -> tuple[list[_Turn], list[float]]:
+async def _talk(launch: Served, arguments: argparse.Namespace) -> tuple[list[Row], list[float]]:
     """All turns of all conversations, and how unevenly D's were loaded meanwhile: the most loaded over the mean."""
-    turns: list[_Turn] = []
+    turns: list[Row] = []
     left = iter(range(arguments.talks))
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=launch.url, timeout=120.0, trust_env=False, limits=limits) as http:
 
-        async def lane(number: int) -> None:
-            await asyncio.sleep(arguments.think * arguments.turns * number / arguments.at_once)
-            for seed in left:
-                await _conversation(http, launch.model, seed, arguments, turns)
+    async def lane(number: int) -> None:
+        await asyncio.sleep(arguments.think * arguments.turns * number / arguments.at_once)
+        for seed in left:
+            await _conversation(launch, seed, arguments, turns)
 
-        loads: list[float] = []
-        watching = asyncio.create_task(_watch(http, loads))
-        async with asyncio.TaskGroup() as group:
-            for number in range(arguments.at_once):
-                group.create_task(lane(number))
-        watching.cancel()
+    loads: list[float] = []
+    watching = asyncio.create_task(_watch(launch.url, loads))
+    async with asyncio.TaskGroup() as group:
+        for number in range(arguments.at_once):
+            group.create_task(lane(number))
+    watching.cancel()
     return turns, loads
 
 
-async def _conversation(
-    http: httpx.AsyncClient, model: str, seed: int, arguments: argparse.Namespace, turns: list[_Turn]
-) -> None:
-    chance = random.Random(seed)
-    talk = _Talk(seed, 1 + seed % 3)
-    prompt = answer = 0
+async def _conversation(launch: Served, seed: int, arguments: argparse.Namespace, turns: list[Row]) -> None:
+    """Adds a row per answer. `new_tokens`: of the prompt that neither an earlier turn's prompt nor its answer had, by
+    blocks; `oracle_tokens`: of it that were in the last turn's prompt, by blocks."""
+    chance, prompt, answer = random.Random(seed), 0, 0
+    messages: list[dict[str, Any]] = []
     for number in range(1, arguments.turns + 1):
         if number > 1:
             await asyncio.sleep(chance.expovariate(1 / arguments.think))
-        talk.messages.append({"role": "user", "content": _question(model, talk, number)})
-        body = {"model": model, "messages": talk.messages, "max_tokens": arguments.answer, "ignore_eos": True}
+        messages.append({"role": "user", "content": _question(launch.model, seed, number)})
+        body = {"model": launch.model, "messages": messages, "max_tokens": arguments.answer, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
-        begun, usage = time.perf_counter(), dict[str, int]()
-        at: list[float] = []
-        text: list[str] = []
-        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                raise EpdError(f"turn {number}: {(await response.aread()).decode(errors='replace')[:300]}")
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = msgspec.json.decode(line[6:])
-                usage = event.get("usage") or usage
-                for choice in event.get("choices", ()):
-                    if piece := choice["delta"].get("content"):
-                        at.append(time.perf_counter())
-                        text.append(piece)
-        if len(text) != arguments.answer or not usage:
-            raise EpdError(f"turn {number} has {len(text)} tokens instead of {arguments.answer}")
-        talk.messages.append({"role": "assistant", "content": "".join(text)})
+        record = await answered(launch.url, body)
+        messages.append({"role": "assistant", "content": record.text})
         held = (prompt + answer - 1) // BLOCK_TOKENS * BLOCK_TOKENS if prompt else 0
         oracle = prompt // BLOCK_TOKENS * BLOCK_TOKENS
-        prompt, answer = usage["prompt_tokens"], usage["completion_tokens"]
-        tpot_s = (at[-1] - at[0]) / (len(at) - 1)
-        turns.append(_Turn(number, at[0] - begun, tpot_s, prompt - held, oracle))
+        prompt, answer = record.prompt_tokens or 0, record.output_tokens
+        turn = {"number": number, "ttft_s": record.ttft_s, "tpot_s": record.tpot_s}
+        turns.append({**turn, "new_tokens": prompt - held, "oracle_tokens": oracle})
 
 
-def _question(model: str, talk: _Talk, number: int) -> list[dict[str, Any]]:
+def _question(model: str, seed: int, number: int) -> list[dict[str, Any]]:
     """What the user says: in the first turn with all images."""
     length = FIRST_CHARACTERS if number == 1 else QUESTION_CHARACTERS
-    text = (f"{talk.seed}/{number}: " + WORDS * (length // len(WORDS) + 1))[:length]
+    text = (f"{seed}/{number}: " + WORDS * (length // len(WORDS) + 1))[:length]
     images = []
-    if number == 1:
-        for at in range(talk.images):
-            body = image_body(model, side=SIDE, answer=1, stream=False, seed=3 * talk.seed + at)
-            images += [part for part in body["messages"][0]["content"] if part["type"] == "image_url"]
+    for at in range(1 + seed % 3 if number == 1 else 0):
+        body = image_body(model, side=SIDE, answer=1, stream=False, seed=3 * seed + at)
+        images += [part for part in body["messages"][0]["content"] if part["type"] == "image_url"]
     return [*images, {"type": "text", "text": text}]
 
 
-async def _watch(http: httpx.AsyncClient, loads: list[float]) -> None:
+async def _watch(url: str, loads: list[float]) -> None:
     while True:
         await asyncio.sleep(0.25)
-        text = (await http.get("/metrics")).text
+        text = await asyncio.to_thread(_metrics, url)
         of_d: Counter[str] = Counter()
-        for labels, value in _samples(text, "epd_stage_in_flight"):
+        for labels, value in samples(text, "epd_stage_in_flight"):
             if labels["role"] == "D":
                 of_d[labels["instance"]] += int(value)
         if of_d and statistics.mean(of_d.values()) >= LEAST_LOAD:
@@ -186,24 +142,24 @@ async def _watch(http: httpx.AsyncClient, loads: list[float]) -> None:
 
 def _counted(launch: Served) -> dict[str, float]:
     """What stages and front doors have counted so far."""
-    with httpx.Client(timeout=30.0, trust_env=False) as http:
-        text = http.get(f"{launch.url}/metrics").text
-        sent = sum(value for _, value in _samples(text, "epd_kv_bytes_total"))
-        encoded = sum(
-            value for labels, value in _samples(text, "epd_store_events_total") if labels["event"] == "encoded"
-        )
-        hits = 0.0
-        for url in launch.stage_urls("P"):
-            told = Target(url).ask("/metrics", limit_s=30.0).text
-            hits += sum(value for _, value in _samples(told, "vllm:prefix_cache_hits_total"))
-    hoped = {labels["which"]: value for labels, value in _samples(text, "epd_proxy_prefix_tokens_total")}
+    text = _metrics(launch.url)
+    sent = sum(value for _, value in samples(text, "epd_kv_bytes_total"))
+    encoded = sum(value for labels, value in samples(text, "epd_store_events_total") if labels["event"] == "encoded")
+    told = [Target(url).ask("/metrics", limit_s=30.0).text for url in launch.stage_urls("P")]
+    hits = sum(value for one in told for _, value in samples(one, "vllm:prefix_cache_hits_total"))
+    hoped = {labels["which"]: value for labels, value in samples(text, "epd_proxy_prefix_tokens_total")}
     hints = {f"{which}_hint_tokens": hoped.get(which, 0.0) for which in ("all", "known", "prefill", "decode")}
     return {"kv_bytes": sent, "encoded": encoded, "hit_tokens": hits, **hints}
 
 
-def _samples(text: str, name: str) -> Iterator[tuple[dict[str, str], float]]:
-    for line in re.findall(rf"^{re.escape(name)}(?:{{.*}})? \S+$", text, re.MULTILINE):
-        yield dict(re.findall(r'(\w+)="([^"]*)"', line)), float(line.rpartition(" ")[2])
+def _metrics(url: str) -> str:
+    return httpx.get(f"{url}/metrics", timeout=30.0, trust_env=False).text
+
+
+def samples(text: str, name: str) -> list[tuple[dict[str, str], float]]:
+    """(labels, value) of each sample of that name."""
+    families = text_string_to_metric_families(text)
+    return [(one.labels, one.value) for family in families for one in family.samples if one.name == name]
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
@@ -229,17 +185,6 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in named.items()}
 
 
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    found = figures(rows)
-    names = ("first_turn_ttft_s", "later_turn_ttft_s", "later_turn_ttft_ratio", "tpot_s", "encodes_per_image",
-             "kv_sent_over_new", "hits_over_oracle", "imbalance_p99")  # fmt: skip
-    ways = list(dict.fromkeys(row["way"] for row in rows))
-    cells = [
-        (name, *(f"{found[name if way == 'prefixes' else f'{way}_{name}']:.3f}" for way in ways)) for name in names
-    ]
-    return [table([("", *ways), *cells])]
-
-
 MEASUREMENT = Measurement(
     quick="fewer conversations, less time to think",
     flags=FLAGS,
@@ -247,7 +192,6 @@ MEASUREMENT = Measurement(
     about=lambda arguments: {"kind": f"real front doors; {LAYOUT} of simulated stages"},
     measure=measure,
     figures=figures,
-    tables=tables,
     goals=(
         Goal("later_turn_ttft_ratio", "<=", 0.5, "a turn costs what is new in it"),
         Goal("encodes_per_image", "==", 1.0, "an image is encoded once"),

@@ -32,13 +32,11 @@ from bench.clients.sender import Bounds
 from bench.record import Record, busy, environment, plain, write
 from bench.record import add_arguments as add_record_arguments
 from bench.served import scratch
-from bench.started import add_peer_flags, given_peers
 from bench.sweep.compared import over_seeds
-from bench.sweep.experiment import LATE_MS, PEERS, Experiment, deployments
+from bench.sweep.experiment import LATE_MS, Experiment, deployments
 from bench.sweep.stages import SentRequests, Stages
 from bench.sweep.store import EXPERIMENT, RESULT, SEED, ResultStore, opened, summary
 from bench.workloads.images import Images
-from bench.workloads.requests import arrivals_at
 from bench.workloads.workload import workload
 from deploy.options.engines import checked_profile
 from epd_serve.demo.presets import PRESETS, builtin_model_dir, write_preset
@@ -48,7 +46,7 @@ LAYOUTS = "TP1x2,(E-PD)x2,EP-D,(E-P)-D,(E-D)-P,E-P-D"
 RATES, QUICK_RATES = "0.4,0.8,1.2", "0.5,1"
 QUICK_SAMPLES = 3
 KNOBS = {"reuse": 0.0, "zipf": 1.0, "pictures_each": None, "output_tokens": None}
-KNOBS |= {"tokenizer": None, "pictures": None, "prompts": None}
+KNOBS |= {"tokenizer": None}
 """Flags of a workload with their defaults; an experiment keeps those that differ."""
 
 
@@ -61,7 +59,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="vllm: plain vLLM too, a server per device, at each device count (default none, quick vllm)",
     )
     what.add_argument("--vllm-flags", default="", metavar="TEXT", help="for plain vLLM: its best flags on this machine")
-    add_peer_flags(what)
     what.add_argument("--serve-flags", default="", metavar="TEXT", help="more of `epd-serve serve`, for each layout")
     where = parser.add_argument_group("what serves them")
     where.add_argument("--model", default="", metavar="DIR", help="default: the preset")
@@ -88,7 +85,6 @@ def experiment_of(arguments: argparse.Namespace, stages: Stages, env: Mapping[st
     parsed = parse_rates(arguments.rates or (QUICK_RATES if quick else RATES), "--rates")
     if len(set(parsed)) < len(parsed):
         raise ConfigError(f"--rates names a rate twice: {arguments.rates}", param="--rates")
-    arrivals_at(arguments.arrivals, parsed[0])  # what is wrong with the form is said now
     knobs = {name: getattr(arguments, name) for name, usual in KNOBS.items() if getattr(arguments, name) != usual}
     return Experiment(
         kind=stages.kind,
@@ -100,9 +96,7 @@ def experiment_of(arguments: argparse.Namespace, stages: Stages, env: Mapping[st
             flags=_split(arguments, "serve_flags"),
             vllm=(arguments.baselines or ("vllm" if quick else "none")) == "vllm",
             vllm_flags=_split(arguments, "vllm_flags"),
-            peers=tuple(stages.scripts),
         ),
-        arrivals=arguments.arrivals,
         duration_s=duration_of(arguments),
         count=arguments.n,
         seed=arguments.seed,
@@ -125,7 +119,6 @@ def stages_of(arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[St
         ConfigError: naming the flag at fault.
     """
     check_shared(arguments)
-    scripts = {peer: path for peer, one in PEERS.items() if (path := given_peers(arguments).get(one))}
     requests = workload(arguments.workload, arguments)
     with scratch() as folder:
         profile = checked_profile(arguments.engine, arguments.sim_profile)
@@ -138,7 +131,7 @@ def stages_of(arguments: argparse.Namespace, argv: Sequence[str]) -> Iterator[St
             kind, words = "real", [_model(arguments, folder), "--device", arguments.device]
             name = str(Path(arguments.model).resolve()) if arguments.model else f"preset {arguments.preset}"
             served = {"engine": "vllm", "device": arguments.device, "model": name}
-        yield Stages(kind, served, sent, tuple(words), scripts, argv, arguments)
+        yield Stages(kind, served, sent, tuple(words), argv, arguments)
 
 
 def _model(arguments: argparse.Namespace, folder: Path) -> str:

@@ -13,7 +13,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,14 +21,12 @@ import numpy as np
 from bench.statistic import percentile
 from epd_serve.phases.phase import Phase, Span
 
-HOPS: Mapping[str, tuple[Phase, ...]] = MappingProxyType({
-    "proxy": (Phase.HTTP_CLIENT, Phase.PROXY, Phase.PROXY_QUEUE, Phase.FAILED),
-    "metadata": (Phase.HTTP_E, Phase.ANSWER_E, Phase.HTTP_P, Phase.PREPROCESS_P),
-    "feature": (Phase.EP,),
-    "KV": (Phase.PD,),
-    "D's start": (Phase.HTTP_D, Phase.PREPROCESS_D, Phase.DECODE_QUEUE, Phase.FIRST_TOKEN, Phase.ANSWER_D),
+HOPS = frozenset({
+    *(Phase.HTTP_CLIENT, Phase.PROXY, Phase.PROXY_QUEUE, Phase.FAILED),
+    *(Phase.HTTP_E, Phase.ANSWER_E, Phase.HTTP_P, Phase.PREPROCESS_P, Phase.EP, Phase.PD),
+    *(Phase.HTTP_D, Phase.PREPROCESS_D, Phase.DECODE_QUEUE, Phase.FIRST_TOKEN, Phase.ANSWER_D),
 })  # fmt: skip
-"""What a monolith has nothing like: from one to the next. P's preparing is among them, as E has done it before."""
+"""What a monolith has nothing like: proxy, metadata, feature, KV, D's start. P's preparing, as E has done it before."""
 _WAITS = {Phase.PROXY_QUEUE, Phase.ENCODE_QUEUE, Phase.PREFILL_QUEUE, Phase.DECODE_QUEUE}
 _CARRIES = {Phase.EP, Phase.PD}
 _COMPUTES = {Phase.ENCODE, Phase.PREFILL, Phase.FIRST_TOKEN, Phase.DECODE}
@@ -66,11 +63,6 @@ def exposed(spans: Iterable[Span]) -> dict[Phase, float]:
             waited_for = max(here, key=lambda span: (_RANK.get(span.phase, _PREPARES), span.end))
             taken[waited_for.phase] += end - begin
     return {phase: taken[phase] for phase in Phase if phase in taken}
-
-
-def hops(exposed_ms: Mapping[Phase, float]) -> dict[str, float]:
-    """Of the exposed times of one request, those of each hop of `HOPS`."""
-    return {hop: sum(exposed_ms.get(phase, 0.0) for phase in phases) for hop, phases in HOPS.items()}
 
 
 def line(

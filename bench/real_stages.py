@@ -1,14 +1,8 @@
-"""What measurements of real stages share: the `bench` preset, enough memory for it, requests in a closed loop, and one
-stage of a layout started alone, wired as in the layout, which the layout's time to ready is held against.
-"""
+"""What measurements of real stages share: the `bench` preset, enough memory for it, requests in a closed loop."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
-import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,23 +11,10 @@ from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import requests
-from bench.served import scratch
-from deploy.agent.health import health_status
-from deploy.agent.specs import orders
-from deploy.agent.stage_life import Spawn, StageLife
-from deploy.agent.template import stage_starts
-from deploy.agent.wiring import Site, wire
-from deploy.host.environment import stage_environment
-from deploy.host.rundir import RunDir
-from deploy.keeper.in_process import InProcess
-from deploy.options.engines import command_of
-from deploy.plan.blueprint import Blueprint
 from epd_serve.demo.presets import write_preset
 from epd_serve.errors import ConfigError, StageError
-from epd_serve.placement import InstancePlan
 from npu_ops.discovery import DeviceInventory
 from npu_ops.properties import read_properties
-from store.arena import Arena
 
 PRESET = "bench"
 """Random weights, an 8B model's proportions."""
@@ -100,50 +81,3 @@ def tpot_s(record: RequestRecord, tokens: int) -> float:
     """(end - first byte) / (tokens - 1); vLLM's role comes with the first token."""
     assert record.first_byte_s is not None, "a whole answer"
     return (record.ended_s - record.first_byte_s) / (tokens - 1)
-
-
-POLL_S = 0.2  # as the supervisor
-START_S = 600.0
-STOP_S = 8.0
-
-
-def seconds_to_ready(blueprint: Blueprint, plan: InstancePlan) -> float:
-    """Seconds until the first 200 on /health of a stage that is started as a launch of the blueprint would start it, by
-    a template of its own where that has one. Everything it made is gone on return.
-
-    Raises:
-        StageError: it ended, or took longer than `START_S`; with the reason from its log.
-    """
-    with scratch() as folder, contextlib.ExitStack() as stack:
-        run = RunDir.create(folder / "run")
-        stack.callback(run.remove)
-        config = blueprint.config
-        if blueprint.features_travel:
-            stack.callback(Arena.create(str(run.arena), capacity_bytes=config.arena_mib << 20).close)
-        order = next(one for one in orders(blueprint) if one.id == plan.id)
-        site = Site(run, config.kv_staging_mib << 20)
-        stage = wire(order, site, 0, os.urandom(6).hex())
-        command = command_of(stage)
-        spawn = Spawn(command.argv, stage_environment(command.env, run.path, blueprint.device), plan.id)
-        return asyncio.run(_start(blueprint, spawn, run, plan.id, stage.url))
-
-
-async def _start(blueprint: Blueprint, spawn: Spawn, run: RunDir, instance: str, url: str) -> float:
-    begun, config = time.monotonic(), blueprint.config
-    log = run.log("template")
-    setting, device, keeper = config.stage_template, blueprint.device, InProcess()
-    async with stage_starts(setting, device, spawn, blueprint.model, log, print, keeper) as start:
-        return await _ready(begun, await StageLife.begin(spawn, run.log(instance), start), run, instance, url)
-
-
-async def _ready(begun: float, process: StageLife, run: RunDir, instance: str, url: str) -> float:
-    run.record_group(instance, process.pid)
-    try:
-        while process.exit_code is None and time.monotonic() < begun + START_S:
-            with contextlib.suppress(TimeoutError):
-                if await health_status(url, timeout_s=5.0) == 200:
-                    return time.monotonic() - begun
-            await asyncio.sleep(POLL_S)
-        raise StageError(f"{instance} alone did not become ready: {process.failure_reason()}", stage=instance)
-    finally:
-        await process.stop(STOP_S)

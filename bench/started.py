@@ -1,27 +1,17 @@
-"""What a measurement runs beside our proxy: the example proxies of vLLM and vllm-ascend, and any other one.
-
-An example is a script that the user brings (docs/measuring/layouts.md says where they are), and runs as it is. The
-processes are `deploy/host/started.py`'s.
-"""
+"""What a measurement runs beside our proxy: any other program that listens, by `deploy/host/started.py`."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import httpx
 
-from deploy.host.ports import free_ports
 from deploy.host.started import started
-from epd_serve.errors import ConfigError
 
 
 def answers(url: str, says: str = "") -> bool:
@@ -44,48 +34,6 @@ class Rival(NamedTuple):
     pids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Peer:
-    """An example proxy. `flag`: names the script. `title`: in tables and figures."""
-
-    name: str
-    flag: str
-    title: str
-
-    def argv(self, script: Path, port: int, encoders: Sequence[str], decoders: Sequence[str]) -> list[str]:
-        """Returns its command line, in front of these E and PD (URLs)."""
-        flags = ["--host", "127.0.0.1", "--port", str(port)]
-        if self is VLLM:
-            flags += ["--encode-servers-urls", ",".join(encoders), "--prefill-servers-urls", "disable"]
-            return [sys.executable, str(script), *flags, "--decode-servers-urls", ",".join(decoders)]
-        for name, urls in (("encoder", encoders), ("pd", decoders)):
-            parts = [urlsplit(url) for url in urls]
-            flags += [f"--{name}-hosts", *(str(part.hostname) for part in parts)]
-            flags += [f"--{name}-ports", *(str(part.port) for part in parts)]
-        return [sys.executable, str(script), *flags]
-
-
-VLLM = Peer("vllm_example", "--peer-vllm", "vLLM's example proxy")
-ASCEND = Peer("vllm_ascend_example", "--peer-ascend", "vllm-ascend's example proxy")
-PEERS = (VLLM, ASCEND)
-
-
-def add_peer_flags(parser: argparse._ActionsContainer) -> None:
-    """A flag for each script; there is no other way to have one, since nothing is fetched."""
-    for peer in PEERS:
-        parser.add_argument(peer.flag, type=Path, metavar="FILE", help=f"{peer.title}, which you bring")
-
-
-def given_peers(arguments: argparse.Namespace) -> dict[Peer, Path]:
-    """The scripts that are given. Raises ConfigError where one is not there."""
-    paths = {peer: getattr(arguments, peer.flag.removeprefix("--").replace("-", "_")) for peer in PEERS}
-    given = {peer: path.resolve() for peer, path in paths.items() if path is not None}
-    for peer, path in given.items():
-        if not path.is_file():
-            raise ConfigError(f"{peer.flag} {path}: there is no such file", param=peer.flag)
-    return given
-
-
 @contextlib.contextmanager
 def running(name: str, port: int, argv: Sequence[str]) -> Iterator[Rival]:
     """Run `argv` until the context ends; its output goes to a file that is shown when it does not start.
@@ -99,15 +47,6 @@ def running(name: str, port: int, argv: Sequence[str]) -> Iterator[Rival]:
     ):
         process.ready(lambda: _listens(port), START_S)
         yield Rival(name, f"http://127.0.0.1:{port}", (process.process.pid,))
-
-
-@contextlib.contextmanager
-def on_tcp(stages: Sequence[str]) -> Iterator[list[str]]:
-    """Yields an address on TCP for each of the stages (URLs of sockets), in their order."""
-    ports = free_ports(len(stages))
-    words = [word for port, url in zip(ports, stages, strict=True) for word in (str(port), url)]
-    with running("tcp", ports[-1], [sys.executable, "-m", "bench.tcp_front", *words]):
-        yield [f"http://127.0.0.1:{port}" for port in ports]
 
 
 def _listens(port: int) -> bool:

@@ -1,6 +1,6 @@
 """`epd-bench aisbench`: AISBench loads an OpenAI endpoint; its rows are judged as those of `epd-bench load`.
 
-It makes an environment for AISBench once (2.2 GB), writes its configurations, runs it at one rate after another and
+In an environment of its own (2.2 GB, made once), it writes its configurations, runs it at one rate after another and
 reads what it recorded of each request: SLO attainment, effective throughput per device and goodput, which AISBench does
 not know, beside the numbers that it prints itself. A rate that says nothing about the server ends with exit code 1 and
 says why; Ctrl-C keeps the rates that were finished, with 130.
@@ -12,9 +12,8 @@ import argparse
 import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from bench.aisbench import flags
 from bench.aisbench.environment import check_tokenizer, environment
@@ -28,7 +27,6 @@ from bench.clients.target import Target
 from bench.record import environment as record_environment
 from bench.record import flatten
 from bench.workloads.images import Images
-from deploy.memory.placement_table import table
 from deploy.plan.blueprint import DEMO_NAME
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError
@@ -60,31 +58,24 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         "workload": arguments.workload,
         "requests_of_a_rate": asked.workload.count,
         "seed": arguments.seed,
-        "arrivals": arguments.arrivals,
         "devices": asked.plan.devices,
         "slos": [str(slo) for slo in asked.plan.slos],
         "chunks_before_content": shape.before,
-        "ttft": "from when a request was due" if asked.timed else "from sending",
     }
-    results = Results(arguments.json, flag="--json", resume=False)
-    results.begin(env)
-    entry = Entry(str(target.endpoint), model, tokenizer, timed=asked.timed, api_key=asked.api_key)
+    results = Results(arguments.json, "--json", env)
+    entry = Entry(str(target.endpoint), model, tokenizer, api_key=asked.api_key)
     rows_path = arguments.rows or (arguments.json and arguments.json.with_suffix(".rows.jsonl"))
     rated: list[Rated] = []
     with _folder(arguments.out) as folder, RecordsFile(rows_path) if rows_path else contextlib.nullcontext() as rows:
-        try:
-            for number, rate in enumerate(asked.rates):
-                own, images = folder / f"rate-{rate:g}", Images(arguments.cache)
-                print(f"{label_of(rate)}: {asked.workload.count} requests by AISBench …", file=sys.stderr)
-                rated.append(measure_rate(asked, entry, shape, bench, asked.specs(rate, number), rate, own, images))
-                _keep(rated, asked, results, rows)
-                if rated[-1].measured.run.stopped:
-                    break
-                if "unreachable" in faults(rated[-1].measured.run.rows):
-                    target.served()
-        finally:
-            if rated:
-                print(f"\n{overview(rated, asked.plan.slos, asked.plan.devices)}")
+        for number, rate in enumerate(asked.rates):
+            own, images = folder / f"rate-{rate:g}", Images(arguments.cache)
+            print(f"{label_of(rate)}: {asked.workload.count} requests by AISBench …", file=sys.stderr)
+            rated.append(measure_rate(asked, entry, shape, bench, asked.specs(rate, number), rate, own, images))
+            _keep(rated, asked, results, rows)
+            if rated[-1].measured.run.stopped:
+                break
+            if "unreachable" in faults(rated[-1].measured.run.rows):
+                target.served()
     wrong = [one.text for each in rated for one in each.measured.objections]
     if wrong:
         print(f"epd-bench: not valid: {wrong[0]}", file=sys.stderr)
@@ -94,13 +85,14 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 def _keep(rated: Sequence[Rated], asked: flags.Asked, results: Results, rows: RecordsFile | None) -> None:
     """The last rate told and written down, with the goodput of all so far."""
     last, measured = rated[-1], rated[-1].measured
-    print("\n" + one_rate(last, asked.plan.slos, timed=asked.timed))
+    print("\n" + run_text(measured, asked.plan.slos))
     if rows is not None:
         for row in measured.run.rows:
             rows.keep(row)
     for slo in asked.plan.slos:
         goodput = goodput_rps(rated, slo)
         results.figures[f"goodput/slo_{slo}/rps"] = goodput
+        print(f"  goodput so far for {GOOD_SHARE:.0%} within {slo}: {goodput:g} requests/s", flush=True)
         if asked.plan.devices:
             results.figures[f"goodput/slo_{slo}/rps_per_device"] = goodput / asked.plan.devices
     figures = {measured.run.label: {**measured.figures, "aisbench": last.own}}
@@ -149,36 +141,6 @@ def _folder(out: Path | None) -> Iterator[Path]:
     yield out.absolute()
 
 
-_COLUMNS = (("mean", "Average"), ("p50", "Median"), ("p90", "P90"), ("p99", "P99"))
-_KINDS = (("ttft_ms", "TTFT", "from when it was due"), ("tpot_ms", "TPOT", ""), ("e2e_ms", "E2EL", ""))
-
-
-def one_rate(rated: Rated, slos: Sequence[Slo], *, timed: bool) -> str:
-    """A rate: what `epd-bench load` prints of a run, and AISBench's table beside ours."""
-    lines = [run_text(rated.measured, slos)]
-    rows: list[tuple[str, ...]] = [("milliseconds", *(name for name, _ in _COLUMNS))]
-    for name, theirs, since in _KINDS:
-        found: Mapping[str, Any] = rated.measured.figures.get(name, {})
-        if not found and f"{theirs}/Average" not in rated.own:
-            continue
-        origin = f", {since}" if since and timed else ", from sending" if since else ""
-        ours = (f"{found[column]:.2f}" if column in found else "-" for column, _ in _COLUMNS)
-        rows.append((f"{theirs.removesuffix('L')}{origin}", *ours))
-        said = (rated.own.get(f"{theirs}/{column}") for _, column in _COLUMNS)
-        origin = ", from sending" if since else ""
-        rows.append((f"AISBench's {theirs}{origin}", *("-" if value is None else f"{value:.2f}" for value in said)))
-    if len(rows) > 1:
-        lines.append("\n  beside AISBench's own figures (of all its requests, the warm-up's too):\n" + table(rows))
-    if "Request Throughput" in rated.own:
-        lines.append(
-            f"  AISBench's throughput, its drain included: {rated.own['Request Throughput']:.2f} requests/s, "
-            f"{rated.own.get('Output Token Throughput', 0.0):.1f} output tokens/s; it counts "
-            f"{rated.own.get('Success Requests', 0.0):.0f} successes and {rated.own.get('Failed Requests', 0.0):.0f} "
-            "failures"
-        )
-    return "\n".join(lines)
-
-
 def goodput_rps(rated: Sequence[Rated], slo: Slo, target: float = GOOD_SHARE) -> float:
     """The highest rate of a valid and steady run in which enough requests attain `slo`; 0 for none."""
     met = [
@@ -189,14 +151,3 @@ def goodput_rps(rated: Sequence[Rated], slo: Slo, target: float = GOOD_SHARE) ->
         and one.measured.figures.get(f"slo_{slo}", {}).get("attainment", 0.0) >= target
     ]
     return max(met, default=0.0)
-
-
-def overview(rated: Sequence[Rated], slos: Sequence[Slo], devices: int | None) -> str:
-    """The goodput of each objective, of all rates."""
-    lines = []
-    for slo in slos:
-        rate = goodput_rps(rated, slo)
-        each = f" ({rate / devices:g} per device)" if devices and rate else ""
-        what = f"{rate:g} requests/s{each}" if rate else "no rate that was measured"
-        lines.append(f"  goodput for {GOOD_SHARE:.0%} within {slo}: {what}")
-    return "\n".join(lines)

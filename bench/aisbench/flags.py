@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.aisbench.environment import default_folder
@@ -17,7 +17,6 @@ from bench.workloads.workload import Workload, workload
 from epd_serve.errors import ConfigError
 
 QUICK_REQUESTS = 24
-ARRIVALS = ("timestamps", "aisbench")
 
 
 @dataclass(frozen=True)
@@ -25,22 +24,18 @@ class Asked:
     """What is to be measured.
 
     Attributes:
-        timed: our seeded arrivals, as timestamps of the rows; else AISBench draws its own.
         plan: how a run is judged, and how long a request may take. api_key: "" for none.
     """
 
     rates: Sequence[float]
     workload: Workload
-    timed: bool
     plan: Plan
     api_key: str = ""
 
     def specs(self, rate_rps: float, number: int) -> list[RequestSpec]:
-        """The requests of the run with that number: new ones each time, at times where they are ours to say."""
+        """The requests of the run with that number: new ones each time, at times that the seed fixes."""
         wanted = self.workload.seeded(self.workload.knobs.seed + number)
-        if self.timed:
-            return list(wanted.at(Poisson(rate_rps)).requests())
-        return [replace(spec, arrival_s=None) for spec in wanted.requests()]
+        return list(wanted.at(Poisson(rate_rps)).requests())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", help="default: the one that the endpoint serves")
     what.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the endpoint's key")
     when.add_argument("--rates", required=True, metavar="R", help="requests a second: R, R,R,… or FROM-TO[:STEP]")
-    when.add_argument(
-        "--arrivals",
-        choices=ARRIVALS,
-        default=ARRIVALS[0],
-        help="timestamps: Poisson by our seed, the same each time; aisbench: those that AISBench draws",
-    )
     judged.add_argument("--devices", type=int, help="that serve the endpoint; gives figures per device")
     where = parser.add_argument_group("where it runs")
     where.add_argument(
@@ -85,7 +74,6 @@ def asked(arguments: argparse.Namespace) -> Asked:
     return Asked(
         rates=rates,
         workload=wanted,
-        timed=arguments.arrivals == "timestamps",
         plan=Plan(
             Poisson(1.0),  # each run has its own
             count=wanted.count,

@@ -14,9 +14,9 @@ from pathlib import Path
 from bench.aisbench.details import NAME, own_figures, read_requests, results_folder, said
 from bench.aisbench.environment import AisBench, run_command
 from bench.aisbench.flags import Asked
-from bench.aisbench.rows import Shape, most_under_way, run_of
+from bench.aisbench.rows import Shape, run_of
 from bench.clients.http import Endpoint
-from bench.clients.measure import Measured, Objection
+from bench.clients.measure import Measured, Plan
 from bench.clients.measure import judged as by_plan
 from bench.clients.sender import Run
 from bench.workloads.export_aisbench import DATASET, export_aisbench
@@ -34,15 +34,12 @@ class Entry:
 
     Attributes:
         url: with the base path, without `/v1`. model: as the endpoint calls it. tokenizer: a folder.
-        timed: the rows' own times hold. api_key: "" for none.
-        rate_rps: at which AISBench draws Poisson arrivals where `timed` does not hold.
-        requests: rows of the workload, without the warm-up's.
+        api_key: "" for none. requests: rows of the workload, without the warm-up's.
     """
 
     url: str
     model: str
     tokenizer: Path
-    timed: bool
     api_key: str = ""
     rate_rps: float = 1.0
     requests: int = 0
@@ -69,7 +66,7 @@ models = [
         model={entry.model!r},
         stream=True,
         request_rate={entry.rate_rps!r},
-        use_timestamp={entry.timed!r},
+        use_timestamp=True,
         traffic_cfg=dict(burstiness=1.0),
         retry=1,
         api_key={entry.api_key!r},
@@ -107,8 +104,6 @@ def command_line(program: Path, directory: Path, results: Path, requests: int) -
 START_S, SUMMARY_S = 300.0, 120.0
 """For AISBench to begin and to compute its figures, on a busy machine; a request adds `ROW_S` to the second."""
 ROW_S = 0.2
-SLACK = 1.5
-"""AISBench's own arrivals take so much longer than count over rate, at most."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +136,7 @@ def measure_rate(
     export_aisbench(specs, images, folder)
     entry = replace(entry, rate_rps=rate_rps, requests=len(specs))
     write_entry(folder, entry)
-    results, until_s = folder / "results", limit_s(specs, rate_rps, asked.plan.bounds.limit_s)
+    results, until_s = folder / "results", limit_s(specs, asked.plan.bounds.limit_s)
     command = command_line(bench.command, folder, results, len(specs))
     code = run_command(command, folder, until_s, host=Endpoint.of(entry.url).host)
     stopped = f"AISBench did not end within {until_s:.0f} s and was ended" if code is None else ""
@@ -156,27 +151,21 @@ def measure_rate(
     run.stopped = stopped
     if not stopped and len(run.rows) < len(specs):
         run.stopped = f"AISBench recorded {len(run.rows)} of {len(specs)} requests" + (f": {log}" if log else "")
-    return Rated(rate_rps, judged(run, asked, entry.at_once), own)
+    return Rated(rate_rps, judged(run, asked.plan), own)
 
 
-def judged(run: Run, asked: Asked, at_once: int) -> Measured:
+def judged(run: Run, plan: Plan) -> Measured:
     """The figures of a run by the definitions of `epd-bench load`, and why it is not valid where it is not."""
-    found = by_plan(run, asked.plan)
+    found = by_plan(run, plan)
     late = {name: value for name, value in found.figures.get("generator", {}).items() if name.startswith("late_")}
-    figures = {**found.figures, "generator": {}}  # nothing is known of AISBench's CPU time
-    figures |= {"aisbench_late": late} if asked.timed else {}
-    crowded = f"""{at_once} requests were under way, which is all that AISBench allows: others waited outside of its \
-clock; ask for fewer requests, a lower rate, or --arrivals timestamps"""
-    full = not asked.timed and most_under_way(run.rows) >= at_once < len(run.rows)
-    objections = [*found.objections, *([Objection("generator", crowded)] if full else [])]
-    return replace(found, figures=figures, objections=objections)
+    return replace(
+        found, figures={**found.figures, "generator": {}, "aisbench_late": late}
+    )  # its CPU time is not known
 
 
-def limit_s(specs: Sequence[RequestSpec], rate_rps: float, timeout_s: float) -> float:
+def limit_s(specs: Sequence[RequestSpec], timeout_s: float) -> float:
     """When a run must be over, whatever the endpoint does: AISBench itself waits for an answer without end."""
-    last_s = specs[-1].arrival_s
-    sending_s = SLACK * len(specs) / rate_rps if last_s is None else last_s
-    return START_S + sending_s + timeout_s + SUMMARY_S + ROW_S * len(specs)
+    return START_S + (specs[-1].arrival_s or 0.0) + timeout_s + SUMMARY_S + ROW_S * len(specs)
 
 
 def label_of(rate_rps: float) -> str:

@@ -3,7 +3,7 @@
 AISBench counts TTFT from sending, and everything it received is a token to it: it keeps the time of every chunk and of
 none what was in it. So one small request is sent first, to know how many chunks come before the first content (a role
 alone) and after the last (the usage); an endpoint that fails it would have failed minutes of load. Here a request is
-due when the schedule said so (its own arrivals are not told: then it was due when it was sent), and an answer counts as
+due when the schedule said so, and an answer counts as
 whole when it has as many tokens as were asked for, by the server's own count: an error event that is followed by
 `[DONE]` is a success to AISBench, and has none.
 """
@@ -75,37 +75,19 @@ def run_of(label: str, sent: Sequence[Sent], specs: Sequence[RequestSpec], shape
 
     Args:
         sent: by row of the export, of which 0 is the warm-up's.
-        specs: the requests of the workload, in order; with arrivals where those were given to AISBench.
+        specs: the requests of the workload, in order, with arrivals.
     """
     by_row = {one.row: one for one in sent}
     counted = [(n, spec, by_row[n + 1]) for n, spec in enumerate(specs) if n + 1 in by_row]
     starts = [one.chunks_s[0] for _, _, one in counted if one.chunks_s]
     begun_s = min(starts, default=0.0)
-    timed = [(spec.arrival_s, one.chunks_s[0]) for _, spec, one in counted
-             if one.chunks_s and spec.arrival_s is not None]  # fmt: skip
-    origin_s = min((at - arrival for arrival, at in timed), default=begun_s)
-    rows: list[RequestRecord] = []
-    before_s = begun_s
-    for n, spec, one in counted:
-        sent_s = one.chunks_s[0] if one.chunks_s else None
-        before_s = before_s if sent_s is None else sent_s
-        due_s = before_s if spec.arrival_s is None else origin_s + spec.arrival_s
-        rows.append(_row(label, n, spec, one, shape, due_s))
+    origins = (one.chunks_s[0] - (spec.arrival_s or 0.0) for _, spec, one in counted if one.chunks_s)
+    origin_s = min(origins, default=begun_s)
+    rows = [_row(label, n, spec, one, shape, origin_s + (spec.arrival_s or 0.0)) for n, spec, one in counted]
     run = Run(label, begun_s=min((row.due_s for row in rows), default=begun_s), rows=rows, sent=len(rows))
     run.issued_s = max((row.due_s for row in rows), default=begun_s)
     run.ended_s = max((row.ended_s for row in rows), default=begun_s)
     return run
-
-
-def most_under_way(rows: Sequence[RequestRecord]) -> int:
-    """Requests that were sent and had not ended, at the worst moment."""
-    changes = sorted((at, change) for row in rows if row.sent_s is not None
-                     for at, change in ((row.sent_s, 1), (row.ended_s, -1)))  # fmt: skip
-    most = now = 0
-    for _, change in changes:
-        now += change
-        most = max(most, now)
-    return most
 
 
 def _row(label: str, n: int, spec: RequestSpec, one: Sent, shape: Shape, due_s: float) -> RequestRecord:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -21,20 +21,21 @@ from bench.analysis.page import require
 from bench.analysis.ratios import Ratio, plain_ratio, run_ratio
 from bench.analysis.results import ASKED, PER_DEVICE, LoadedRun, Result, read_results
 from bench.analysis.sweep_results import better
+from bench.micro.rows import table_of
 from bench.record import busy, environment, flatten, write
-from deploy.memory.placement_table import table
 from epd_serve.errors import ConfigError
 
 OF_ALL_DEVICES = ("output_tokens_per_s", "answered_rps", "offered_rps")
 """Figures that are compared per device where device counts differ."""
-HEAD = ("figure", "A", "B", "B/A", "95 %", "over", "B is")
+_WHERE = frozenset("json rows out plot profile cache traces url header".split())
+"""Flags that say where things are."""
+_TOLD = ("machine/cpu", "machine/cores", "machine/arch", "commit", "versions/")
 
 
 class Compared(NamedTuple):
-    """One figure of both. `deployment`, `run`: of the figure; "" where there is none."""
+    """One figure of both. `title`: deployment and run of the figure, as far as it has them."""
 
-    deployment: str
-    run: str
+    title: str
     ratio: Ratio
 
 
@@ -62,12 +63,14 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     for text in [*(f"NOT COMPARABLE, forced: {text}" for text in objections), *(f"note: {text}" for text in notes)]:
         print(f"  {text}")
     found = [one for a, b in pairs for one in compared(a, b)]
-    print(f"\n{_table(found, everything=arguments.all)}")
+    for title, group in groupby(found, key=lambda one: one.title):
+        ratios = [one.ratio for one in group]
+        shown = [one for one in ratios if arguments.all or (better(one.figure) and (one.a or one.b))]
+        print(f"\n{title}\n{_table(shown)}")
     env = environment(argv, kind=kinds, asked=arguments)
     env |= {"forced": objections, "notes": notes, "a": dict(pairs[0][0].env), "b": dict(pairs[0][1].env)}
     rows = [
-        {"deployment": one.deployment, "run": one.run, **asdict(one.ratio)}
-        | {"better": better(one.ratio.figure), "verdict": one.ratio.verdict}
+        {"of": one.title, **asdict(one.ratio), "better": better(one.ratio.figure), "verdict": one.ratio.verdict}
         for one in found
     ]
     write(arguments.json, figures(found), env, rows)
@@ -80,11 +83,16 @@ def compared(a: Result, b: Result) -> list[Compared]:
     Raises:
         ConfigError: they have none in common.
     """
-    found = [Compared(a.name, title, ratio) for title, *runs in _runs(a, b) for ratio in _ratios(*runs)]
-    of_runs = a.runs.keys() | b.runs.keys()
-    why = "it has no requests of its own"
+    found = []
+    for title, of_a, of_b in _runs(a, b):
+        names: Sequence[str] = list(of_a.figures)
+        if of_a.devices != of_b.devices:
+            names = [name + PER_DEVICE if name in OF_ALL_DEVICES else name for name in names]
+        ratios = (run_ratio(name, of_a, of_b) for name in names)
+        found += [Compared("/".join(filter(None, (a.name, title))), ratio) for ratio in ratios if ratio]
+    of_runs, why = a.runs.keys() | b.runs.keys(), "it has no requests of its own"
     found += [
-        Compared(a.name, "", plain_ratio(name, value, b.figures[name], why))
+        Compared(a.name, plain_ratio(name, value, b.figures[name], why))
         for name, value in a.figures.items()
         if name in b.figures and name.split("/")[0] not in of_runs
     ]
@@ -97,10 +105,10 @@ def compared(a: Result, b: Result) -> list[Compared]:
 def figures(found: Sequence[Compared]) -> dict[str, float]:
     """`DEPLOYMENT/RUN/FIGURE/ratio`, and `low` and `high` of its interval."""
     return {
-        "/".join(filter(None, (one.deployment, one.run, one.ratio.figure, name))): value
+        "/".join(filter(None, (one.title, one.ratio.figure, name))): value
         for one in found
-        for name, value in (("ratio", one.ratio.ratio), ("low", one.ratio.low), ("high", one.ratio.high))
-        if value is not None
+        for name in ("ratio", "low", "high")
+        if (value := getattr(one.ratio, name)) is not None
     }
 
 
@@ -109,8 +117,9 @@ def _pairs(a: Sequence[Result], b: Sequence[Result]) -> list[tuple[Result, Resul
     if len(a) == len(b) == 1:
         return [(a[0], b[0])]
     sides = [{one.name: one for one in side} for side in (a, b)]
-    names = [", ".join(side) for side in sides]
-    if not (shared := [name for name in sides[0] if name in sides[1]]):
+    shared = [name for name in sides[0] if name in sides[1]]
+    if not shared:
+        names = [", ".join(side) for side in sides]
         raise ConfigError(
             f"no deployment is in both: A has {names[0]}, B has {names[1]}; name the folder of one of each"
         )
@@ -133,66 +142,41 @@ def _per_device(label: str, devices: int) -> str:
     return f"{float(number) / devices:.6g} rps per device{rest}" if space else label
 
 
-def _ratios(a: LoadedRun, b: LoadedRun) -> Iterator[Ratio]:
-    names = list(a.figures)
-    if a.devices != b.devices:
-        names = [name + PER_DEVICE if name in OF_ALL_DEVICES else name for name in names]
-    yield from filter(None, (run_ratio(name, a, b) for name in names))
+def _table(ratios: Sequence[Ratio]) -> str:
+    def between(one: Ratio) -> str:
+        return "-" if one.low is None else f"{one.low:.3f}–{one.high:.3f}"
 
-
-def _table(found: Sequence[Compared], *, everything: bool) -> str:
-    """A table per deployment and run. `everything`: also figures that are neither good nor bad, or 0 in both."""
-    parts = []
-    for titles, group in groupby(found, key=lambda one: (one.deployment, one.run)):
-        ratios = [one.ratio for one in group]
-        lines = [_line(one) for one in ratios if everything or (better(one.figure) and (one.a or one.b))]
-        if lines:
-            parts.append("\n".join([*filter(None, [", ".join(filter(None, titles))]), table([HEAD, *lines])]))
-    return "\n\n".join(parts) or "  no figure with a direction; --all shows the others"
-
-
-def _line(one: Ratio) -> tuple[str, ...]:
-    ratio = "-" if one.ratio is None else f"{one.ratio:.3f}"
-    between = "-" if one.low is None or one.high is None else f"{one.low:.3f}–{one.high:.3f}"
-    over = f"{one.samples} {one.over}" if one.over else "-"
-    verdict = f"no interval: {one.why}" if one.why else one.verdict or "-"
-    return one.figure, f"{one.a:.4g}", f"{one.b:.4g}", ratio, between, over, verdict
-
-
-_WHERE = frozenset("json rows out plot profile cache traces url header".split())
-"""Flags that say where things are."""
-_JUDGING = frozenset("devices kind min_samples late_ms".split())
-"""Fields of a load's experiment that say what serves, and what a valid run is."""
-_TOLD = ("machine/cpu", "machine/cores", "machine/arch", "commit", "versions/")
+    columns: dict[str, str | Callable[[Ratio], object]] = {
+        "figure": "{0.figure}",
+        "A": "{0.a:.4g}",
+        "B": "{0.b:.4g}",
+        "B/A": lambda one: "-" if one.ratio is None else f"{one.ratio:.3f}",
+        "95 %": between,
+        "B is": lambda one: f"no interval: {one.why}" if one.why else one.verdict,
+    }
+    return table_of(ratios, columns)
 
 
 def refusals(a: Result, b: Result) -> list[str]:
     """Why they cannot be compared, each with the field at fault; empty where they can."""
-    first, second = (_asked(one) for one in (a, b))
-    both = [name for name in first if name in second and name not in _JUDGING]
-    return [
-        *_differing({"kind": a.kind}, {"kind": b.kind}),
-        *_differing({"measurement": _measurement(a)}, {"measurement": _measurement(b)}),
-        *_differing(*({name: side[name] for name in both} for side in (first, second))),
-    ]
+    first, second = ({"kind": one.kind, "measurement": _measurement(one), **_asked(one)} for one in (a, b))
+    both = [name for name in first if name in second]
+    return list(_differing(*({name: side[name] for name in both} for side in (first, second))))
 
 
 def warnings(a: Result, b: Result) -> list[str]:
     """What a reader of the ratios has to know."""
-    return list(dict.fromkeys([*_between(a, b), *_within("A", a), *_within("B", b)]))
-
-
-def _between(a: Result, b: Result) -> Iterator[str]:
     first, second = (
-        {name: value for name, value in flatten(one.env).items() if name.startswith(_TOLD)} for one in (a, b)
+        {name: value for name, value in flatten(one.env).items() if name.startswith(_TOLD)} | {"devices": one.devices}
+        for one in (a, b)
     )
-    yield from _differing(first, second)
-    yield from _differing({"devices": a.devices}, {"devices": b.devices})
+    found = list(_differing(first, second))
     if not ("load" in a.env and "load" in b.env):
         flags = (
             {name: value for name, value in one.env.get("asked", {}).items() if name not in _WHERE} for one in (a, b)
         )
-        yield from _differing(*flags)
+        found += _differing(*flags)
+    return list(dict.fromkeys([*found, *_within("A", a), *_within("B", b)]))
 
 
 def _within(side: str, one: Result) -> Iterator[str]:
@@ -201,22 +185,21 @@ def _within(side: str, one: Result) -> Iterator[str]:
         yield f"{side} was measured with uncommitted changes"
     if {"load_average_1min", "cores"} <= env.get("machine", {}).keys() and (text := busy(env)):
         yield f"{side}: {text}"
-    if env.get("resumed") or len(env.get("sessions", ())) > 1:
+    if len(env.get("sessions", ())) > 1:
         yield f"{side} was measured in several sessions"
     for row in one.rows:
         if row.get("valid") is False:
             yield f"{side}: {row.get('run')} is not valid: {next(iter(row.get('objections', [])), 'no reason kept')}"
         if row.get("grows"):
             yield f"{side}: {row.get('run')} is no steady state, so its figures depend on how long it was"
-    load = env.get("load")
-    if isinstance(load, Mapping) and load.get("client_on_the_servers_host"):
+    if env.get("load", {}).get("client_on_the_servers_host"):
         yield "the client ran on the server's host, and shared its cores"
 
 
 def _asked(one: Result) -> Mapping[str, Any]:
     """What a load was asked to send, and to be judged by; nothing of another measurement."""
     load = one.env.get("load", {})
-    return load.get("experiment") or {name: load[name] for name in (*ASKED, "model") if name in load}
+    return {name: load[name] for name in (*ASKED, "model") if name in load}
 
 
 def _measurement(one: Result) -> str:

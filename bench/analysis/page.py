@@ -1,8 +1,8 @@
 """`epd-bench report`: draw a results folder of `epd-bench layouts` again, whole or interrupted.
 
-Into the folder go a PNG for each figure, a CSV for each table, and report.html, from `report.html.j2`, which has all of
-it inside: pictures and tables in one file, no script, nothing from elsewhere. Well-formed as XML too. Needs matplotlib,
-SciPy and Jinja2: pip install 'epd-serve[bench]'.
+Into the folder go a PNG for each figure, and report.html, from `report.html.j2`, which has all of
+it inside: pictures and tables in one file, no script, nothing from elsewhere. Well-formed as XML too. Needs matplotlib
+and Jinja2: pip install 'epd-serve[bench]'.
 """
 
 from __future__ import annotations
@@ -14,52 +14,44 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.analysis.plots import all_figures, save
-from bench.analysis.ratios import NEGLIGIBLE
 from bench.analysis.sweep_results import SweepResults, read_sweep
-from bench.analysis.tables import GOOD_SHARE, Table, all_tables, chosen_rate, facts
+from bench.analysis.tables import GOOD_SHARE, Table, all_tables, facts
 from deploy.memory.placement_table import table as text_table
 from epd_serve.errors import ConfigError
 
 PAGE, TEMPLATE = "report.html", "report.html.j2"
-NEEDS = ("matplotlib", "scipy", "jinja2")
+NEEDS = ("matplotlib", "jinja2")
 SECTIONS: Mapping[str, tuple[str, Sequence[str], Sequence[str]]] = {
-    "best": ("The best", (), ("best",)),
     "attainment": ("SLO attainment (EPD-Serve Figs. 8 and 12)", ("attainment",), ()),
     "throughput": ("Throughput (EPD-Serve Figs. 9 and 13)", ("throughput",), ()),
     "ttft": ("TTFT (EPD-Serve Figs. 10 and 14)", ("ttft",), ()),
     "tpot": ("TPOT (EPD-Serve Figs. 11 and 15)", ("tpot",), ()),
-    "rates": ("Numbers by rate", (), ("table5", "goodput", "rates")),
-    "scatter": ("All requests (EPD-Serve Fig. 16)", ("scatter-ttft", "scatter-tpot"), ()),
-    "ranks": ("Ranks (EPD-Serve Fig. 17)", ("ranks",), ()),
-    "phases": ("Phases (HydraInfer Figs. 11 and 13)", ("phases",), ("phases",)),
-    "batches": ("Batch sizes (after HydraInfer Figs. 3 and 6)", ("batches",), ("batches",)),
-    "ratios": ("Ratios to the monolith", (), ("ratios",)),
-    "deployments": ("Deployments", (), ("deployments",)),
+    "rates": ("Numbers by rate (EPD-Serve Table 5)", (), ("goodput", "rates", "ratios")),
+    "phases": ("Phases (HydraInfer Figs. 11 and 13)", (), ("phases",)),
 }
 """By anchor: title, figures, tables."""
-SHOWN: Mapping[str, int | None] = {"gaps": None, "table5": 9, "best": 10}
-"""Tables that the terminal shows, and their first columns there: the others are in the page."""
+SHOWN = 9
+"""Columns of a table that the terminal shows: the others are in the page."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="that `epd-bench layouts --out` wrote")
-    parser.add_argument("--rate", type=float, metavar="R", help="of Table 5 and the phases (default the highest)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Draw, and print what is best. Returns 0; 1 where no run is valid, since then it says nothing."""
-    return draw(arguments.folder, arguments.rate)
+    return draw(arguments.folder)
 
 
-def draw(folder: Path, rate: float | None = None) -> int:
-    """The report of a folder: its files, and in the terminal what is missing, Table 5 and the best."""
+def draw(folder: Path) -> int:
+    """The report of a folder: its files, and in the terminal what is missing, and each rate."""
     results = read_sweep(folder)
-    paths, tables = write_report(results, rate)
-    for name, columns in SHOWN.items():
-        if (one := tables.get(name)) and one.lines:
-            print(f"\n{one.title}\n\n{text_table([line[:columns] for line in [one.columns, *one.cells]])}")
-    print(f"\n{results.experiment.kind}: {len(paths)} files, of which {folder / PAGE} has all of it", flush=True)
+    tables = write_report(results)
+    for name in ("gaps", "rates"):
+        if (one := tables[name]).lines:
+            print(f"\n{one.title}\n\n{text_table([line[:SHOWN] for line in [one.columns, *one.cells]])}")
+    print(f"\n{results.experiment.kind}: {folder / PAGE}", flush=True)
     return 0 if any(run.valid for run in results.runs) else 1
 
 
@@ -75,39 +67,32 @@ def require(needed: Sequence[str] = NEEDS) -> None:
         raise ConfigError(missing)
 
 
-def write_report(results: SweepResults, wanted_rate: float | None = None) -> tuple[list[Path], Mapping[str, Table]]:
-    """The paths of all files of a report, written into the sweep's folder, and its tables.
-
-    Args:
-        wanted_rate: of Table 5 and the phases; default the highest that half of the deployments have.
+def write_report(results: SweepResults) -> Mapping[str, Table]:
+    """Write all files of a report into the sweep's folder; returns its tables.
 
     Raises:
-        ConfigError: a library is missing, nothing was measured at that rate, or a file cannot be written.
+        ConfigError: a library is missing, or a file cannot be written.
     """
     require()
     import jinja2
 
-    rate = chosen_rate(results, wanted_rate)
-    tables, figures = all_tables(results, rate), all_figures(results, rate)
+    tables, figures = all_tables(results), all_figures(results)
     paths = {name: results.folder / f"{name}.png" for name in figures}
-    files = {results.folder / f"{table.name}.csv": table.csv(results.experiment.kind) for table in tables.values()}
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     try:
         for name, path in paths.items():
             save(results, figures[name], path)
-        files[results.folder / PAGE] = environment.get_template(TEMPLATE).render(
+        page = environment.get_template(TEMPLATE).render(
             experiment=results.experiment,
             sections=SECTIONS,
             tables=tables,
-            titles={name: title for name, (title, _) in figures.items()},
+            titles={name: ", ".join(one.name for one in metrics) for name, metrics in figures.items()},
             images={name: base64.b64encode(path.read_bytes()).decode() for name, path in paths.items()},
             facts=facts(results),
             good_share=f"{GOOD_SHARE:g}",
-            negligible=f"{100 * NEGLIGIBLE:g}",
         )
-        for path, text in files.items():
-            path.write_text(text, encoding="utf-8")
+        (results.folder / PAGE).write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written: {error.strerror}", param="DIR") from error
-    return [*paths.values(), *files], tables
+    return tables

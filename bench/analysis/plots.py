@@ -1,20 +1,18 @@
-"""The figures of a comparison, one function each over its runs (EPD-Serve Figs. 8 to 17, HydraInfer 3, 6, 11, 13).
+"""The figures of a comparison: metrics against the rate (EPD-Serve Figs. 8 to 15), a panel each.
 
-A deployment has one colour, marker and line in all of them; colours are Okabe and Ito's, which colour-blind people tell
-apart. Every figure says below what kind of measurement it is, of what and on what. A run that is not valid is a hollow
-marker with a cross, on no line. Matplotlib is imported where something is drawn.
+A deployment has one colour and marker in all of them; colours are Okabe and Ito's, told apart by colour-blind people.
+Every figure says below what kind of measurement it is, of what and on what. A run that is not valid is a hollow marker
+with a cross, on no line. Matplotlib is imported where something is drawn.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.analysis.sweep_results import (
-    RANKED,
     THROUGHPUT,
     THROUGHPUT_PER_DEVICE,
     TPOT,
@@ -24,125 +22,54 @@ from bench.analysis.sweep_results import (
     Metric,
     SweepResults,
     attainment,
-    ranked,
-    ranks,
 )
 from bench.analysis.tables import GOOD_SHARE
-from bench.sweep.experiment import Deployment
-from epd_serve.phases.phase import Phase
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE, YELLOW = (
-    "#000000",
-    "#E69F00",
-    "#56B4E9",
-    "#009E73",
-    "#0072B2",
-    "#D55E00",
-    "#CC79A7",
-    "#B8A800",  # Okabe and Ito's yellow, darker: on white it could not be seen
-)
-COLOURS = (BLACK, BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW)
+COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#B8A800")
 MARKERS = ("s", "o", "^", "D", "v", "P", "X", "*", "<", ">")
-LINES = ("--", "-", "-.", "-", ":", "-", (0, (3, 1, 1, 1, 1, 1)))
-INK, FAINT = "#333333", "#767676"
+FAINT = "#767676"
 STYLE = {
     "figure.dpi": 130,
     "figure.constrained_layout.use": True,
-    "figure.constrained_layout.h_pad": 0.1,
-    "figure.titlesize": 12,
-    "figure.titleweight": "bold",
     "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9,
     "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.7,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
     "legend.fontsize": 9,
     "legend.title_fontsize": 8,
     "legend.frameon": False,
-    "legend.handlelength": 3.2,
-    "lines.linewidth": 1.7,
-    "lines.markersize": 6.0,
 }
 LOG_SPAN = 20.0
 """Largest over smallest value from which an axis of times is logarithmic."""
-NAMED = 3
-"""Deployments that are named of each rate."""
-ACROSS = 4
-"""Panels of a scatter plot beside each other, at most."""
-SMALL = 0.045
-"""Share of the axis below which a part of a bar has no number in it."""
-_FRONT = tuple(phase for phase in Phase if phase.value.split()[0] in ("HTTP", "preprocess", "answer"))
-_AROUND = (Phase.CLIENT, Phase.HTTP_CLIENT, Phase.PROXY, Phase.PROXY_QUEUE, Phase.FAILED, Phase.DOWNLOAD)
-PARTS: dict[str, tuple[tuple[Phase, ...], str, str]] = {
-    "client and proxy": (_AROUND, "#9A9A9A", ""),
-    "front ends of the stages": ((*_FRONT, Phase.DECODE_MEDIA), "#C9B8DC", ""),
-    "encode queue": ((Phase.ENCODE_QUEUE,), "#F8DFA8", "////"),
-    "encode": ((Phase.ENCODE,), ORANGE, ""),
-    "E→P": ((Phase.EP,), "#C77B00", "xxxx"),
-    "prefill queue": ((Phase.PREFILL_QUEUE,), "#A9CDE6", "////"),
-    "prefill": ((Phase.PREFILL,), BLUE, ""),
-    "P→D": ((Phase.PD,), "#00466F", "xxxx"),
-    "decode queue": ((Phase.DECODE_QUEUE,), "#A6DCCB", "////"),
-    "stages, not told apart": ((Phase.STAGES,), "#D9D9D9", ".."),
-    "decode": ((Phase.FIRST_TOKEN, Phase.DECODE), GREEN, ""),
-}
-"""Colour and hatch: stages have a colour each, queues and transfers are hatched."""
-
-Drawing = tuple[str, Callable[["Figure"], None]]
-"""A figure's title, and what fills it."""
 
 
-def all_figures(results: SweepResults, rate: float | None) -> dict[str, Drawing]:
-    """By the name of its file. `rate`: of the phases."""
-    slos = tuple(attainment(slo) for slo in results.experiment.slos)
-    made: dict[str, Drawing] = {
-        "attainment": ("SLO attainment against request rate", partial(curves, results, slos)),
-        "throughput": (
-            "Throughput against request rate",
-            partial(curves, results, (THROUGHPUT, THROUGHPUT_PER_DEVICE)),
-        ),
-        "ttft": ("Time to first token (TTFT) against request rate", partial(curves, results, (TTFT, TTFT_P99))),
-        "tpot": ("Time per output token (TPOT) against request rate", partial(curves, results, (TPOT, TPOT_P99))),
-        "ranks": ("Ranks against request rate; 1 is the best", partial(ranking, results)),
-        "scatter-ttft": ("TTFT of all requests; the best three by mean are named", partial(scatter, results, TTFT)),
-        "scatter-tpot": ("TPOT of all requests; the best three by mean are named", partial(scatter, results, TPOT)),
+def all_figures(results: SweepResults) -> Mapping[str, Sequence[Metric]]:
+    """What each shows, by the name of its file."""
+    return {
+        "attainment": [attainment(slo) for slo in results.experiment.slos],
+        "throughput": (THROUGHPUT, THROUGHPUT_PER_DEVICE),
+        "ttft": (TTFT, TTFT_P99),
+        "tpot": (TPOT, TPOT_P99),
     }
-    if rate is not None and any(run.phases for run in results.runs if run.rate == rate and run.valid):
-        made["phases"] = (f"Phases of a request at {rate:g} req/s", partial(phases, results, rate))
-    if any(run.roles for run in results.runs):
-        made["batches"] = ("Batch sizes by stage (mean, band P10 to P90)", partial(batches, results))
-    return made
 
 
-def save(results: SweepResults, drawing: Drawing, path: Path) -> None:
-    """Draw a figure into a PNG: its title above, one legend below all panels, and what it is of."""
+def save(results: SweepResults, metrics: Sequence[Metric], path: Path) -> None:
+    """Draw a figure into a PNG: a panel per metric, one legend below all of them, and what it is of."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no state of pyplot's
     from matplotlib.figure import Figure
 
-    title, fill = drawing
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12.0, 5.6))
-        fill(figure)
-        figure.suptitle(title, color=INK)
+        figure = Figure(figsize=(max(9.2, 4.6 * len(metrics)), 5.4))
+        for ax, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
+            _panel(ax, results, metric)
         seen: dict[str, Any] = {}
         for ax in figure.axes:
             handles, labels = ax.get_legend_handles_labels()
             seen = {**dict(zip(labels, handles, strict=True)), **seen}
-        width_in = 0.068 * max(map(len, seen), default=1) + 0.72
-        look = {"loc": "outside lower center", "ncols": max(1, min(6, int(figure.get_figwidth() / width_in)))}
-        legend = figure.legend(list(seen.values()), list(seen), title=footer(results), **look)
-        legend.get_title().set_color(FAINT)
+        figure.legend([*seen.values()], [*seen], title=footer(results), loc="outside lower center", ncols=4)
         FigureCanvasAgg(figure).print_png(str(path))
 
 
@@ -154,138 +81,24 @@ def footer(results: SweepResults) -> str:
     return "\n".join(textwrap.wrap(" · ".join([*words, f"commit {env.get('commit')}"]), 190))
 
 
-def curves(results: SweepResults, metrics: Sequence[Metric], figure: Figure) -> None:
-    """Metrics against rate, a panel each (EPD-Serve Figs. 8 to 15)."""
-    figure.set_size_inches(max(9.2, 4.6 * len(metrics)), 5.4)
-    for ax, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
-        every = [value for run in results.runs if (value := metric.of(run)) is not None]
-        for one in results.experiment.deployments:
-            look = _look(results, one)
-            _line(ax, [(run.rate, metric.of(run)) for run in results.of(one) if run.valid], **look)
-            invalid = [(run.rate, metric.of(run)) for run in results.of(one) if not run.valid]
-            _line(ax, invalid, **look | {"linestyle": "", "fillstyle": "none", "label": None})
-            _line(ax, invalid, linestyle="", marker="x", color=FAINT, label="not valid")
-        ax.set(xlabel=results.experiment.rate_axis, ylabel=metric.unit, title=textwrap.fill(metric.name, 40))
-        ax.set_xticks(results.rates)
-        if metric.percent:
-            ax.set_ylim(-3, 105)
-            ax.axhline(GOOD_SHARE, color=FAINT, linestyle=":", linewidth=1.2, label=f"{GOOD_SHARE:g} %: goodput")
-        else:
-            _from_zero(ax, every, log=metric.lower_is_better)
-
-
-def ranking(results: SweepResults, figure: Figure) -> None:
-    """Ranks against rate, a panel for each metric (after EPD-Serve Fig. 17)."""
-    rates, last = results.rates, len(results.experiment.deployments)
-    figure.set_size_inches(13.8, 5.4)
-    for ax, metric in zip(figure.subplots(1, len(RANKED), sharey=True), RANKED, strict=True):
-        by_rate = {rate: ranks(results, metric, rate) for rate in rates}
-        for one in results.experiment.deployments:
-            _line(ax, [(rate, of.get(one.name)) for rate, of in by_rate.items()], **_look(results, one))
-        ax.set(xlabel=results.experiment.rate_axis, title=metric.name, ylim=(last + 0.5, 0.5))
-        ax.set_xticks(rates)
-        ax.set_yticks(range(1, last + 1))
-
-
-def scatter(results: SweepResults, metric: Metric, figure: Figure) -> None:
-    """TTFT or TPOT of every whole answer, a panel per rate, all on one scale (EPD-Serve Fig. 16)."""
-    across = max(1, min(ACROSS, len(results.rates)))
-    down = max(1, -(-len(results.rates) // across))
-    figure.set_size_inches(max(8.0, 3.6 * across), 3.1 * down + 2.0)
-    panels = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
-    every: list[float] = []
-    kind = metric.name.split()[-1]
-    for ax, rate in zip(panels, results.rates, strict=False):
-        for run in (run for run in results.runs if run.rate == rate):
-            rows = [(row.due_s - run.begun_s, getattr(row, f"{kind.lower()}_s")) for row in run.requests if row.ok]
-            known = [(at_s, seconds * 1e3) for at_s, seconds in rows if seconds is not None]
-            every += [ms for _, ms in known]
-            look = _look(results, run.deployment) | {"linestyle": "", "markersize": 4.0, "markeredgewidth": 0.0}
-            _line(ax, known, alpha=0.55, **look)
-        ax.set(xlabel="due after the run's start (s)", title=f"{rate:g} req/s")
-        names = [run.deployment.name for run, _ in ranked(results, metric, rate)[:NAMED]]
-        best = "\n".join(f"{place}. {name}" for place, name in enumerate(names, 1)) or "no valid run"
-        box = {"facecolor": "white", "edgecolor": FAINT, "alpha": 0.85, "boxstyle": "round,pad=0.3", "linewidth": 0.6}
-        ax.text(0.02, 0.98, best, transform=ax.transAxes, fontsize=7.5, va="top", ha="left", bbox=box)
-    for ax in panels[len(results.rates) :]:
-        ax.set_visible(False)
-    panels[0].set_ylabel(f"{kind} (ms)")
-    _from_zero(panels[0], every, log=True)
-
-
-def phases(results: SweepResults, rate: float, figure: Figure) -> None:
-    """Stacked bars of exposed times, one per deployment: left the TTFT, right the whole request (HydraInfer v1 Fig. 13,
-    v2 Fig. 11)."""
-    known = [(run, run.phases) for run in results.runs if run.rate == rate and run.valid and run.phases]
-    figure.set_size_inches(13.0, 3.0 + 0.52 * max(2, len(known)))
-    axes = figure.subplots(1, 2, sharey=True)
-    whole: list[Mapping[Phase, float]] = [of.exposed for _, of in known]
-    first: list[Mapping[Phase, float]] = [
-        {phase: ms for phase, ms in stack.items() if phase is not Phase.DECODE} for stack in whole
-    ]
-    for ax, stacks in zip(axes, (first, whole), strict=True):
-        longest, left = max(sum(stack.values()) for stack in stacks), [0.0] * len(stacks)
-        for label, (parts, colour, hatch) in PARTS.items():
-            widths = [sum(stack.get(phase, 0.0) for phase in parts) for stack in stacks]
-            if not any(widths):
-                continue
-            edge = INK if hatch else "white"
-            bars = ax.barh(
-                range(len(stacks)), widths, 0.66, left, color=colour, hatch=hatch, edgecolor=edge, label=label
-            )
-            numbers = [f"{width:.0f}" if width > SMALL * longest and not hatch else "" for width in widths]
-            ax.bar_label(
-                bars, numbers, label_type="center", fontsize=8, color="white" if colour in (BLUE, GREEN) else "black"
-            )
-            left = [begun + width for begun, width in zip(left, widths, strict=True)]
-        ax.bar_label(bars, [f" {total:.0f}" for total in left], fontsize=8, fontweight="bold", color=INK)
-        ax.set(xlabel="mean, ms", xlim=(0, longest * 1.1), ylim=(len(stacks) - 0.45, -0.55))
-        ax.set_yticks(range(len(stacks)), [run.deployment.label.replace(", ", "\n") for run, _ in known])
-        ax.set_title("Time to first token" if stacks is first else "Whole request")
-        ax.grid(visible=False, axis="y")
-
-
-def batches(results: SweepResults, figure: Figure) -> None:
-    """Running sequences against rate, a panel for each stage."""
-    for ax, letter, stage in zip(figure.subplots(1, 3), "EPD", ("encode", "prefill", "decode"), strict=True):
-        for one in results.experiment.deployments:
-            look = _look(results, one)
-            own = [
-                (run, f"batch/{role}/running") for run in results.of(one) for role in run.roles if role[-1] == letter
-            ]
-            _line(ax, [(run.rate, run.figure(f"{name}/mean")) for run, name in own if run.valid], **look)
-            band = [
-                (run.rate, run.figures[f"{name}/p10"], run.figures[f"{name}/p90"]) for run, name in own if run.valid
-            ]
-            if band:
-                ax.fill_between(*zip(*band, strict=True), color=look["color"], alpha=0.1, linewidth=0)
-        ax.set(xlabel=results.experiment.rate_axis, ylabel="running sequences of an instance", title=stage)
-        ax.set_xticks(results.rates)
+def _panel(ax: Axes, results: SweepResults, metric: Metric) -> None:
+    for at, one in enumerate(results.experiment.deployments):
+        look: dict[str, Any] = {"color": COLOURS[at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)]}
+        points = [(run.rate, value, run.valid) for run in results.of(one) if (value := metric.of(run)) is not None]
+        valid = [(rate, value) for rate, value, good in points if good]
+        invalid = [(rate, value) for rate, value, good in points if not good]
+        if valid:
+            ax.plot(*zip(*valid, strict=True), label=one.label, **look)
+        if invalid:
+            ax.plot(*zip(*invalid, strict=True), linestyle="", fillstyle="none", **look)
+            ax.plot(*zip(*invalid, strict=True), linestyle="", marker="x", color=FAINT, label="not valid")
+    ax.set(xlabel=results.experiment.rate_axis, ylabel=metric.unit, title=textwrap.fill(metric.name, 40))
+    ax.set_xticks(results.rates)
+    every = [value for run in results.runs if (value := metric.of(run)) is not None]
+    if metric.unit == "%":
+        ax.set_ylim(-3, 105)
+        ax.axhline(GOOD_SHARE, color=FAINT, linestyle=":", label=f"{GOOD_SHARE:g} %: goodput")
+    elif metric.unit == "ms" and every and 0 < LOG_SPAN * min(every) < max(every):
+        ax.set_yscale("log")
+    else:
         ax.set_ylim(bottom=0)
-
-
-def _look(results: SweepResults, deployment: Deployment) -> dict[str, Any]:
-    """Keywords of `Axes.plot`. The numbers of colours, markers and lines have no common divisor that matters, so that
-    pairs repeat late."""
-    at = results.experiment.deployments.index(deployment)
-    colour, marker, line = (looks[at % len(looks)] for looks in (COLOURS, MARKERS, LINES))
-    return {"color": colour, "marker": marker, "linestyle": line, "label": deployment.label}
-
-
-def _line(ax: Axes, points: Sequence[tuple[float, float | None]], **look: Any) -> None:
-    """Through the points that have a value."""
-    if known := [(x, y) for x, y in points if y is not None]:
-        ax.plot(*zip(*known, strict=True), **look)
-
-
-def _from_zero(ax: Axes, values: Sequence[float], *, log: bool) -> None:
-    """An axis from 0; logarithmic, with plain numbers at 1, 2 and 5, where values span much and `log` allows it."""
-    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
-
-    if not (log and values and min(values) > 0 and max(values) > LOG_SPAN * min(values)):
-        ax.set_ylim(0, max([1e-9, *values]) * 1.08)
-        return
-    ax.set_yscale("log")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    ax.yaxis.set_minor_locator(NullLocator())

@@ -20,7 +20,7 @@ from bench.sweep.store import EXPERIMENT, RESULT, ROWS
 from epd_serve.errors import ConfigError
 from epd_serve.slo import MEAN
 
-ASKED = ("workload", "knobs", "arrivals", "duration_s", "count", "seed", "slos")
+ASKED = ("workload", "knobs", "duration_s", "count", "seed", "slos")
 """Fields of a folder's experiment that have to be equal for its deployments to be compared with others."""
 PER_DEVICE = "_per_device"
 _UNJUDGED = re.compile(r"(slo_[^:/]+:[^:/]+)/")

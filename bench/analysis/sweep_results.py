@@ -1,4 +1,4 @@
-"""What a sweep found, as one tidy list of runs: a deployment at a rate, its figures, whether they count, and its ranks.
+"""What a sweep found, as one tidy list of runs: a deployment at a rate, its figures, and whether they count.
 
 Reads the folder of `epd-bench layouts`, whole or interrupted; what is missing of it is a gap, not an error. Of one with
 a folder for each seed, a run has the medians of its figures over the seeds. Also what deployments are compared by, as
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -50,19 +50,8 @@ class Run(LoadedRun):
     phases: Breakdown | None
 
     @property
-    def roles(self) -> list[str]:
-        """Whose batches were sampled, in the order of the stages: a fused instance is where its last stage is."""
-        found = {name.split("/")[1] for name in self.figures if name.startswith("batch/")}
-        return sorted(found, key=lambda role: ("EPD".find(role[-1]), role))
-
-    @property
     def rate(self) -> float:
         return self.row.rate
-
-    @property
-    def begun_s(self) -> float:
-        """When its first request was due."""
-        return self.requests[0].due_s if self.requests else 0.0
 
     @property
     def valid(self) -> bool:
@@ -93,10 +82,6 @@ class SweepResults:
     def of(self, deployment: Deployment) -> list[Run]:
         """Its runs by rate."""
         return sorted((run for run in self.runs if run.deployment == deployment), key=lambda run: run.rate)
-
-    def at(self, deployment: Deployment, rate: float) -> Run | None:
-        """The deployment's valid run at `rate`."""
-        return next((run for run in self.of(deployment) if run.rate == rate and run.valid), None)
 
 
 def read_sweep(folder: Path) -> SweepResults:
@@ -189,32 +174,20 @@ def better(figure: str) -> Direction:
     return "lower" if _LOWER.search(figure) else ""
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A number of a run, and how it is shown.
-
-    Attributes:
-        name, unit: as axes and columns have them.
-        figure: where it lies in the run's figures.
-        percent: a share, shown in percent.
-    """
+class Metric(NamedTuple):
+    """A number of a run: as axes and columns call it, and where it lies in the run's figures; shares are in percent."""
 
     name: str
     unit: str
     figure: str
-    percent: bool = False
 
     @property
     def label(self) -> str:
         return f"{self.name} ({self.unit})"
 
-    @property
-    def lower_is_better(self) -> bool:
-        return better(self.figure) == "lower"
-
     def of(self, run: Run) -> float | None:
         value = run.figure(self.figure)
-        return value * 100.0 if value is not None and self.percent else value
+        return value * 100.0 if value is not None and self.unit == "%" else value
 
 
 TTFT, TTFT_P99 = Metric("mean TTFT", "ms", "ttft_ms/mean"), Metric("P99 TTFT", "ms", "ttft_ms/p99")
@@ -222,40 +195,13 @@ TPOT, TPOT_P99 = Metric("mean TPOT", "ms", "tpot_ms/mean"), Metric("P99 TPOT", "
 THROUGHPUT = Metric("throughput", "output tokens/s", "output_tokens_per_s")
 THROUGHPUT_PER_DEVICE = Metric("throughput per device", "output tokens/s", "output_tokens_per_s_per_device")
 
-LATENCIES = (TTFT, TTFT_P99, TPOT, TPOT_P99)
-RANKED = (TTFT, TPOT, THROUGHPUT_PER_DEVICE)
-"""What EPD-Serve's Fig. 17 ranks by: throughput per device, so that those of more devices do not win by them."""
-
 
 def attainment(slo: Slo) -> Metric:
     """Share of the requests within `slo`."""
-    return Metric(f"SLO attainment, {slo.text}", "%", f"slo_{slo}/attainment", percent=True)
+    return Metric(f"SLO attainment, {slo.text}", "%", f"slo_{slo}/attainment")
 
 
 def effective_per_device(slo: Slo) -> Metric:
     """Output tokens a second of requests within `slo`, per device (EPD-Serve Table 5)."""
     figure = f"slo_{slo}/effective_tokens_per_s_per_device"
     return Metric(f"effective throughput per device, {slo}", "output tokens/s", figure)
-
-
-def compared_by(slo: Slo) -> tuple[Metric, ...]:
-    """What the best deployments, and ratios, are told by."""
-    return TTFT, TPOT, THROUGHPUT_PER_DEVICE, effective_per_device(slo)
-
-
-def ranked(results: SweepResults, metric: Metric, rate: float, devices: int | None = None) -> list[tuple[Run, float]]:
-    """Valid runs at `rate` that have the number, best first; equals in the order of the experiment.
-
-    Args:
-        devices: only deployments of so many.
-    """
-    runs = [results.at(one, rate) for one in results.experiment.deployments if devices in (None, one.devices)]
-    found = [(run, value) for run in runs if run is not None and (value := metric.of(run)) is not None]
-    return sorted(found, key=lambda one: one[1] if metric.lower_is_better else -one[1])
-
-
-def ranks(results: SweepResults, metric: Metric, rate: float) -> dict[str, int]:
-    """Rank by deployment's name, 1 the best; equals share the better rank. Runs that are not valid have none."""
-    order = ranked(results, metric, rate)
-    values = [value for _, value in order]
-    return {run.deployment.name: values.index(value) + 1 for run, value in order}

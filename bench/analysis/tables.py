@@ -1,39 +1,31 @@
-"""The tables of a comparison: each rate, Table 5, goodput, the best, ratios, phases, batches, runs. Pure.
+"""The tables of a comparison: what is missing, each rate, goodput, ratios, phases. Pure.
 
-A table is written as CSV and shown in the page with the same digits. Runs that are not valid are in it, and in no rank,
-ratio or best.
+Runs that are not valid are in the table of rates, and in no ratio. `result.json` has all the numbers.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from bench.analysis.ratios import run_ratio
 from bench.analysis.sweep_results import (
-    LATENCIES,
-    RANKED,
     THROUGHPUT,
     THROUGHPUT_PER_DEVICE,
-    Metric,
+    TPOT,
+    TPOT_P99,
+    TTFT,
+    TTFT_P99,
     Run,
     SweepResults,
     attainment,
-    compared_by,
     effective_per_device,
-    ranked,
-    ranks,
 )
-from bench.phases import Breakdown, phase_rows
+from bench.phases import phase_rows
+from bench.sweep.compared import compared
 from bench.sweep.experiment import Deployment
-from epd_serve.errors import ConfigError
-from epd_serve.layout_parser import parse
-from epd_serve.roles import Role
 from epd_serve.slo import Slo
 
 GOOD_SHARE = 90.0
@@ -46,18 +38,11 @@ Line = Mapping[str, Cell]
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
-
-    Attributes:
-        name: of its CSV file, without the ending.
-        lines: all with the same columns. Those whose `valid` is False do not count.
-        long: too long for a page, which then only names its file.
-    """
+    """A table. `lines`: all with the same columns; those whose `valid` is False do not count."""
 
     name: str
     title: str
     lines: Sequence[Line]
-    long: bool = False
 
     @property
     def columns(self) -> list[str]:
@@ -68,50 +53,20 @@ class Table:
         """As they are printed, everywhere."""
         return [[shown(line[column]) for column in self.columns] for line in self.lines]
 
-    def csv(self, kind: str) -> str:
-        """With a last column that says what kind of measurement this is."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(
-            [[*self.columns, "kind"], *([*line, kind] for line in self.cells)]
-        )
-        return text.getvalue()
-
 
 def shown(cell: Cell) -> str:
-    """Four significant digits, or all before the point; never an exponent. Empty where there is nothing."""
-    if cell is None or (isinstance(cell, str | int) and not isinstance(cell, bool)):
-        return "" if cell is None else str(cell)
+    """Four significant digits, or all before the point. Empty where there is nothing."""
     if isinstance(cell, bool):
         return "yes" if cell else "no"
-    assert math.isfinite(cell), "a figure is a number, or it is not there"
-    digits = max(0, 3 - math.floor(math.log10(abs(cell)))) if cell else 0
-    text = f"{cell:.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    if isinstance(cell, float):
+        assert math.isfinite(cell), "a figure is a number, or it is not there"
+        return f"{cell:.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
+    return "" if cell is None else str(cell)
 
 
-def chosen_rate(results: SweepResults, wanted: float | None = None) -> float | None:
-    """The rate of Table 5 and of the phases: `wanted`, else the highest that half of the deployments have validly.
-
-    Raises:
-        ConfigError: nothing was measured at `wanted`.
-    """
-    if wanted is not None and wanted not in results.rates:
-        measured = ", ".join(f"{rate:g}" for rate in results.rates) or "none"
-        raise ConfigError(f"--rate {wanted:g}: nothing was measured at it, but at {measured}", param="--rate")
-    measured_ones = len({run.deployment for run in results.runs})
-    known = [
-        rate
-        for rate in results.rates
-        if 2 * sum(run.valid for run in results.runs if run.rate == rate) >= measured_ones
-    ]
-    return max(known, default=max(results.rates, default=None)) if wanted is None else wanted
-
-
-def all_tables(results: SweepResults, rate: float | None) -> dict[str, Table]:
-    """By name. `rate`: of Table 5; None where there is no run."""
-    made = [gaps(results), best(results), rates(results), goodput(results), ratios(results)]
-    made += [phases(results), batches(results), deployments(results)]
-    made += [table5(results, rate)] if rate is not None else []
+def all_tables(results: SweepResults) -> dict[str, Table]:
+    """By name."""
+    made = [gaps(results), rates(results), goodput(results), ratios(results), phases(results)]
     return {table.name: table for table in made}
 
 
@@ -120,29 +75,20 @@ def gaps(results: SweepResults) -> Table:
 
 
 def rates(results: SweepResults) -> Table:
-    """Every run: latencies, throughput and attainment, ranks (EPD-Serve Figs. 8 to 15 and 17), and its requests."""
-    metrics = (*LATENCIES, THROUGHPUT, THROUGHPUT_PER_DEVICE, *_objectives(results))
+    """Every run: latencies, throughput, attainment and effective throughput (EPD-Serve Figs. 8 to 15, Table 5)."""
+    metrics = [TTFT, TTFT_P99, TPOT, TPOT_P99, THROUGHPUT, THROUGHPUT_PER_DEVICE]
+    metrics += [metric for slo in results.experiment.slos for metric in (attainment(slo), effective_per_device(slo))]
     counted = ("requests", "ok", "error", "truncated", "timeout", "offered_rps", "answered_rps")
-    places = {(metric, rate): ranks(results, metric, rate) for metric, rate in product(RANKED, results.rates)}
     lines = [
-        _line(
-            results,
-            run,
-            {one.label: one.of(run) for one in metrics},
-            {f"rank by {one.name}": places[one, run.rate].get(run.deployment.name) for one in RANKED},
-            {name: run.figure(name) for name in counted},
-        )
+        {
+            **_head(results, run),
+            **{one.label: one.of(run) for one in metrics},
+            **{name: run.figure(name) for name in counted},
+            "valid": run.valid,
+        }
         for run in results.runs
     ]
     return Table("rates", "Deployments at each rate", lines)
-
-
-def table5(results: SweepResults, rate: float) -> Table:
-    """EPD-Serve's Table 5 at `rate`: attainment and effective throughput within each objective."""
-    metrics = (*LATENCIES, *_objectives(results))
-    own = [run for run in results.runs if run.rate == rate]
-    lines = [_line(results, run, {one.label: one.of(run) for one in metrics}) for run in own]
-    return Table("table5", f"Deployments at {rate:g} req/s (EPD-Serve Table 5)", lines)
 
 
 def goodput_of(results: SweepResults, deployment: Deployment, slo: Slo) -> tuple[float | None, float | None]:
@@ -168,101 +114,31 @@ def goodput(results: SweepResults) -> Table:
     return Table("goodput", "Goodput", lines)
 
 
-def monolith(results: SweepResults) -> Deployment | None:
-    """What the others are compared to: a baseline of whole instances, else any deployment of such.
-
-    Of several the one whose device count the most deployments have. None where there is none that was measured.
-    """
-    counts = [one.devices for one in results.experiment.deployments]
-    whole = [one for one in results.experiment.deployments if parse(one.layout).roles == {Role.EPD} and results.of(one)]
-    return max(whole, key=lambda one: (one.baseline, counts.count(one.devices)), default=None)
-
-
-def best(results: SweepResults) -> Table:
-    """The first two at each metric and rate, and the first over the second."""
-    against = monolith(results)
-    lines = []
-    for metric, rate in product(compared_by(results.experiment.slos[0]), results.rates):
-        order = ranked(results, metric, rate, against.devices if against else None)
-        if len(order) > 1:
-            (first, value), (second, other) = order[:2]
-            line: dict[str, Cell] = {"metric": metric.label, results.experiment.rate_axis: rate}
-            line |= {"best": first.deployment.name, "its value": value}
-            line |= {"second": second.deployment.name, "value of the second": other}
-            line |= _ratio(metric, first, second, "best over second")
-            lines.append(line)
-    among = f" (of {against.devices} devices, as the monolith)" if against else ""
-    return Table("best", f"The best by metric and rate{among}", lines)
-
-
 def ratios(results: SweepResults) -> Table:
-    """Every deployment over the monolith."""
-    against = monolith(results)
-    lines = [
-        {**_head(results, run), "metric": metric.label, "its value": metric.of(run), "the monolith's": metric.of(base)}
-        | _ratio(metric, run, base, "ratio")
-        for metric, run in product(compared_by(results.experiment.slos[0]), results.runs)
-        if against and run.valid and run.deployment != against
-        if (base := results.at(against, run.rate)) and metric.of(run) is not None and metric.of(base)
-    ]
-    name = against.label if against else "none was measured"
-    return Table("ratios", f"Ratios to the monolith ({name})", lines)
-
-
-def _ratio(metric: Metric, run: Run, base: Run, name: str) -> dict[str, Cell]:
-    """Columns of the ratio of two runs that both have the metric, its interval (95 %), and what that says."""
-    found = run_ratio(metric.figure, base, run)
-    cells = (found.ratio, found.low, found.high, found.verdict) if found else (None,) * 4
-    return dict(zip((name, f"{name}: from", f"{name}: to", f"{name}: is"), cells, strict=True))
+    """Every valid run over plain vLLM's and over the monoliths' at its rate, as `bench.sweep.compared` has them."""
+    valid = [run for run in results.runs if run.valid]
+    named = {f"{run.deployment.name}/{run.row.run}/{name}": of for run in valid for name, of in run.figures.items()}
+    found = compared(results.experiment, named)
+    names = sorted({name.rpartition("/")[2] for name in found if "_over_" in name})
+    lines = []
+    for run in valid:
+        own = {name: found.get(f"{run.deployment.name}/{run.row.run}/{name}") for name in names}
+        lines += [{**_head(results, run), **own}] if any(own.values()) else []
+    return Table("ratios", "Ratios to plain vLLM and to the monoliths on as many devices", lines)
 
 
 def phases(results: SweepResults) -> Table:
     """Every phase of a request, HydraInfer's eight among them (Figs. 11 and 13), and how the migrations do."""
-    lines = [{**_head(results, run), **row} for run, of in _traced(results) for row in phase_rows(of)]
-    return Table("phases", "Every phase of a request", lines, long=True)
-
-
-def _traced(results: SweepResults) -> list[tuple[Run, Breakdown]]:
-    return [(run, run.phases) for run in results.runs if run.phases is not None and run.valid]
-
-
-def batches(results: SweepResults) -> Table:
-    lines = [
-        _line(results, run, {"role": role}, {name: run.figure(f"batch/{role}/{of}") for name, of in BATCHES.items()})
-        for run in results.runs
-        for role in run.roles
-    ]
-    return Table("batches", "Sequences that an instance runs at once (after HydraInfer Figs. 3 and 6)", lines)
-
-
-BATCHES = {
-    "running, mean (sequences)": "running/mean",
-    "running, P10": "running/p10",
-    "running, P90": "running/p90",
-    "waiting, mean (sequences)": "waiting",
-}
-
-
-def deployments(results: SweepResults) -> Table:
-    lines = [
-        {
-            "deployment": one.name,
-            "layout": one.layout,
-            "devices": one.devices,
-            "served by": str(one.served_by),
-            "ready after (s)": results.envs.get(one.name, {}).get("deployment", {}).get("ready_s"),
-            "runs": len(results.of(one)),
-            "flags": " ".join(one.flags),
-        }
-        for one in results.experiment.deployments
-    ]
-    return Table("deployments", "Deployments", lines)
+    traced = [(run, run.phases) for run in results.runs if run.phases is not None and run.valid]
+    lines = [{**_head(results, run), **row} for run, of in traced for row in phase_rows(of)]
+    return Table("phases", "Every phase of a request", lines)
 
 
 def facts(results: SweepResults) -> dict[str, Any]:
     """How it was measured: what was asked, and of the environments each different value once."""
     found = {name: value for name, value in results.experiment.to_json().items() if name != "deployments"}
     found |= {
+        "deployments": [f"{one.label}: {one.layout} {' '.join(one.flags)}" for one in results.experiment.deployments],
         "slos": [str(slo) for slo in results.experiment.slos],
         "runs": len(results.runs),
         "requests": sum(len(run.requests) for run in results.runs),
@@ -272,18 +148,6 @@ def facts(results: SweepResults) -> dict[str, Any]:
     return found
 
 
-def _objectives(results: SweepResults) -> list[Any]:
-    return [metric for slo in results.experiment.slos for metric in (attainment(slo), effective_per_device(slo))]
-
-
 def _head(results: SweepResults, run: Run) -> dict[str, Cell]:
     name, devices = run.deployment.name, run.deployment.devices
     return {"deployment": name, "devices": devices, results.experiment.rate_axis: run.rate}
-
-
-def _line(results: SweepResults, run: Run, *parts: Line) -> dict[str, Cell]:
-    """Of one run; its last column says whether the run is valid."""
-    line = _head(results, run)
-    for part in parts:
-        line |= part
-    return {**line, "valid": run.valid}

@@ -4,43 +4,42 @@ In parts (`--only`), each under load all the time:
 
     walk    real stages, the demo model, answers judged by what is in the picture: EP-D, E-P-D, (E-P)-D, (E-PD)x2,
             TP1x2 and back, round after round; new requests wait where there is no room for two layouts
-    wide    sixteen simulated stages, from one random layout to the next
     flips   P and D of simulated stages that become each other without a restart
     kills   kill -9 of stages, front doors, controller and agent in random order: real stages, the next once all is
             whole; and simulated stages, two of each role, every ten seconds
     streams kill -9 under long streams: of instances that decode, 2P-4D simulated, 200 of 100 tokens at a time, through
             two front doors; of any process of any stage and of the template, 2P-2D real, 60 of 200 tokens, each
             compared with the answer at rest
-    relay   simulated stages: what it costs streams that they can go on
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 
 from bench.change import streams
-from bench.change.flips import flips
+from bench.change.deployment import commanded
 from bench.change.kills import kills_real, kills_simulated
-from bench.change.walk import walk, wide
+from bench.change.loads import PROFILE, judged, simulated_flows
+from bench.change.walk import walk
+from bench.clients.process import SenderProcess
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, positive, several, whole
+from bench.served import simulated
 from bench.statistic import percentile
-from deploy.memory.placement_table import table
 
 STAGES = {
     "walk": "real",
-    "wide": "simulated",
     "flips": "simulated",
     "kills": "simulated, then real",
     "streams": "simulated, then real",
-    "relay": "simulated",
 }
 """Stages of each part."""
 
 PARTS = tuple(STAGES)
 FLAGS = {
     "--only": flag("parts of it", PARTS, several(one_of(*PARTS))),
-    "--minutes": flag("of the walk, and of its wide twin", Usually(15.0, quick=3.0), positive),
+    "--minutes": flag("of the walk", Usually(15.0, quick=3.0), positive),
     "--per-s": flag("requests a second of simulated stages", Usually(200.0, quick=50.0), positive),
     "--flips": flag("so many", Usually(100, quick=20), whole()),
     "--kills": flag("of real stages", Usually(30, quick=3), whole()),
@@ -48,18 +47,23 @@ FLAGS = {
     "--kill-minutes": flag("of simulated stages", Usually(10.0, quick=1.0), positive),
 }
 GOALS = (
-    *(Goal(f"{part}_client_errors", "==", 0, "nobody notices a change") for part in ("walk", "wide")),
-    *(Goal(f"{part}_cut_streams", "==", 0, "what has begun is finished") for part in ("walk", "wide")),
+    Goal("walk_client_errors", "==", 0, "nobody notices a change"),
+    Goal("walk_cut_streams", "==", 0, "what has begun is finished"),
     Goal("walk_wrong_answers", "==", 0, "answers as they are at rest"),
     Goal("kills_client_errors", "==", 0, "but for connections of a killed front door"),
     Goal("kills_cut_streams", "==", 0, "a stream goes on when its D is killed"),
-    Goal("relay_over_before", ">=", 0.97, "requests a second of streams that can go on, over such that cannot"),
     Goal("kills_held", "==", 0, "nothing is counted any more of what has ended"),
     Goal("flip_errors", "==", 0),
     Goal("flip_p99_s", "<=", 1.0),
 )
 KILL_S = 60.0
 """That the next kill of real stages takes at most, by experience."""
+FLIPPED = "2P-2D"
+COUNTS = ({"P": 1, "D": 3}, {"P": 2, "D": 2}, {"P": 3, "D": 1}, {"P": 2, "D": 2})
+FLIP_S = 2.0
+"""At most, with the pause between two: for how long the load lasts."""
+APART_S = 0.3
+LIMIT_S = 60.0
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -67,18 +71,39 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     seconds = 60.0 * arguments.minutes
     if "walk" in arguments.only:
         yield from walk(seconds)
-    if "wide" in arguments.only:
-        yield from wide(seconds, arguments.per_s)
     if "flips" in arguments.only:
         yield from flips(arguments.flips, arguments.per_s / 2)
-    if "relay" in arguments.only:
-        yield from streams.relay_costs(*((2.0, 5) if arguments.quick else (8.0, 7)))
     if "streams" in arguments.only:
         yield from streams.streams_simulated(arguments.stream_kills)
         yield from streams.streams_real(arguments.stream_kills)
     if "kills" in arguments.only:
         yield from kills_simulated(60.0 * arguments.kill_minutes, arguments.per_s / 4)
         yield from kills_real(KILL_S * arguments.kills, arguments.kills)
+
+
+def flips(count: int, per_s: float) -> Iterator[Row]:
+    """P and D that become each other under load, so many times, one after another."""
+    with simulated(FLIPPED, PROFILE, ["--switchable"]) as launch, commanded(launch) as deployment:
+        seconds = count * (FLIP_S + APART_S)
+        with SenderProcess() as sender:
+            begun = time.perf_counter()
+            sender.start(launch.url, *simulated_flows(launch.model, seconds, per_s), limit_s=LIMIT_S, decode=True)
+            for turn in range(count):
+                time.sleep(APART_S)
+                if time.perf_counter() > begun + seconds:  # the load is over: what it notices no more is no flip
+                    break
+                change = deployment.scale(COUNTS[turn % len(COUNTS)])
+                done = [step["action"] for step in change["steps"]]
+                yield {
+                    "part": "flips",
+                    "to": change.get("to", ""),
+                    "seconds": change["seconds"],
+                    "client_s": change.get("client_s", 0.0),
+                    "flipped": change.get("state") == "done" and "flip" in done and "start" not in done,
+                    "why": change.get("refused") or change.get("reason", ""),
+                }
+            run = sender.finish()
+        yield from judged(run.rows).rows("flips", run.begun_s)
 
 
 def about(arguments: argparse.Namespace) -> dict[str, str]:
@@ -88,21 +113,18 @@ def about(arguments: argparse.Namespace) -> dict[str, str]:
 def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Of each part that was measured."""
     named: dict[str, float] = {}
-    for part in ("walk", "wide"):
-        if (total := _total(rows, part)) is None:
-            continue
-        steps = [row for row in rows if row["part"] == part and "state" in row]
+    if (total := _total(rows, "walk")) is not None:
+        steps = [row for row in rows if row["part"] == "walk" and "state" in row]
         named |= {
-            f"{part}_requests": total["requests"],
-            f"{part}_client_errors": total["errors"],
-            f"{part}_cut_streams": total["cut"],
-            f"{part}_changes": len(steps),
-            f"{part}_changes_failed": sum(row["state"] != "done" for row in steps),
-            f"{part}_longest_change_s": max((row["seconds"] for row in steps), default=0.0),
-            f"{part}_longest_pause_s": max((row["paused_s"] for row in steps), default=0.0),
+            "walk_requests": total["requests"],
+            "walk_client_errors": total["errors"],
+            "walk_cut_streams": total["cut"],
+            "walk_wrong_answers": total["wrong"],
+            "walk_changes": len(steps),
+            "walk_changes_failed": sum(row["state"] != "done" for row in steps),
+            "walk_longest_change_s": max((row["seconds"] for row in steps), default=0.0),
+            "walk_longest_pause_s": max((row["paused_s"] for row in steps), default=0.0),
         }
-        if part == "walk":
-            named["walk_wrong_answers"] = total["wrong"]
     if (total := _total(rows, "flips")) is not None:
         made = [row for row in rows if row["part"] == "flips" and "flipped" in row]
         named |= {
@@ -122,20 +144,6 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return named | streams.figures(rows)
 
 
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    """Each change, and the first requests that came to nothing."""
-    steps = [row for row in rows if "state" in row]
-    if steps:
-        shown = [
-            (row["part"], row["to"], row["state"], f"{row['seconds']:.1f}", f"{row['paused_s']:.1f}") for row in steps
-        ]
-        yield table([("part", "layout", "", "took s", "paused s"), *shown])
-    bad = [row for row in rows if "bad" in row]
-    if bad:
-        shown = [(row["part"], row["bad"], row["kind"], f"{row['due']:.1f}", row["error"][:60]) for row in bad[:20]]
-        yield table([("part", "", "kind", "at s", "what was said"), *shown])
-
-
 def _total(rows: Sequence[Row], part: str) -> Row | None:
     return next((row for row in rows if row["part"] == part and "requests" in row), None)
 
@@ -144,7 +152,6 @@ MEASUREMENT = Measurement(
     quick="shorter walks, fewer flips and kills",
     measure=measure,
     figures=figures,
-    tables=tables,
     flags=FLAGS,
     goals=GOALS,
     about=about,

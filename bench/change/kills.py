@@ -16,6 +16,7 @@ from bench.clients.answers import CUT
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow
+from bench.clients.target import Target
 from bench.served import served, simulated
 from deploy.host.processes import running, signal_group, signal_process, stat
 from epd_serve.engine.template.messages import TEMPLATE_NAME
@@ -60,66 +61,77 @@ class Kill:
     victim: Victim
 
 
-def kills_real(seconds: float, count: int, seed: int = 1) -> Iterator[dict[str, Any]]:
+def kills_real(seconds: float, count: int) -> Iterator[dict[str, Any]]:
     """Real stages, the demo model; the next one once all is whole."""
     with served(REAL, ["--device", "cpu", "--workers", "2"], traced=False) as launch, commanded(launch) as deployment:
-        flows = demo_flows(launch.model, seconds)
-        plan = Plan("kills", seconds, count, seed, decode=True)
-        yield from killed(plan, launch.url, deployment, flows, local_victims)
+        plan = Plan("kills", seconds, count, keep_text=True)
+        yield from killed(plan, launch.url, deployment, demo_flows(launch.model, seconds), local_victims)
 
 
-def kills_simulated(seconds: float, per_s: float, seed: int = 1) -> Iterator[dict[str, Any]]:
+def kills_simulated(seconds: float, per_s: float) -> Iterator[dict[str, Any]]:
     """Simulated stages, two of each role, one every ten seconds."""
     with simulated(SIMULATED, PROFILE, ["--workers", "2"]) as launch, commanded(launch) as deployment:
-        flows = simulated_flows(launch.model, seconds, per_s)
-        plan = Plan("kills_simulated", seconds, int(seconds / EVERY_S) - 1, seed)
-        yield from killed(plan, launch.url, deployment, flows, local_victims)
+        plan = Plan("kills_simulated", seconds, int(seconds / EVERY_S) - 1)
+        yield from killed(plan, launch.url, deployment, simulated_flows(launch.model, seconds, per_s), local_victims)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """So many kills within so many seconds of load. `part`: of the rows. `decode`: answers are judged, too."""
+    """So many kills within so many seconds of load, one every so often or when all is whole again.
+
+    Attributes:
+        part: of the rows. keep_text: answers are judged, too. excuses: connections of a killed front door.
+    """
 
     part: str
     seconds: float
     count: int
-    seed: int = 1
-    decode: bool = False
+    every_s: float = EVERY_S
+    keep_text: bool = False
+    excuses: bool = True
 
 
 def killed(
     plan: Plan,
-    url: str,
+    target: Target | str,
     deployment: Deployment,
     flows: Sequence[Flow],
     victims: Callable[[Mapping[str, Any]], Sequence[Victim]],
     mend: Callable[[Victim], None] = lambda victim: None,
 ) -> Iterator[dict[str, Any]]:
-    """Kill after kill under load, each once all is whole again.
+    """Kill after kill under load, each once all is whole again; then what became of the requests. Where none is excused
+    also how long streams paused, and others took to their first token.
 
     Args:
         victims: from a status to what may be killed.
         mend: brings back what nobody else would.
     """
-    draw, part = random.Random(plan.seed), plan.part
+    draw, part = random.Random(1), plan.part
     with SenderProcess() as sender:
         begun, kills = time.perf_counter(), list[Kill]()
-        sender.start(url, *flows, limit_s=LIMIT_S, decode=True, keep_text=plan.decode)
+        sender.start(target, *flows, limit_s=LIMIT_S, decode=True, keep_text=plan.keep_text)
         while len(kills) < plan.count:
-            time.sleep(max(0.0, (kills[-1].at_s if kills else begun) + EVERY_S - time.perf_counter()))
+            time.sleep(max(0.0, (kills[-1].at_s if kills else begun) + plan.every_s - time.perf_counter()))
             deployment.whole(WHOLE_S)
             if time.perf_counter() > begun + plan.seconds - EVERY_S:  # the load ends, and notices nothing any more
                 break
             kills.append(kill(victims(deployment.status()), kills, draw))
             victim, at_s = kills[-1].victim, round(kills[-1].at_s - begun, 3)
-            yield {"part": part, "kill": victim.name, "kind": victim.kind, "at": at_s}
+            row = {"part": part, "kill": victim.name, "kind": victim.kind, "process": victim.process, "at": at_s}
+            print(row, flush=True)
+            yield row
             mend(victim)
         deployment.whole(WHOLE_S)
         sender.enough()
         run = sender.finish()
         yield {"part": part, "held": deployment.emptied(EMPTY_S)}
-    found = judged(run.rows, excused=lambda record: excused(record, kills))
+    found = judged(run.rows, excused=lambda record: plan.excuses and excused(record, kills))
     yield from found.rows(part, run.begun_s)
+    for record in () if plan.excuses else run.rows:
+        if (gap := gap_s(record, kills)) is not None:
+            yield {"part": part, "gap_s": round(gap, 4)}
+        elif record.ok and record.sent_s is not None and record.token_s:
+            yield {"part": part, "first_s": round(record.token_s[0] - record.sent_s, 4)}
 
 
 def kill(victims: Sequence[Victim], before: Sequence[Kill], draw: random.Random) -> Kill:
@@ -179,3 +191,15 @@ def excused(record: RequestRecord, kills: Sequence[Kill]) -> bool:
         if one.victim.front and record.sent_s <= one.gone_s and ends and record.fault in ("broken", CUT):
             return True
     return False
+
+
+def gap_s(row: RequestRecord, kills: Sequence[Kill]) -> float | None:
+    """Between two tokens, over the end of the instance that wrote the first of them; None of a stream that was at none
+    that was killed, or had ended."""
+    for one in kills:
+        if row.ok and row.instances.endswith(f"decode={one.victim.name}"):
+            before = max((at for at in row.token_s if at <= one.gone_s), default=None)
+            after = min((at for at in row.token_s if at > one.gone_s), default=None)
+            if before is not None and after is not None:
+                return after - before
+    return None

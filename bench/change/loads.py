@@ -10,7 +10,7 @@ from bench.clients.answers import CUT, ERROR_EVENT
 from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Flow
 from bench.clients.target import Request
-from bench.workloads.requests import Gamma, arrivals_within
+from bench.workloads.requests import Poisson, arrivals_within
 from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body
 
 SIDE = 224
@@ -67,8 +67,7 @@ def simulated_flows(model: str, seconds: float, per_s: float, answer: int = 12, 
     """Open loops: three requests of text for one with a new image. One in so many `streams` is one."""
     shares = {"text": 0.75 * per_s, "image": 0.25 * per_s}
     dues = {
-        kind: arrivals_within(Gamma(rate, cv=1.0), seconds, seed)
-        for seed, (kind, rate) in enumerate(shares.items(), start=1)
+        kind: arrivals_within(Poisson(rate), seconds, seed) for seed, (kind, rate) in enumerate(shares.items(), start=1)
     }
     texts = [
         text_body(model, tokens=64, answer=answer, stream=(turn + 1) % streams == 0, seed=turn) for turn in range(32)

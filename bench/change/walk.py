@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.change.deployment import Deployment, commanded
-from bench.change.loads import PROFILE, Judged, demo_flows, judged, simulated_flows
+from bench.change.loads import Judged, demo_flows, judged
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow, ask
-from bench.served import served, simulated
+from bench.served import served
 from epd_serve.errors import EpdError
 
 LAYOUTS = ("EP-D", "E-P-D", "(E-P)-D", "(E-PD)x2", "TP1x2", "EP-D")
-WIDE = 16
 PAUSE_S = 120.0
 LIMIT_S = 180.0
 STEP_S = 5.0
@@ -33,25 +31,6 @@ def walk(seconds: float, flags: Sequence[str] = ("--device", "cpu")) -> Iterator
     with served(LAYOUTS[0], flags, traced=False) as launch, commanded(launch) as deployment:
         flows, layouts = demo_flows(launch.model, seconds), iter(LAYOUTS[1:] * 100)
         yield from walked("walk", launch.url, deployment, flows, layouts, seconds, keep_text=True)
-
-
-def wide(seconds: float, per_s: float, seed: int = 1) -> Iterator[Row]:
-    """Sixteen simulated stages, and as many again while they are replaced."""
-    draw = random.Random(seed)
-    with simulated(random_layout(draw), PROFILE) as launch, commanded(launch) as deployment:
-        flows, layouts = simulated_flows(launch.model, seconds, per_s), iter(lambda: random_layout(draw), "")
-        yield from walked("wide", launch.url, deployment, flows, layouts, seconds)
-
-
-def random_layout(draw: random.Random, instances: int = WIDE) -> str:
-    """One that serves, of bare instances."""
-    if draw.random() < 0.2:
-        fused = draw.randint(1, instances)
-        return "-".join(f"{count}{role}" for count, role in ((fused, "EPD"), (instances - fused, "PD")) if count)
-    cuts = sorted(draw.sample(range(1, instances), 2))
-    counts = (cuts[0], cuts[1] - cuts[0], instances - cuts[1])
-    roles = draw.choice((("E", "P", "D"), ("EP", "P", "D"), ("E", "PD", "EPD")))
-    return "-".join(f"{count}{role}" for count, role in zip(counts, roles, strict=True))
 
 
 def walked(

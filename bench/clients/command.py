@@ -9,35 +9,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
-import ipaddress
-import os
 import resource
 import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from bench.clients.bodies import Source, file_requests, file_source, workload_source
 from bench.clients.flags import add_flags, header_of, plan_of, rates_of
 from bench.clients.measure import Plan
-from bench.clients.results import RecordsFile, Results, difference
+from bench.clients.results import RecordsFile, Results
 from bench.clients.slo import attainment, find_goodput
 from bench.clients.sweep import RunFound, goodput_text, labels, one_run
 from bench.clients.target import Target
-from bench.record import environment, plain
+from bench.record import environment
 from bench.workloads.images import Images
-from bench.workloads.requests import Arrivals, arrivals_at
+from bench.workloads.requests import Arrivals, Poisson
 from bench.workloads.workload import Workload, workload
 from epd_serve.errors import ConfigError, StageError
 
 SEARCH_REQUESTS = 100
 """Of a probe for the goodput, at least: of fewer an attainment of 90 % cannot be told from one of 80."""
-ELSEWHERE = frozenset("url header model rate find_goodput json rows resume traces cache quick".split())
-"""Flags that say where requests go and results are kept, and how many runs there are: no part of an experiment."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,17 +59,16 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         "seed": plan.seed,
         "devices": plan.devices,
         "slos": [str(slo) for slo in plan.slos],
-        "client_on_the_servers_host": _is_here(target.endpoint.host),
-        "experiment": _experiment(arguments, plan, model),
+        "duration_s": plan.seconds,
+        "count": plan.count,
+        "client_on_the_servers_host": target.endpoint.local,
     }
     rows_path = arguments.rows or (arguments.json and arguments.json.with_suffix(".rows.jsonl"))
     phases_path = rows_path.with_suffix(".phases.jsonl") if rows_path and arguments.traces else None
-    beside = [path for path in (rows_path, phases_path) if path]
-    results = Results(arguments.json, beside, flag="--json", resume=arguments.resume)
-    if arguments.resume:
-        _check_the_same(results, env, labels(rates))
-    results.begin(env)
-    with RecordsFile(rows_path, append=True) if rows_path else contextlib.nullcontext() as records:
+    if phases_path:
+        phases_path.unlink(missing_ok=True)
+    results = Results(arguments.json, "--json", env)
+    with RecordsFile(rows_path) if rows_path else contextlib.nullcontext() as records:
         keep = records.keep if records else None
         run = partial(one_run, target, source, keep=keep, traces=arguments.traces, phases_path=phases_path)
         sweep = _Sweep(run, plan, results)
@@ -84,10 +76,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             if arguments.find_goodput is None:
                 sweep.rates(rates)
             else:
-                start_rps = getattr(rates[0], "rate_rps", None)
-                if start_rps is None:
-                    raise ConfigError("--find-goodput searches rates: say --rate R to begin with", param="--rate")
-                sweep.goodput(partial(arrivals_at, arguments.arrivals), arguments.find_goodput, start_rps)
+                assert isinstance(rates[0], Poisson), "a search has a rate to begin with"
+                sweep.goodput(arguments.find_goodput, rates[0].rate_rps)
         except KeyboardInterrupt:  # between two runs, while requests are made
             sweep.signal = signal.SIGINT
         except StageError as error:
@@ -110,22 +100,19 @@ class _Sweep:
     wrong: str = ""
 
     def rates(self, arrivals: Sequence[Arrivals]) -> None:
-        """A run of each that is not there yet. Which requests one has depends on its place alone."""
+        """A run of each. Which requests one has depends on its place alone."""
         for number, (label, one) in enumerate(zip(labels(arrivals), arrivals, strict=True)):
-            if label in self.results.finished:
-                print(f"\n{label}: measured before")
-            else:
-                self._one(replace(self.plan, arrivals=one), label, number, ("end",))
+            self._one(replace(self.plan, arrivals=one), label, number, ("end",))
         self.wrong = next((f"not valid: {text}" for row in self.results.rows for text in row["objections"]), "")
 
-    def goodput(self, arrivals: Callable[[float], Arrivals], target: float, start_rps: float) -> None:
+    def goodput(self, target: float, start_rps: float) -> None:
         """Searches the goodput of the plan's first objective. A rate too bad to be measured, or no steady state, is a
         miss."""
         tried: list[Arrivals] = []
         slo, devices = self.plan.slos[0], self.plan.devices
 
         def meets(rate: float) -> bool:
-            tried.append(arrivals(rate))
+            tried.append(Poisson(rate))
             seconds = max(self.plan.seconds or 0.0, SEARCH_REQUESTS / rate)
             plan = replace(self.plan, arrivals=tried[-1], count=None, seconds=seconds)
             measured = self._one(plan, labels(tried)[-1], len(tried) - 1, ("end", "generator")).measured
@@ -156,38 +143,6 @@ class _Sweep:
         return found
 
 
-def _experiment(arguments: argparse.Namespace, plan: Plan, model: str) -> dict[str, Any]:
-    """What is measured, by flag: whatever changes the requests, when they are due, or how they are judged."""
-    asked = {name: value for name, value in plain(arguments).items() if name not in ELSEWHERE}
-    files = {name: path for name in ("bodies", "prompts") if (path := getattr(arguments, name)) is not None}
-    asked |= {name: f"{path.name} ({_digest(path)})" for name, path in files.items()}
-    return {**asked, "model": model, "duration": plan.seconds, "slo": ",".join(map(str, plan.slos))}
-
-
-def _digest(path: Path) -> str:
-    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
-
-
-def _check_the_same(results: Results, env: dict[str, Any], named: Sequence[str]) -> None:
-    """Raises ConfigError where the runs that are there are of another experiment, naming what differs."""
-    if not results.rows:
-        print(f"{results.path}: nothing there to go on with", flush=True)
-        return
-    other = difference(results.env.get("load", {}).get("experiment", {}), env["load"]["experiment"])
-    moved = [row["run"] for row in results.rows if named[row["number"] : row["number"] + 1] != [row["run"]]]
-    if moved:
-        other = other or f"{moved[0]} has another place among the rates, so its requests would be others"
-    if other:
-        raise ConfigError(
-            f"--resume: {results.path} is another experiment: {other}; ask for the same, further rates behind those "
-            "that are there, or name another --json FILE",
-            param="--resume",
-        )
-    for key in ("commit", "uncommitted_changes", "versions"):
-        if results.env.get(key) != env[key]:
-            print(f"another {key.replace('_', ' ')} than before: {results.env.get(key)}, now {env[key]}", flush=True)
-
-
 def _source(arguments: argparse.Namespace, wanted: Workload | None, model: str) -> Source:
     if wanted is None:
         return file_source(file_requests(arguments.bodies, model))
@@ -200,10 +155,3 @@ def _open_many_files() -> None:
     """A connection is an open file: as many as this process may have."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _is_here(host: str) -> bool:
-    """The endpoint is on this machine, by its address."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host in ("localhost", os.uname().nodename)

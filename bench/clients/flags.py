@@ -10,8 +10,8 @@ from bench.clients.measure import Plan, Rules
 from bench.clients.sender import Bounds
 from bench.clients.slo import PAPER
 from bench.record import add_arguments as add_record_arguments
-from bench.workloads.requests import FORMS, Arrivals, ClosedLoop, RequestSpec, Trace, arrivals_at
-from bench.workloads.workload import OWN, RECORDED, add_content_arguments
+from bench.workloads.requests import Arrivals, ClosedLoop, Poisson, RequestSpec, Trace
+from bench.workloads.workload import RECORDED, add_content_arguments
 from epd_serve.errors import ConfigError
 from epd_serve.slo import parse_slos
 
@@ -27,7 +27,7 @@ def add_shared_flags(
     """The flags of every command that loads a server: what is sent, how much of it, and how it is judged."""
     what = parser.add_argument_group("what is sent")
     usual = f" (default {workload})" if workload else ""
-    named = f"one of `epd-bench workload --list`, {OWN!r}, or {RECORDED}FILE of a deployment{usual}"
+    named = f"one of `epd-bench workload --list`, or {RECORDED}FILE of a deployment{usual}"
     what.add_argument("--workload", default=workload, metavar="NAME", help=named)
     add_content_arguments(what)
     what.add_argument("--seed", type=int, default=0, help="another seed, other texts, images and arrivals")
@@ -59,7 +59,6 @@ def add_shared_flags(
 
 def add_run_flags(when: Group, judged: Group) -> None:
     """The flags of runs that we send ourselves."""
-    when.add_argument("--arrivals", default="poisson", metavar="FORM", help=f"{FORMS} (default poisson)")
     when.add_argument("--duration", type=float, metavar="S", help=f"of a run (default {DURATION_S:g} s; none with --n)")
     judged.add_argument("--warm-up", type=float, metavar="S", help="of a run, not counted (default a tenth of it)")
 
@@ -79,7 +78,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     judged.add_argument("--find-goodput", type=float, metavar="SHARE", help="search the rate that so many attain")
     kept = parser.add_argument_group("what is kept")
     kept.add_argument("--rows", type=Path, metavar="FILE", help="every request as a JSON line (default beside --json)")
-    kept.add_argument("--resume", action="store_true", help="go on with the sweep of --json: rates it lacks")
     kept.add_argument("--traces", type=Path, metavar="DIR", help="phase stamps of an `epd-serve serve` on this host")
     kept.add_argument("--kind", choices=("real", "emulated", "simulated"), default="real", help="what serves")
     add_record_arguments(parser, quick=f"runs of {QUICK_S:g} s")
@@ -90,8 +88,6 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     check_shared(arguments)
     if arguments.find_goodput is not None and not 0 < arguments.find_goodput < 1:
         raise ConfigError(f"--find-goodput is {arguments.find_goodput:g}: a share, as 0.9", param="--find-goodput")
-    if arguments.resume and (arguments.json is None or arguments.find_goodput is not None):
-        raise ConfigError("--resume goes on with a sweep of --rate: name its --json FILE", param="--resume")
     return Plan(
         ClosedLoop(1),  # each run has its own
         count=arguments.n,
@@ -142,10 +138,10 @@ def rates_of(arguments: argparse.Namespace, own: Sequence[RequestSpec] = ()) -> 
         rates = parse_rates(arguments.rate)
         if arguments.find_goodput is not None and len(rates) > 1:
             raise ConfigError("--find-goodput begins at one --rate", param="--rate")
-        return [arrivals_at(arguments.arrivals, rate) for rate in rates]
+        return [Poisson(rate) for rate in rates]
     times = [one.arrival_s for one in own if one.arrival_s is not None]
-    if not times or arguments.find_goodput is not None or arguments.arrivals.startswith("trace:"):
-        return [arrivals_at(arguments.arrivals)]
+    if not times or arguments.find_goodput is not None:
+        raise ConfigError("say how fast: --rate R, or --concurrency C", param="--rate")
     return [Trace(times)]
 
 

@@ -8,6 +8,9 @@ its time. Owns no schedule, and understands nothing of what it reads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
+import os
 import ssl
 import time
 from collections.abc import Mapping
@@ -72,6 +75,13 @@ class Endpoint:
     def url(self) -> str:
         """What paths are appended to; of a Unix socket, for a client that has its path."""
         return f"http{'s' if self.tls else ''}://{self.netloc}{self.base_path}"
+
+    @property
+    def local(self) -> bool:
+        """It is on this machine, by its address."""
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host in ("localhost", os.uname().nodename)
 
     def __str__(self) -> str:
         return unix_url(self.uds) if self.uds else self.url

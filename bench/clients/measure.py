@@ -5,13 +5,10 @@ Refusals (429, 503) are what an overloaded server is meant to do: they are misse
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from bench.clients.answers import CROWDED, REFUSALS
 from bench.clients.metrics import Window, faults, steady_window, summary
@@ -22,11 +19,6 @@ from bench.clients.target import Request, Target
 from bench.workloads.requests import Arrivals, ClosedLoop, arrival_times
 from epd_serve.errors import ConfigError
 from epd_serve.slo import Slo
-
-SHOWN_EVERY_S = 0.5
-RECENT = 50
-"""Answers that the median on the terminal is of."""
-TAKEN_AWAY = "\r\x1b[K"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +125,13 @@ async def measure(
     dues: Sequence[float] | None = None,
     keep: Callable[[RequestRecord], None] | None = None,
     started: Callable[[Sender], None] | None = None,
-    progress: TextIO | None = None,
 ) -> Measured:
     """Send a run to `target` and judge it.
 
     Args:
         requests: sent in turn, over and over where the run is longer.
         dues: of an open loop, where they are known; else the plan's.
-        keep: is given each record. started: is given the sender, to stop it. progress: where the live line goes.
+        keep: is given each record. started: is given the sender, to stop it.
     """
     sender = Sender(target, label=label, keep=keep, bounds=plan.bounds)
     if started is not None:
@@ -150,24 +141,7 @@ async def measure(
         flow = Flow(requests, concurrency=concurrency, count=plan.count, duration_s=plan.seconds)
     else:
         flow = Flow(requests, dues=plan.dues() if dues is None else dues)
-    showing = asyncio.create_task(_show(sender.result, progress)) if progress and progress.isatty() else None
-    try:
-        return judged(await sender.run(flow), plan)
-    finally:
-        if showing is not None:
-            showing.cancel()
-            print(TAKEN_AWAY, end="", file=progress, flush=True)
-
-
-async def _show(run: Run, terminal: TextIO) -> None:
-    """How the run stands, over and over on one line."""
-    while True:
-        good = [record.ttft_s for record in run.rows if record.ok and record.ttft_s is not None]
-        waits = f"TTFT {statistics.median(good[-RECENT:]) * 1e3:.0f} ms" if good else "no first token yet"
-        took_s, bad = time.perf_counter() - run.begun_s, len(run.rows) - len(good)
-        said = f"{run.label}  {took_s:.0f} s  sent {run.sent}  under way {run.under_way}  ok {len(good)}  not ok {bad}"
-        print(f"{TAKEN_AWAY}{said}  {waits}", end="", file=terminal, flush=True)
-        await asyncio.sleep(SHOWN_EVERY_S)
+    return judged(await sender.run(flow), plan)
 
 
 def judged(run: Run, plan: Plan) -> Measured:

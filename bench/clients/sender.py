@@ -298,13 +298,18 @@ def send(target: Target | str, *flows: Flow, **options: Any) -> Run:
 
 
 def ask(target: Target | str, body: Mapping[str, Any], limit_s: float = 120.0) -> RequestRecord:
+    """`answered`, in an event loop of its own."""
+    return event_loop.run(answered(target, body, limit_s))
+
+
+async def answered(target: Target | str, body: Mapping[str, Any], limit_s: float = 120.0) -> RequestRecord:
     """Send one request, alone; returns its record with the text of its answer.
 
     Raises:
         StageError: nobody is there, or the answer is not whole.
     """
-    flow = Flow([Request.of(body)], dues=[0.0])
-    (record,) = send(target, flow, bounds=Bounds(limit_s), keep_text=True).rows
+    sender = Sender(target, bounds=Bounds(limit_s), keep_text=True)
+    (record,) = (await sender.run(Flow([Request.of(body)], dues=[0.0]))).rows
     if not record.ok:
         where = target if isinstance(target, str) else str(target.endpoint)
         raise StageError(f"{where} gives no whole answer: {record.fault}: {record.error}", stage=where)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from bench.clients.slo import beside
 from bench.clients.target import Target
 from bench.phases import breakdown, phase_figures, phase_rows, request_phases
 from bench.record import flatten
-from bench.workloads.requests import Arrivals, ClosedLoop
+from bench.workloads.requests import Arrivals, ClosedLoop, Poisson
 from deploy.host import event_loop
 from deploy.memory.placement_table import table
 from epd_serve.errors import ConfigError
@@ -134,7 +133,7 @@ def one_run(
     ended_by = [0]
 
     async def sent() -> Measured:
-        options: dict[str, Any] = {"label": label, "dues": requests.dues, "keep": keep, "progress": sys.stderr}
+        options: dict[str, Any] = {"label": label, "dues": requests.dues, "keep": keep}
         senders: list[Sender] = []
         with _stopped_by_signals(senders, ended_by):
             return await measure(target, requests.requests, plan, started=senders.append, **options)
@@ -202,4 +201,4 @@ def label_of(arrivals: Arrivals) -> str:
     """What a run is called."""
     if isinstance(arrivals, ClosedLoop):
         return f"{arrivals.concurrency} at once"
-    return "trace" if arrivals.rate_rps is None else f"{arrivals.rate_rps:g} rps"
+    return f"{arrivals.rate_rps:g} rps" if isinstance(arrivals, Poisson) else "trace"

@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from bench.clients.slo import attainment
 from bench.clients.target import requests
 from bench.micro.colocation.mix import EVERY_TOKEN, stream_body
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, one_of, several, whole
-from bench.micro.rows import grouped, median, ratios, table_of
+from bench.micro.rows import grouped, ratios
 from bench.real_stages import LIMIT_S, add_engine_flags, check_memory, closed_loop, engine_flags, kind_of, seconds_of
 from bench.served import Served, scratch, served
 from bench.statistic import percentile
@@ -209,20 +209,6 @@ FIGURES = (
     ("text_ttft_ms", "ep_text_ttft_ratio", "ep"),
     ("tokens_per_s", "throughput_ratio", "throughput"),
 )
-SHOWN = ("gap_p50_ms", "gap_p99_ms", "text_ttft_ms", "image_ttft_ms", "attained_mean", "attained_gaps", "tokens_per_s")
-
-
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    """Medians over turns."""
-    shown = [
-        {
-            "part": part,
-            "budgets": budgets,
-            **{name: f"{median(own, name):.4g}" if name in own[0] else "" for name in SHOWN},
-        }
-        for (part, budgets), own in grouped(rows, "part", "budgets").items()
-    ]
-    yield table_of(shown, {name: f"{{{name}}}" for name in ("part", "budgets", *SHOWN)})
 
 
 MEASUREMENT = Measurement(
@@ -232,7 +218,6 @@ MEASUREMENT = Measurement(
     about=kind_of,
     measure=measure,
     figures=figures,
-    tables=tables,
     goals=GOALS,
 )
 add_arguments = MEASUREMENT.add_arguments

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from bench.micro.measurement import Row
 from bench.micro.rows import grouped, ratios
@@ -46,17 +45,6 @@ def ratios_at_one_speed(of: Sequence[Row], over: Sequence[Row], name: str) -> Sp
     even = [pair[0] for pair in pairs if alike(us for one in pair for us in one["core_us"])]
     enough = len({row["round"] for row in even}) >= EVEN_ROUNDS
     return ratios(even if enough else of, over, name)
-
-
-@contextmanager
-def confined(cores: Iterable[int]) -> Iterator[None]:
-    """What this thread starts meanwhile has these cores alone."""
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, own)
 
 
 def _loop_us(core: int) -> float:

@@ -2,13 +2,11 @@
 
 In parts (`--only`), each on the demo model and from outside, as a user's process meets the product:
 
-    ready    (E-P)-D from its start to its ready message, second start on, over the slowest of its stages started alone
+    ready    (E-P)-D from its start to its ready message, second start on
     phases   where the time of one request at a time goes: a new image, the same again, text
     waiting  the share of a core that the processes of an idle stage take
     restart  from a stage's kill -9 until the proxy has it back, each stage in turn: idle, and under load
-    beside   a decode's time per token while its neighbour encodes, over alone, on a core each
-    tp1, core, epd, bench
-             ours over plain vLLM on the same cores (`bench/micro/over_vllm.py`)
+    tp1, epd ours over plain vLLM on the same cores (`bench/micro/over_vllm.py`)
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -28,36 +26,26 @@ from bench.clients.phases import joined
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow, ask
-from bench.clients.sweep import phase_table
 from bench.clients.target import requests
 from bench.micro import over_vllm
-from bench.micro.colocation.mix import storm
-from bench.micro.cores import core_us, ratios_at_one_speed
-from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, one_of, several, whole
-from bench.micro.over_vllm import ANSWER_TOKENS, EPD_TOKENS, LAYOUT, NEW, REPEATED, SIDE, TEXT
-from bench.micro.rows import grouped, median, table_of
-from bench.phases import HOPS, breakdown, hops, phase_rows, request_phases
-from bench.real_stages import closed_loop, seconds_to_ready, tpot_s
+from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, several, whole
+from bench.micro.over_vllm import ANSWER_TOKENS, LAYOUT, NEW, REPEATED, SIDE, TEXT
+from bench.micro.rows import grouped, median
+from bench.phases import HOPS, request_phases
 from bench.served import Served, served
-from bench.statistic import Spread
 from bench.sweep.running import proxy_status
 from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body
 from deploy.agent.cpu_time import cpu_seconds, groups, since
-from deploy.options.config import DeployConfig
-from deploy.plan.blueprint import Blueprint, draw
 from epd_serve.errors import StageError
 from epd_serve.phases.stamps import Timeline, read_stamps
-from proxy.config.tree import changed
 
-PARTS = ("ready", "phases", "waiting", "beside", "restart", *over_vllm.PARTS)
+PARTS = ("ready", "phases", "waiting", "restart", *over_vllm.PARTS)
 IDLE_S, SETTLE_S, STAMPS_S, LOOK_S = 10.0, 3.0, 1.0, 0.05
 RESTART_S = 300.0
 """After which a killed stage counts as lost."""
 LOADED_AT_ONCE = 4
-BESIDE_TEXTS = 3
 GOALS = (
     Goal("ready_s", "<=", 20),
-    Goal("ready_over_slowest", "<=", 1.6),
     Goal("restart_s", "<=", 6),
     Goal("restart_loaded_s", "<=", 12),
     Goal("waiting_core_share", "<=", 0.02),
@@ -65,14 +53,10 @@ GOALS = (
     Goal("hops_exposed_ms", "<=", 12),
     Goal("tp1_ttft_over_vllm", "<=", 1.15),
     Goal("tp1_tpot_over_vllm", "<=", 1.05),
-    Goal("core_ttft_over_vllm", "<=", 1.15),
-    Goal("core_tpot_over_vllm", "<=", 1.05),
-    Goal("decode_beside_encode", "<=", 1.10),
     Goal("epd_ttft_new_over_vllm", "<=", 1.8),
     Goal("epd_ttft_repeat_over_vllm", "<=", 1.5),
     Goal("epd_ttft_text_over_vllm", "<=", 1.5),
     Goal("epd_token_over_vllm", "<=", 1.10),
-    Goal("bench_ttft_over_vllm", "<=", 1.15),
 )
 
 
@@ -95,7 +79,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     engine = ("--engine", arguments.engine)
     if "ready" in arguments.only:
         yield from _ready(arguments.rounds, arguments.engine)
-    of_a_launch = {"phases": _phases, "waiting": _waiting, "beside": _beside, "restart": _restart}
+    of_a_launch = {"phases": _phases, "waiting": _waiting, "restart": _restart}
     if of_a_launch.keys() & set(arguments.only):
         with served(LAYOUT, engine) as launch:
             for name, part in of_a_launch.items():
@@ -103,29 +87,16 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
                     yield from part(launch, arguments)
     for name in over_vllm.PARTS:
         if name in arguments.only:
-            yield from map(_said, over_vllm.measure(arguments, name))
-
-
-def _blueprint(layout: str, engine: str) -> Blueprint:
-    return draw(changed(DeployConfig(), {"layout": layout, "device": "cpu", "engine": engine}))
+            yield from over_vllm.measure(arguments, name)
 
 
 def _ready(rounds: int, engine: str) -> Iterator[Row]:
-    """Each round the layout and each of its stages alone; a start before them fills the caches."""
-    blueprint = _blueprint(LAYOUT, engine)
-
-    def whole_layout() -> float:
+    """A start before them fills the caches."""
+    for turn in range(-1, rounds):
         with served(LAYOUT, ("--engine", engine), traced=False) as launch:
-            return launch.ready_s
-
-    starts: dict[str, Callable[[], float]] = {LAYOUT: whole_layout}
-    starts |= {
-        plan.role.value: lambda plan=plan: seconds_to_ready(blueprint, plan)  # type: ignore[misc]
-        for plan in blueprint.plans
-    }
-    whole_layout()
-    for turn, (what, start) in in_turns([*starts.items()], rounds):
-        yield _said({"part": "ready", "what": what, "round": turn, "load": os.getloadavg()[0], "seconds": start()})
+            row = {"part": "ready", "round": turn, "load": os.getloadavg()[0], "seconds": launch.ready_s}
+        if turn >= 0:
+            yield row
 
 
 def _phases(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
@@ -158,24 +129,6 @@ def _waiting(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
             yield {"part": "waiting", "what": stage.instance, "round": turn, "share": round(own / IDLE_S, 5)}
 
 
-def _beside(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
-    """D decodes texts while E encodes nothing, or one image after the other. API servers run where there is room."""
-    encoder, seeds = launch.stage_url("E"), itertools.count()
-    assert encoder is not None, LAYOUT
-
-    def token_ms() -> float:
-        bodies = [over_vllm.text(launch.model, next(seeds)) for _ in range(BESIDE_TEXTS)]
-        return float(np.median([tpot_s(one, EPD_TOKENS) for one in closed_loop(sender, launch.url, bodies, 1)])) * 1e3
-
-    with SenderProcess() as sender:
-        token_ms()
-        for turn, encodes in in_turns((False, True), arguments.rounds * arguments.turns):
-            before = core_us()
-            with storm(encoder, launch.model, side=SIDE, concurrency=1) if encodes else nullcontext():
-                row = {"part": "beside", "round": turn, "encodes": encodes, "token_ms": round(token_ms(), 3)}
-            yield _said({**row, "core_us": [*before, *core_us()]})
-
-
 def _restart(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
     bodies = [image_body(launch.model, side=SIDE, answer=ANSWER_TOKENS, stream=True, seed=seed) for seed in range(64)]
     for turn, loaded in itertools.product(range(arguments.rounds), (False, True)):
@@ -184,9 +137,7 @@ def _restart(launch: Served, arguments: argparse.Namespace) -> Iterator[Row]:
             with _load(launch, bodies) if loaded else nullcontext():
                 seconds = _back_after_kill(launch, stage.instance)
             ask(launch.url, demo_body(launch.model, demo_image(2000 + turn, SIDE)))  # it does serve
-            yield _said(
-                {"part": "restart", "what": stage.instance, "round": turn, "loaded": loaded, "seconds": seconds}
-            )
+            yield {"part": "restart", "what": stage.instance, "round": turn, "loaded": loaded, "seconds": seconds}
 
 
 @contextmanager
@@ -211,19 +162,12 @@ def _back_after_kill(launch: Served, instance: str) -> float:
     raise StageError(f"{instance} is not back {RESTART_S:.0f} s after it was killed", stage=instance)
 
 
-def _said(row: Row) -> Row:
-    print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-    return row
-
-
 def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Those of the parts that there are. Medians over rounds; of kinds, stages and loads the worst counts."""
     parts = {part: own for (part,), own in grouped(rows, "part").items()}
     found: dict[str, float] = {}
     if "ready" in parts:
-        seconds = {what: median(own, "seconds") for (what,), own in grouped(parts["ready"], "what").items()}
-        found["ready_s"] = seconds.pop(LAYOUT)
-        found["ready_over_slowest"] = found["ready_s"] / max(seconds.values())
+        found["ready_s"] = median(parts["ready"], "seconds")
     for (loaded,), own in grouped(parts.get("restart", ()), "loaded").items():
         found["restart_loaded_s" if loaded else "restart_s"] = _worst(own, "what", "seconds")
     if "waiting" in parts:
@@ -231,57 +175,14 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     if "phases" in parts:
         shares = [{**row, "error": abs(row["sum_error"])} for row in parts["phases"]]
         found["phases_sum_error"] = _worst(shares, "kind", "error")
-        found["hops_exposed_ms"] = float(
-            np.median([sum(_hops_ms(row).values()) for row in parts["phases"] if row["kind"] == NEW])
-        )
-    if (beside := _beside_over_alone(parts.get("beside", ()))) is not None:
-        found["decode_beside_encode"] = beside.median
+        new = [request_phases(row).exposed for row in parts["phases"] if row["kind"] == NEW]
+        found["hops_exposed_ms"] = float(np.median([sum(each.get(phase, 0.0) for phase in HOPS) for each in new]))
     found |= over_vllm.figures(parts)
     return {name: round(value, 5) for name, value in found.items()}
 
 
-def _beside_over_alone(rows: Iterable[Row]) -> Spread | None:
-    own = {encodes: those for (encodes,), those in grouped(rows, "encodes").items()}
-    return ratios_at_one_speed(own.get(True, ()), own.get(False, ()), "token_ms")
-
-
-def _hops_ms(row: Row) -> dict[str, float]:
-    return hops(request_phases(row).exposed)
-
-
 def _worst(rows: Iterable[Row], kind: str, name: str) -> float:
     return max(median(own, name) for own in grouped(rows, kind).values())
-
-
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    """Of each part its rows in short; of the phases, those of each kind of request."""
-    parts = {part: own for (part,), own in grouped(rows, "part").items()}
-    for part, name in (("ready", "seconds"), ("waiting", "share"), ("restart", "seconds")):
-        kinds = grouped(({"loaded": None, **row} for row in parts.get(part, ())), "what", "loaded").items()
-        if kinds:
-            how = {True: "under load", False: "idle", None: ""}
-            shown = [(what, how[loaded], median(own, name)) for (what, loaded), own in kinds]
-            yield table_of(shown, {part: "{0[0]}", "": "{0[1]}", f"median {name}": "{0[2]:.3f}"})
-    columns = {
-        "of": "{kind}",
-        "TTFT ms": "{ttft_ms:.1f}",
-        "over": "{ttft_ms_over}",
-        "ms a token": "{token_ms:.2f}",
-        "over ": "{token_ms_over}",
-        "on cores of one speed": "{even}",
-        "starved": "{starved}",
-    }
-    if (beside := _beside_over_alone(parts.get("beside", ()))) is not None:
-        states = [(encodes, median(own, "token_ms")) for (encodes,), own in grouped(parts["beside"], "encodes").items()]
-        yield table_of(states, {"E encodes": "{0[0]}", "D: ms a token": "{0[1]:.2f}"}) + f"\n  {beside:.2f} times"
-    for part in over_vllm.PARTS:
-        if part in parts:
-            yield table_of(over_vllm.table_rows(parts[part]), {part: "{what}", **columns})
-    for (kind,), own in grouped(parts.get("phases", ()), "kind").items():
-        if (found := breakdown(map(request_phases, own))) is not None:
-            yield f"  {kind}\n{phase_table(phase_rows(found))}"
-            each = {hop: median(map(_hops_ms, own), hop) for hop in HOPS}
-            yield table_of(each.items(), {f"{kind}: hop": "{0[0]}", "exposed ms": "{0[1]:.2f}"})
 
 
 MEASUREMENT = Measurement(
@@ -290,7 +191,6 @@ MEASUREMENT = Measurement(
     about=about,
     measure=measure,
     figures=figures,
-    tables=tables,
     goals=GOALS,
 )
 add_arguments = MEASUREMENT.add_arguments

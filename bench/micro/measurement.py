@@ -1,7 +1,9 @@
 """What every measurement here is: flags, rows that are measured one by one, figures and tables that follow from them.
 
-Owns the order of a run: check, measure, print, write, draw. What was measured before an error or Ctrl-C is written too.
-Also what measurements share: flags with numbers and names in lists, defaults that `--quick` lowers, turns by rounds.
+Owns the order of a run: check, measure, print, write, draw. A row is printed now and then while it lasts, at its end
+every figure beside its goal; what single samples were is in the record. What was measured before an error or Ctrl-C is
+written too. Also what measurements share: flags with numbers and names in lists, defaults that `--quick` lowers, turns
+by rounds.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from bench import record
+from bench.micro.rows import Row as Row
+from bench.micro.rows import figure_table
 from deploy.memory.placement_table import table
 from epd_serve.errors import ConfigError
 
@@ -50,10 +54,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
-Row = dict[str, Any]
 Flag = Mapping[str, Any]
 
 LEAST_ROUNDS = 2
+TELL_S = 2.0
+"""Between two rows that are printed."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class Measurement:
     Attributes:
         quick: what `--quick` cuts, for the help.
         measure: checks what it needs (raising ConfigError), then yields a row per sample, as soon as it has it.
-        figures: from rows to named numbers. tables: from rows to what is printed; both pure.
+        figures: from rows to named numbers. tables: from rows to what is printed instead of them; both pure.
         flags: its own, by name (with its other names after a blank); add_flags: adds those that it shares with others.
         settings: what `--quick` lowers without a flag.
         about: what `env` says of the run: `kind`, a device.
@@ -160,7 +165,7 @@ class Measurement:
     quick: str
     measure: Callable[[argparse.Namespace], Iterator[Row]]
     figures: Callable[[Sequence[Row]], dict[str, float]]
-    tables: Callable[[Sequence[Row]], Iterable[str]]
+    tables: Callable[[Sequence[Row]], Iterable[str]] | None = None
     flags: Mapping[str, Flag] = field(default_factory=dict)
     add_flags: Callable[[argparse.ArgumentParser], None] = _nothing
     settings: Mapping[str, Usually] = field(default_factory=dict)
@@ -191,17 +196,29 @@ class Measurement:
         env = {**record.environment(argv, asked=arguments), **self.about(arguments)}
         rows: list[Row] = []
         with record.kept(arguments.json, env, rows):
-            rows.extend(self.measure(arguments))  # one by one: an error keeps those before it
+            rows.extend(told(self.measure(arguments)))  # one by one: an error keeps those before it
             figures = self.figures(rows)
             goals = tuple(goal for goal in (*self.goals, *self.required) if goal.figure in figures)
-            goal_text = goal_table(figures, goals) if goals else ""
-            texts = [*self.tables(rows), goal_text, env["kind"], record.busy(env)]
+            named = {goal.figure for goal in goals}
+            others = {name: value for name, value in figures.items() if name not in named}
+            shown = [figure_table(others)] if self.tables is None else self.tables(rows)
+            texts = [*shown, goal_table(figures, goals) if goals else "", env["kind"], record.busy(env)]
         print("\n" + "\n\n".join(filter(None, texts)), flush=True)
         record.write(arguments.json, figures, env, rows)
         if self.plot is not None and arguments.plot is not None:
             self.plot(arguments.plot, rows, env["kind"])
         self.also(arguments, rows, env)
         return 0 if all(goal.met(figures[goal.figure]) for goal in self.required if goal.figure in figures) else 1
+
+
+def told(rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows, of which one is printed now and then, by its numbers and words."""
+    told_s = 0.0
+    for row in rows:
+        if time.monotonic() - told_s > TELL_S:
+            print(*(f"{name} {value}" for name, value in row.items() if not isinstance(value, list | dict)), flush=True)
+            told_s = time.monotonic()
+        yield row
 
 
 def resolve(arguments: argparse.Namespace) -> None:

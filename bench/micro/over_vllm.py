@@ -1,9 +1,7 @@
 """Ours over plain vLLM on the same cores, all servers up and asked in turns. Parts of `epd-bench latency`.
 
     tp1      TP1 as shipped: time to first token and, end to end, time per token, one request and eight at once
-    core     the same with one core for all of each server
     epd      (E-P)-D, one request at a time: a new image, the same again, text
-    bench    the same of a new image of 640 x 640 and the `bench` preset, whose vision tower and prefill take long
 
 A turn is a few requests to one server, after a rest: plain vLLM's worker looks for its next step for a second after the
 last, on a core. Before and after it the speed of each core is read (`bench/micro/cores.py`). A ratio is of two turns of
@@ -19,21 +17,20 @@ import argparse
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
-from bench.micro.cores import alike, confined, core_us, ratios_at_one_speed
+from bench.micro.cores import core_us, ratios_at_one_speed
 from bench.micro.measurement import Row, in_turns
 from bench.micro.rows import grouped, median
-from bench.real_stages import PRESET, check_memory, closed_loop
-from bench.served import scratch, served
+from bench.real_stages import check_memory, closed_loop
+from bench.served import served
 from bench.statistic import Spread
 from bench.sweep.experiment import Deployment, ServedBy
 from bench.sweep.running import REST_S, plain_vllm
@@ -41,23 +38,17 @@ from bench.workloads.synthetic import image_body, text_body
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from epd_serve.cpu_threads import BIND_ENV
-from epd_serve.demo.presets import write_preset
 from proxy.config.tree import changed
 
 LAYOUT, MONOLITH = "(E-P)-D", "TP1"
 OURS = "ours, as shipped"
 NEW, REPEATED, TEXT = "new image", "repeated image", "text"
-AT_ONCE = (1, 8)
 SIDE, ANSWER_TOKENS, EPD_TOKENS = 224, 24, 64
-BENCH_SIDE, BENCH_TOKENS = 640, 8
 WARM_UP = 3
 ALL_TOKENS = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 """As many as were asked for, and their number: not every token has text, of which the client would see it."""
 STARVED_SHARE = 0.5
 """An answer that comes in fewer reads than this share of its tokens came at once."""
-
-Server = Callable[[], AbstractContextManager[tuple[str, str]]]
-"""A server to be started: (url, model's name) while its context lasts."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +69,6 @@ class Asked:
         return [body for _ in range(groups) for body in self.bodies(model, next(seeds))]
 
 
-@dataclass(frozen=True)
-class Part:
-    """Attributes: preset: the model is `PRESET`. cores: for each server; None: all."""
-
-    layout: str
-    asked: tuple[Asked, ...]
-    preset: bool = False
-    cores: int | None = None
-
-
 def _images(at_once: int) -> Asked:
     def body(model: str, seed: int) -> list[dict[str, Any]]:
         return [_image(model, seed, ANSWER_TOKENS)]
@@ -97,42 +78,35 @@ def _images(at_once: int) -> Asked:
 
 def _image_again_text(model: str, seed: int) -> list[dict[str, Any]]:
     image = _image(model, seed, EPD_TOKENS)
-    return [image, image, text(model, seed)]
+    text = text_body(model, tokens=32, answer=EPD_TOKENS, stream=True, seed=seed)
+    return [image, image, {**text, **ALL_TOKENS}]
 
 
-def _large(model: str, seed: int) -> list[dict[str, Any]]:
-    return [_image(model, seed, BENCH_TOKENS, BENCH_SIDE)]
-
-
-PARTS: Mapping[str, Part] = MappingProxyType(
-    {
-        "tp1": Part(MONOLITH, tuple(map(_images, AT_ONCE))),
-        "core": Part(MONOLITH, tuple(map(_images, AT_ONCE)), cores=1),
-        "epd": Part(LAYOUT, (Asked((NEW, REPEATED, TEXT), _image_again_text, 2),)),
-        "bench": Part(LAYOUT, (Asked((NEW,), _large, 1),), preset=True),
-    }
-)
+PARTS: Mapping[str, tuple[str, Sequence[Asked]]] = {
+    "tp1": (MONOLITH, [_images(at_once) for at_once in (1, 8)]),
+    "epd": (LAYOUT, [Asked((NEW, REPEATED, TEXT), _image_again_text, 2)]),
+}
+"""Of each the layout, and what is asked of it."""
 
 
 def measure(arguments: argparse.Namespace, name: str) -> Iterator[Row]:
     """A row per server, kind and turn. In each of so many rounds all servers are started anew."""
-    part, real = PARTS[name], arguments.engine == "vllm"
-    if real:
-        check_memory(part.layout.count("-") + 1 + len(_bounds(part)))
-    with scratch() as folder:
-        if real and part.preset:
-            write_preset(folder / PRESET, PRESET)
-        model = str(folder / PRESET) if real and part.preset else ""
-        for start in range(arguments.rounds):
-            with ExitStack() as stack:
-                sender = stack.enter_context(SenderProcess())
-                with confined(_cores(part)):
-                    servers = {own: stack.enter_context(up()) for own, up in _servers(arguments, part, model).items()}
-                seeds = itertools.count(start << 16)
-                for asked, (url, served_name) in itertools.product(part.asked, servers.values()):
-                    closed_loop(sender, url, asked.of(served_name, seeds, WARM_UP * asked.at_once), asked.at_once)
-                for row in _turns(sender, servers, part.asked, seeds, arguments.turns):
-                    yield {"part": name, **row, "round": start * arguments.turns + row["round"]}
+    layout, loads = PARTS[name]
+    cores = sorted(os.sched_getaffinity(0))
+    bounds = [",".join(map(str, cores[:count])) for count in sorted({1, len(cores)})]
+    if arguments.engine == "vllm":
+        check_memory(layout.count("-") + 1 + len(bounds))
+    for start in range(arguments.rounds):
+        with ExitStack() as stack:
+            sender = stack.enter_context(SenderProcess())
+            ours = stack.enter_context(served(layout, ["--engine", arguments.engine], traced=False))
+            servers = {OURS: (ours.url, ours.model)}
+            servers |= {f"plain vLLM on {bound}": _plain(stack, arguments.engine, bound) for bound in bounds}
+            seeds = itertools.count(start << 16)
+            for asked, (url, model) in itertools.product(loads, servers.values()):
+                closed_loop(sender, url, asked.of(model, seeds, WARM_UP * asked.at_once), asked.at_once)
+            for row in _turns(sender, servers, loads, seeds, arguments.turns):
+                yield {"part": name, **row, "round": start * arguments.turns + row["round"]}
 
 
 def _turns(
@@ -154,50 +128,17 @@ def _turns(
                 yield {"what": name, "round": turn, "kind": kind, **own, "core_us": cores}
 
 
-def _cores(part: Part) -> tuple[int, ...]:
-    return tuple(sorted(os.sched_getaffinity(0)))[: part.cores]
-
-
-def _bounds(part: Part) -> list[str]:
-    """Of plain vLLM's compute threads: one core or all."""
-    cores = _cores(part)
-    return [",".join(map(str, cores[:count])) for count in sorted({1, len(cores)})]
-
-
-def _servers(arguments: argparse.Namespace, part: Part, model: str) -> dict[str, Server]:
-    flags = [model] if model else ["--engine", arguments.engine]
-    return {OURS: _ours(part.layout, flags), **_plain(arguments.engine, model, _bounds(part))}
-
-
-def _ours(layout: str, flags: Sequence[str]) -> Server:
-    @contextmanager
-    def up() -> Iterator[tuple[str, str]]:
-        with served(layout, flags, traced=False) as launch:
-            yield launch.url, launch.model
-
-    return up
-
-
-def _plain(engine: str, model: str, bounds: Sequence[str]) -> dict[str, Server]:
-    """Plain vLLM on the same cores, its compute threads on those of each of `bounds`."""
-    blueprint = draw(changed(DeployConfig(), {"layout": MONOLITH, "device": "cpu", "engine": engine, "model": model}))
+def _plain(stack: ExitStack, engine: str, bound: str) -> tuple[str, str]:
+    """Plain vLLM, its compute threads on the cores of `bound`: its URL, and the model's name."""
+    blueprint = draw(changed(DeployConfig(), {"layout": MONOLITH, "device": "cpu", "engine": engine}))
     deployment = Deployment("plain vLLM", MONOLITH, 1, ServedBy.VLLM)
-
-    @contextmanager
-    def up(bound: str) -> Iterator[tuple[str, str]]:
-        with plain_vllm(deployment, blueprint, {BIND_ENV: bound}) as running:
-            yield str(running.target.servers[0].endpoint), running.model
-
-    return {f"plain vLLM, threads on cores {bound}": lambda bound=bound: up(bound) for bound in bounds}  # type: ignore[misc]
+    running = stack.enter_context(plain_vllm(deployment, blueprint, {BIND_ENV: bound}))
+    return str(running.target.servers[0].endpoint), running.model
 
 
-def _image(model: str, seed: int, tokens: int, side: int = SIDE) -> dict[str, Any]:
+def _image(model: str, seed: int, tokens: int) -> dict[str, Any]:
     """A request for an image that no other seed gives, with an answer of so many tokens for all."""
-    return {**image_body(model, side=side, answer=tokens, stream=True, seed=seed), **ALL_TOKENS}
-
-
-def text(model: str, seed: int) -> dict[str, Any]:
-    return {**text_body(model, tokens=32, answer=EPD_TOKENS, stream=True, seed=seed), **ALL_TOKENS}
+    return {**image_body(model, side=SIDE, answer=tokens, stream=True, seed=seed), **ALL_TOKENS}
 
 
 def times(records: Sequence[RequestRecord]) -> Row:
@@ -213,23 +154,20 @@ def times(records: Sequence[RequestRecord]) -> Row:
 
 def figures(parts: Mapping[str, Sequence[Row]]) -> dict[str, float]:
     """Of the rows of each part; of loads, and of kinds where a figure is not of one, the worst counts."""
-    found: dict[str, float | None] = {}
-    for part in ("tp1", "core"):
-        for figure, name in (("ttft", "ttft_ms"), ("tpot", "token_ms")):
-            found[f"{part}_{figure}_over_vllm"] = _worst(_by_kind(parts.get(part, ())).values(), name)
-    kinds = _by_kind(parts.get("epd", ()))
-    for figure, kind in (("new", NEW), ("repeat", REPEATED), ("text", TEXT)):
-        found[f"epd_ttft_{figure}_over_vllm"] = _worst([kinds[kind]] if kind in kinds else [], "ttft_ms")
-    found["epd_token_over_vllm"] = _worst(kinds.values(), "token_ms")
-    found["bench_ttft_over_vllm"] = _worst([parts["bench"]] if "bench" in parts else [], "ttft_ms")
+    loads, kinds = (list(grouped(parts.get(part, ()), "kind").values()) for part in PARTS)
+    of_kind = {own[0]["kind"]: [own] for own in kinds}
+    found = {
+        "tp1_ttft_over_vllm": _worst(loads, "ttft_ms"),
+        "tp1_tpot_over_vllm": _worst(loads, "token_ms"),
+        "epd_ttft_new_over_vllm": _worst(of_kind.get(NEW, []), "ttft_ms"),
+        "epd_ttft_repeat_over_vllm": _worst(of_kind.get(REPEATED, []), "ttft_ms"),
+        "epd_ttft_text_over_vllm": _worst(of_kind.get(TEXT, []), "ttft_ms"),
+        "epd_token_over_vllm": _worst(kinds, "token_ms"),
+    }
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _by_kind(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    return {kind: own for (kind,), own in grouped(rows, "kind").items()}
-
-
-def _worst(kinds: Iterable[Sequence[Row]], name: str) -> float | None:
+def _worst(kinds: Sequence[Sequence[Row]], name: str) -> float | None:
     over = [over_plain(own, name) for own in kinds]
     known = [value.median for value in over if value is not None]
     return max(known) if known and len(known) == len(over) else None
@@ -243,15 +181,3 @@ def over_plain(rows: Sequence[Row], name: str) -> Spread | None:
     if not fed:
         return None
     return ratios_at_one_speed(ours, min(fed, key=lambda own: median(own, "token_ms")), name)
-
-
-def table_rows(rows: Sequence[Row]) -> Iterator[Row]:
-    """A row per server and kind of load: medians over turns, and of ours the ratios."""
-    for (what, kind), own in grouped(rows, "what", "kind").items():
-        row = {"what": what, "kind": kind, **{name: median(own, name) for name in ("ttft_ms", "token_ms")}}
-        row["even"] = f"{sum(alike(one['core_us']) for one in own)} of {len(own)}"
-        row["starved"] = f"{sum(one['starved'] for one in own)} of {len(own)}"
-        for name in ("ttft_ms", "token_ms"):
-            over = over_plain([one for one in rows if one["kind"] == kind], name) if what == OURS else None
-            row[f"{name}_over"] = "" if over is None else f"{over:.2f}"
-        yield row

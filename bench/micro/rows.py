@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bench.micro.measurement import Row
 from bench.statistic import Spread
 from deploy.memory.placement_table import table
 
 T = TypeVar("T")
+Row = dict[str, Any]
 
 
 def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:

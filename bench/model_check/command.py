@@ -12,6 +12,7 @@ vLLM holds nearly equal counts as none: rounding decides those.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ from bench import record
 from bench.clients.flags import header_of
 from bench.clients.sender import ask
 from bench.clients.target import CHAT, Target
+from bench.micro.rows import figure_table, table_of
 from bench.model_check import memory
 from bench.model_check.items import QUESTIONS, Question, unmade
-from bench.model_check.verdict import Answer, Verdict, judge, read_answer
-from deploy.memory.placement_table import table
+from bench.model_check.verdict import REFUSED, Answer, Verdict, judge, read_answer
 from epd_serve.errors import ConfigError, StageError
 
 LIMIT_S, TOKENS, REQUESTS = 300.0, 32, 8
@@ -108,7 +109,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         if past:
             env["memory"]["plain"] = past["memory"]
     figures = _figures(rows)
-    print(_report(rows, env["memory"]), flush=True)
+    print(_report(rows, env["memory"], figures), flush=True)
     record.write(arguments.json, figures, env, rows)
     return 0 if all(Verdict(row["verdict"]).good for row in rows if "verdict" in row) else 1
 
@@ -138,21 +139,18 @@ def _answers(servers: Sequence[Server], past: Mapping[str, Any], tokens: int, al
         why = next((missing[one] for one in sorted(question.modalities) if one in missing), "")
         over = time.monotonic() > servers[0].end_s
         if why or over:
-            verdict = Verdict.FAILED if over else Verdict.NOT_ASKED
-            yield {"question": question.name, "answers": {}, **_told(alone, verdict, why or "the time was over")}
+            verdict = {} if alone else {"verdict": (Verdict.FAILED if over else Verdict.NOT_ASKED).value}
+            yield {"question": question.name, "answers": {}, "why": why or "the time was over", **verdict}
             continue
         answers = {one.name: one.answer(question, tokens) for one in servers}
         if past:
             answers["plain"] = past["answers"].get(question.name, Answer(0, "was not asked"))
-        row: Row = {"question": question.name, "answers": {name: one._asdict() for name, one in answers.items()}}
-        judged = None if alone else judge(answers["ours"], answers["plain"])
-        if len(question.items) == 1 and all(answer.status in range(400, 500) for answer in answers.values()):
+        if len(question.items) == 1 and all(answer.status in REFUSED for answer in answers.values()):
             missing |= dict.fromkeys(question.modalities, "the model does not take it")
-        yield {**row, **(_told(alone, *judged) if judged else {"why": ""})}
-
-
-def _told(alone: bool, verdict: Verdict, why: str) -> Row:
-    return {"why": why} if alone else {"verdict": verdict.value, "why": why}
+        row: Row = {"question": question.name, "answers": {name: one._asdict() for name, one in answers.items()}}
+        if not alone:
+            row["verdict"], row["why"] = judge(answers["ours"], answers["plain"])
+        yield {"why": "", **row}
 
 
 def _times(servers: Sequence[Server], past: Mapping[str, Any], arguments: argparse.Namespace) -> Iterator[Row]:
@@ -184,25 +182,14 @@ def _figures(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def _report(rows: Sequence[Row], held: Mapping[str, Any]) -> str:
-    asked = [("question", "prompt tokens", "verdict", "why")]
-    for row in (row for row in rows if "question" in row):
-        prompt = row["answers"].get("ours", {}).get("prompt_tokens", "")
-        said = row.get("verdict") or (row["answers"].get("ours", {}).get("text") or "")[:60]
-        asked.append((row["question"], str(prompt or "-"), said, row["why"][:100]))
-    names = list(held)
-    timed = [("median ms to first token", *names)]
-    for row in (row for row in rows if "kind" in row):
-        timed.append((row["kind"], *(_median(row["ttft_ms"].get(name, ())) for name in names)))
-    sizes = [("memory", *names), ("KV cache, tokens", *(_listed(held[name]["kv_tokens"]) for name in names))]
-    sizes.append(("host, MiB", *(str(held[name]["host_mib"] or "unknown") for name in names)))
-    sizes.append(("devices, MiB", *(_listed(held[name]["device_mib"]) for name in names)))
-    return "\n\n".join(table(one, indent="") for one in (asked, timed, sizes))
+def _report(rows: Sequence[Row], held: Mapping[str, Any], figures: Mapping[str, float]) -> str:
+    """Each question, the figures, and what memory each server holds."""
+    asked = [row for row in rows if "question" in row]
+    answers = table_of(asked, {"question": "{question}", "verdict": _said, "why": lambda row: row["why"][:100]})
+    memory = "\n".join(f"{name}: {json.dumps(own)}" for name, own in held.items())
+    return f"{answers}\n\n{figure_table(figures)}\n\n{memory}"
 
 
-def _median(values: Sequence[float]) -> str:
-    return f"{np.median(values):.1f}" if values else "-"
-
-
-def _listed(by_name: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {value:,}" for name, value in by_name.items()) or "unknown"
+def _said(row: Row) -> str:
+    """Its verdict, or of a server that was asked alone the beginning of its answer."""
+    return row.get("verdict") or (row["answers"].get("ours", {}).get("text") or "")[:60]

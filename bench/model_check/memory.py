@@ -7,14 +7,13 @@ all that uses the device, as the vendor's tool tells it.
 
 from __future__ import annotations
 
-import ipaddress
+import contextlib
 import re
-from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench.clients.target import LOOK_S, Target
-from deploy.host.listeners import listeners
-from deploy.host.processes import ProcessStat, running
 from epd_serve.errors import StageError
 from npu_ops import npu_smi, vendor_tool
 
@@ -52,18 +51,15 @@ def parse_cache_info(metrics: str) -> dict[str, int]:
 
 def host_mib(target: Target) -> int | None:
     """Proportional set size of the server's processes; None where it is on another host, or not ours to see."""
-    endpoint = target.endpoint
-    try:
-        here = endpoint.host == "localhost" or ipaddress.ip_address(endpoint.host).is_loopback
-    except ValueError:
-        here = False
-    if not here:
+    if not target.endpoint.local:
         return None
-    every = {one.pid: one for one in running()}
-    owners = {one.pid for one in listeners(every) if one.port == endpoint.port}
-    tree = _with_children({_root(pid, every) for pid in owners}, every)
-    sizes = [_pss_kib(pid) for pid in tree]
-    return round(sum(size for size in sizes if size) / 1024) if owners else None
+    listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.pid]
+    roots = {_root(psutil.Process(one.pid)) for one in listening if one.laddr.port == target.endpoint.port}
+    total_bytes = 0
+    for process in {each for root in roots for each in (root, *root.children(recursive=True))}:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            total_bytes += process.memory_full_info().pss
+    return round(total_bytes / MIB) if roots else None
 
 
 def device_used() -> dict[str, int]:
@@ -83,34 +79,16 @@ def of(target: Target) -> dict[str, Any]:
     return {"kv_tokens": kv_tokens(target), "host_mib": host_mib(target), "device_mib": device_used()}
 
 
-def _root(pid: int, every: dict[int, ProcessStat]) -> int:
+def _root(process: psutil.Process) -> psutil.Process:
     """The topmost ancestor that belongs to the server: our keeper of a front door, plain vLLM's own."""
-    while (parent := every[pid].parent) in every and any(name in _command(parent) for name in _OURS):
-        pid = parent
-    return pid
+    while (parent := process.parent()) is not None and _ours(parent):
+        process = parent
+    return process
 
 
-def _command(pid: int) -> str:
-    try:
-        parts = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return ""
-    # A shell that started it has its name among the words of a script.
-    return "" if b"python" not in parts[0] else b" ".join(parts[:4]).decode(errors="replace")
-
-
-def _with_children(roots: set[int], every: dict[int, ProcessStat]) -> set[int]:
-    found, fresh = set(roots), set(roots)
-    while fresh:
-        fresh = {one.pid for one in every.values() if one.parent in fresh} - found
-        found |= fresh
-    return found
-
-
-def _pss_kib(pid: int) -> int | None:
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-    except OSError:
-        return None
-    match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    return int(match[1]) if match else None
+def _ours(process: psutil.Process) -> bool:
+    """A shell that started it has its name among the words of a script, so it has to be Python."""
+    with contextlib.suppress(psutil.Error):
+        words = process.cmdline()[:4]
+        return bool(words) and "python" in words[0] and any(name in word for word in words for name in _OURS)
+    return False

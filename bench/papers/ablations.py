@@ -4,8 +4,14 @@ The base is up together with one variant at a time, and both get the same reques
 that met the same machine. Each round has new requests, since those of the round before would be served from the stores;
 both have them at the same times, one after the other, in an order that is drawn for each round.
 
-The rows of Table 2 (layerwise, prefetch, grouped, both) add to a baseline without any of it; demand, pixels, all-images
-and mooncake take a part of the way from E to P away from all of it. At a low rate requests hardly ever meet each other.
+The rows of Table 2 (layerwise, prefetch, grouped, both) add to the paper's baseline: a feature is fetched when a
+request needs it, and KV is sent as a whole when its prompt is computed (§3.3, "synchronous transmission"), so all of
+its transfer is exposed; of the paper's own baseline 85 % is (Table 4). `layerwise` is a row that the paper lacks: KV
+layer by layer at once, which hides most of it already. demand, pixels, all-images and mooncake each take a part of the
+way from E to P away from all of it. At a low rate requests hardly ever meet each other.
+
+On two cores this shows what each switch costs or saves per request, and no net gain from overlap: a transfer that hides
+behind a layer takes that layer's core. The paper's gains come from copy engines and links beside the computing units.
 """
 
 from __future__ import annotations
@@ -14,18 +20,21 @@ import argparse
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.analysis.page import require
+from bench.analysis.ratios import Ratio, Sample, sample_ratio
 from bench.clients.bodies import Source, workload_source
 from bench.clients.measure import Plan
 from bench.clients.measure import measure as sent_by_plan
 from bench.clients.results import RequestRecord
 from bench.clients.target import Target
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, positive, several, whole
-from bench.papers.table2 import BASELINE, TABLE, VARIANTS, WHOLE, figures, tables
+from bench.micro.rows import grouped
 from bench.real_stages import add_engine_flags, check_memory, engine_flags, kind_of
 from bench.served import scratch, served
 from bench.workloads.generate import Knobs
@@ -36,6 +45,44 @@ from deploy.host import event_loop
 from deploy.options.mm_store import what_is_missing
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.layout_parser import parse
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table.
+
+    Attributes:
+        name: as in figures, and in the paper's table.
+        prefetch, grouping: `--feature-prefetch` and `--kv-grouping` of `epd-serve serve`. more: other flags of it.
+        of_all: its base is not the paper's baseline, but all of the mechanism.
+    """
+
+    name: str
+    prefetch: str = "event"
+    grouping: str = "adaptive"
+    more: tuple[str, ...] = ()
+    of_all: bool = False
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Also where they are the default, so that results name them."""
+        return ("--feature-prefetch", self.prefetch, "--kv-grouping", self.grouping, *self.more)
+
+
+BASELINE, WHOLE = Variant("baseline", "demand", "bulk"), Variant("whole")
+TABLE = (
+    Variant("layerwise", "demand", "layerwise"),
+    Variant("prefetch", "event", "bulk"),
+    Variant("grouped", "demand", "adaptive"),
+    Variant("both", "event", "adaptive"),
+)
+APART = (
+    Variant("demand", "demand", of_all=True),
+    Variant("pixels", more=("--send-pixels", "always"), of_all=True),
+    Variant("all-images", more=("--partial-prefill", "off"), of_all=True),
+    Variant("mooncake", more=("--mm-store", "mooncake"), of_all=True),
+)
+VARIANTS = {one.name: one for one in (*TABLE, *APART)}
 
 WORKLOAD = "sharegpt4o-like"
 WARM_UP_REQUESTS, WARM_UP_RPS = 8, 4.0
@@ -80,7 +127,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
                 source = workload_source(workload.endless_of, images.data_url, first.model, arguments.seed)
                 for variant in variants:
                     with served(layout, (*model, *variant.flags), name=variant.name, traced=False) as other:
-                        print(f"{variant.title}: ready in {other.ready_s:.0f} s", flush=True)
+                        print(f"{variant.name}: ready in {other.ready_s:.0f} s", flush=True)
                         urls = (first.url, other.url)
                         warm_up(urls, source, plan, numbers)
                         for turn, rate in itertools.product(range(arguments.rounds), arguments.rates):
@@ -126,6 +173,47 @@ def _times(record: RequestRecord, prefix: str = "") -> Row:
     return {f"{prefix}{name}": round(s * 1e3, 3) if record.ok and s is not None else None for name, s in times.items()}
 
 
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Returns `RATE rps/VARIANT/ttft_ms`, `baseline_ttft_ms`, `ttft_over_baseline` with `_low`, `_high`; TPOT likewise.
+
+    Means over the requests that both answered whole; intervals (95 %) over pairs in blocks of neighbours. And
+    `VARIANT/whole`: the share of its requests that were.
+
+    Args:
+        rows: one of each request, sent to the base and to a variant in the same round: `variant`, `rate_rps`, `round`,
+            `n`, and `ttft_ms`, `tpot_ms`, `baseline_ttft_ms`, `baseline_tpot_ms`, each None without a whole answer.
+    """
+    results: dict[str, float] = {}
+    for (rate, variant), own in grouped(rows, "rate_rps", "variant").items():
+        prefix = f"{rate:g} rps/{variant}"
+        results[f"{prefix}/requests"] = len(own)
+        results[f"{prefix}/not_whole"] = sum(not _whole(row) for row in own)
+        for kind, found in _changes(own).items():
+            results |= {f"{prefix}/baseline_{kind}_ms": round(found.a, 3), f"{prefix}/{kind}_ms": round(found.b, 3)}
+            ends = {"": found.ratio, "_low": found.low, "_high": found.high}
+            over = {f"{prefix}/{kind}_over_baseline{end}": value for end, value in ends.items()}
+            results |= {name: round(value, 4) for name, value in over.items() if value is not None}
+    for (variant,), own in grouped(rows, "variant").items():
+        results[f"{variant}/whole"] = sum(map(_whole, own)) / len(own)
+    return results
+
+
+def _whole(row: Row) -> bool:
+    """Both have answered it."""
+    return None not in (row["ttft_ms"], row["baseline_ttft_ms"])
+
+
+def _changes(rows: Sequence[Row]) -> dict[str, Ratio]:
+    """Of TTFT and TPOT, the variant over the baseline."""
+    found = {}
+    for kind in ("ttft", "tpot"):
+        pairs = [(row[f"baseline_{kind}_ms"], row[f"{kind}_ms"]) for row in rows]
+        values = np.array([pair for pair in pairs if None not in pair], dtype=np.float64).reshape(-1, 2)
+        if values[:, 0].any():  # simulated answers may come all at once
+            found[kind] = sample_ratio(f"{kind}_ms", Sample(values[:, 0]), Sample(values[:, 1]), paired=True)
+    return found
+
+
 MEASUREMENT = Measurement(
     quick="2 rounds of 15 s",
     flags=FLAGS,
@@ -133,7 +221,6 @@ MEASUREMENT = Measurement(
     about=about,
     measure=measure,
     figures=figures,
-    tables=tables,
     required=GOALS,
 )
 add_arguments = MEASUREMENT.add_arguments

@@ -1,30 +1,35 @@
 """`epd-bench memory-tables`: how much more fits where the encoder is not beside prefill (EPD, tables 2 to 4).
 
-Images of a request, batch, KV, each by where the encoder is. Computed from sizes and weights of the paper's models;
-nothing is started, and nothing was measured on a device. That real stages get the KV cache that is computed for them is
-a test (tests/e2e/test_memory_preview.py); of a model of yours `epd-serve layout LAYOUT --model DIR` shows it.
+Images of a request, batch, KV, each by where the encoder is. Computed from sizes and weights of the paper's models
+(`epd_models.json`); nothing is started, and nothing was measured on a device. That real stages get the KV cache that is
+computed for them is a test (tests/e2e/test_memory_preview.py); of a model of yours `epd-serve layout LAYOUT --model
+DIR` shows it. Printed is what the paper prints, beside it what it reports of its A800; --json has the other sizes, too.
 
 EPD (§5.3) encodes all images of a request at once and prefills its prompt at once; so here. vLLM encodes in portions of
 `--max-num-batched-tokens`, and so needs less than EPD's engine where a request has many images: there the context and
-the KV cache bound a request, not the encoder's activations.
-"""
+the KV cache bound a request, not the encoder's activations. EPD's engine (vLLM 0.6.1) held more per image than the
+flash kernels that are counted here: its numbers are smaller, and where the encoder took most of that (MiniCPM-V), its
+gain is up to three times the one computed. `spare` is our P, with an encoder loaded for lost features; it has no other
+form yet."""
 
 from __future__ import annotations
 
 import argparse
 import bisect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
 
 from bench.micro.rows import table_of
-from bench.papers.epd_models import IMAGES, MODELS, SLICE_PATCHES, EpdModel
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write
 from epd_serve.activation_peak import feature_cache, language_peak, tower_peak
 from epd_serve.errors import ConfigError
+from epd_serve.model_sizes import LanguageSizes, TowerSizes
+from epd_serve.model_weights import ModelWeights
 from epd_serve.stage_memory import CONTEXT_BYTES
 
 PAPER_BYTES = 82 * 10**9
@@ -38,15 +43,33 @@ KV_SHARE = 0.8
 """Of the free memory, as EPD's tables 2 and 3 allot it."""
 TEXT_TOKENS = 22
 """Of a request beside its images (EPD §5)."""
+SLICE_PATCHES = 1024
+"""(448 / 14)² of a slice."""
 MOST = 100_000
 KIND = "emulated: computed from sizes of models, nothing was run"
 
-NOTES = """\
-Beside them in brackets: what EPD reports of its A800. Its engine (vLLM 0.6.1) held more per image than the flash
-kernels that are counted here: its numbers are smaller, and where the encoder took most of that (MiniCPM-V), its gain is
-up to three times the one computed. P with spare: our P, with an encoder loaded for lost features; it has no other form
-yet, since with `--language-model-only` at P the proxy answers media with 400. vLLM encodes a request in portions, so
-with the encoder beside it the context and the KV cache bound a request before the encoder's activations do."""
+
+class EpdModel(msgspec.Struct, frozen=True):
+    """Attributes:
+    context: tokens of a request. slices: by image. slice_tokens: that a slice becomes.
+    paper: by figure, without the model's name; a share in percent, or `OOM`, `OOCL` (out of context limit).
+    """
+
+    name: str
+    tower: TowerSizes
+    language: LanguageSizes
+    weights: ModelWeights
+    context: int
+    slices: dict[str, int]
+    slice_tokens: int
+    paper: dict[str, int | str]
+
+
+class _File(msgspec.Struct):
+    models: list[EpdModel]
+
+
+MODELS = msgspec.json.decode(Path(__file__).with_name("epd_models.json").read_bytes(), type=_File).models
 
 
 class Place(NamedTuple):
@@ -60,12 +83,10 @@ class Place(NamedTuple):
 PLACES: Mapping[str, Place] = {
     "together": Place(True, True, None),  # EP; DistServe's prefill node, a monolith's prefill
     "encoder": Place(True, False, None),
-    "prefill": Place(False, True, 0),  # EPD's P; not ours yet: see NOTES
+    "prefill": Place(False, True, 0),  # EPD's P; not ours yet
     "spare": Place(True, True, 1),  # our P, which encodes an image again whose feature was lost
 }
 _APART = {"disaggregated": "prefill", "disaggregated_spare": "spare"}
-Show = str | Callable[[Any], object]
-_PREFILLING = ("together", "prefill", "spare")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,10 +102,16 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     total_bytes = PAPER_BYTES if arguments.device_memory is None else int(arguments.device_memory * 2**30)
     if total_bytes <= CONTEXT_BYTES["cuda"]:
         raise ConfigError(f"--device-memory {arguments.device_memory:g} is less than the runtime takes")
-    cases = [Case(model, at, total_bytes) for model in MODELS for at in range(len(IMAGES))]
-    print(f"{KIND}; a device of {total_bytes / 2**30:.1f} GiB\n\n{tables(cases)}\n\n{NOTES}")
-    rows = [{"model": case.model.name, "picture": IMAGES[case.image]} for case in cases]
-    write(arguments.json, figures(cases), environment(argv, KIND, asked=arguments), rows)
+    found = figures(MODELS, total_bytes)
+    rows = [
+        {"figure": name, "computed": found[name], "paper": printed}
+        for model in MODELS
+        for figure, printed in model.paper.items()
+        for name in [figure_name(figure, model)]
+    ]
+    print(f"{KIND}; a device of {total_bytes / 2**30:.1f} GiB; 0: it does not run\n")
+    print(table_of(rows, {"figure": "{figure}", "computed": "{computed:g}", "EPD": "{paper}"}))
+    write(arguments.json, found, environment(argv, KIND, asked=arguments), rows)
     return 0
 
 
@@ -134,21 +161,19 @@ class Room:
         """Returns how many requests with `BATCH_IMAGES` one step may have."""
         return _most(lambda batch: self.fits(BATCH_IMAGES, batch))
 
-    def kv_share(self, images: int) -> float | str:
+    def kv_share(self, images: int) -> float:
         """Returns the largest share of the free memory that KV can have beside one such request.
 
-        Else `OOM`: it does not fit, or `OOCL`: it is longer than the context.
+        0: the request does not fit, or is longer than the context.
         """
         free = self.free_bytes
-        if free > 0 and self.prompt_tokens(images) > self.model.context:
-            return "OOCL"
-        share = 1 - self.activation_bytes(images, 1) / free if free > 0 else 0.0
-        return share if share > 0 else "OOM"
+        if free <= 0 or self.prompt_tokens(images) > self.model.context:
+            return 0.0
+        return max(0.0, 1 - self.activation_bytes(images, 1) / free)
 
     def kv_tokens(self, images: int) -> int:
-        """Returns the tokens that such a KV cache of prefill holds; 0 where there is none."""
-        share = self.kv_share(images)
-        return 0 if isinstance(share, str) else int(share * self.free_bytes) // self._token_bytes
+        """Returns the tokens that such a KV cache of prefill holds."""
+        return int(self.kv_share(images) * self.free_bytes) // self._token_bytes
 
     @property
     def _token_bytes(self) -> int:
@@ -160,81 +185,25 @@ def _most(holds: Callable[[int], bool]) -> int:
     return bisect.bisect_left(range(1, MOST), True, key=lambda number: not holds(number))
 
 
-class Case:
-    """A model with a kind of image, on one device.
-
-    Attributes:
-        image: its number in `IMAGES`. rooms: by place.
-        images: most of a request, by place; E and P apart: what both allow. batches: largest of requests with
-            `BATCH_IMAGES`, by place.
-    """
-
-    def __init__(self, model: EpdModel, image: int, total_bytes: int) -> None:
-        self.model, self.image = model, image
-        self.rooms = {name: Room(model, model.slices[image], place, total_bytes) for name, place in PLACES.items()}
-        most = {name: room.most_images() for name, room in self.rooms.items()}
-        apart = {name: min(most["encoder"], most[place]) for name, place in _APART.items()}
-        self.images = {"together": most["together"], **apart}
-        self.batches = {name: room.largest_batch() for name, room in self.rooms.items()}
-        self.paper_images, self.paper_batch = model.paper_images[image], model.paper_batch[image]
-
-    def kv_share(self, place: str, images: int) -> tuple[str, str]:
-        """In percent, ours and the paper's."""
-        share, paper = self.rooms[place].kv_share(images), self.model.paper_kv.get(images, ("", ""))
-        percent = share if isinstance(share, str) else f"{share:.0%}"
-        return percent, dict(zip(("together", "prefill"), paper, strict=True)).get(place, "")
+def figure_name(figure: str, model: EpdModel) -> str:
+    """`TABLE/MODEL/PICTURE/…` of a figure without the model."""
+    kind, _, rest = figure.partition("/")
+    return f"{kind}/{model.name}/{rest}"
 
 
-def figures(cases: Sequence[Case]) -> dict[str, float]:
+def figures(models: Sequence[EpdModel], total_bytes: int = PAPER_BYTES) -> dict[str, float]:
     """Returns `TABLE/MODEL/PICTURE/PLACE`. 0: it does not run."""
     results: dict[str, float] = {}
-    for case in cases:
-        where = f"{case.model.name}/{IMAGES[case.image]}"
-        results |= {f"pictures_per_request/{where}/{place}": count for place, count in case.images.items()}
-        results |= {f"max_batch/{where}/{place}": batch for place, batch in case.batches.items()}
+    for model, image in ((one, image) for one in models for image in one.slices):
+        rooms = {name: Room(model, model.slices[image], place, total_bytes) for name, place in PLACES.items()}
+        most = {name: room.most_images() for name, room in rooms.items()}
+        images = {"together": most["together"]}
+        images |= {name: min(most["encoder"], most[place]) for name, place in _APART.items()}
+        found: dict[str, float] = {f"pictures_per_request/{image}/{name}": count for name, count in images.items()}
+        found |= {f"max_batch/{image}/{name}": room.largest_batch() for name, room in rooms.items()}
         for count in KV_IMAGES:
-            for place in _PREFILLING:
-                share = case.rooms[place].kv_share(count)
-                at = f"{where}/{count} pictures/{place}"
-                results[f"kv_share/{at}"] = 0.0 if isinstance(share, str) else round(share, 4)
-                results[f"kv_tokens/{at}"] = case.rooms[place].kv_tokens(count)
+            for name, room in ((name, room) for name, room in rooms.items() if room.place.language):
+                found[f"kv_share/{image}/{count} pictures/{name}"] = round(room.kv_share(count), 4)
+                found[f"kv_tokens/{image}/{count} pictures/{name}"] = room.kv_tokens(count)
+        results |= {figure_name(name, model): value for name, value in found.items()}
     return results
-
-
-def tables(cases: Sequence[Case]) -> str:
-    """Returns the three tables; the paper's numbers in brackets where it has them."""
-    about: dict[str, Show] = {"model": "{0.model.name}", "image": lambda case: IMAGES[case.image]}
-    images: dict[str, Show] = {
-        "encoder beside prefill": lambda case: _beside(case.images["together"], case.paper_images[0]),
-        "E and P apart": lambda case: _beside(case.images["disaggregated"], case.paper_images[1]),
-        "ratio": lambda case: f"{case.images['disaggregated'] / (case.images['together'] or math.nan):.1f}x",
-        "P with spare": "{0.images[disaggregated_spare]}",
-    }
-    batches: dict[str, Show] = {
-        "encoder beside prefill": lambda case: _beside(case.batches["together"], case.paper_batch[0]),
-        "E": lambda case: _beside(case.batches["encoder"], case.paper_batch[1]),
-        "P": lambda case: _beside(case.batches["prefill"], case.paper_batch[2]),
-        "P with spare": "{0.batches[spare]}",
-    }
-    kv: dict[str, Show] = {
-        "model": "{0[0].model.name}",
-        "images": "{0[1]}",
-        "encoder beside prefill": lambda one: _beside(*one[0].kv_share("together", one[1])),
-        "P alone": lambda one: _beside(*one[0].kv_share("prefill", one[1])),
-        "P with spare": lambda one: _beside(*one[0].kv_share("spare", one[1])),
-        "tokens, beside": lambda one: f"{one[0].rooms['together'].kv_tokens(one[1]):,}",
-        "alone": lambda one: f"{one[0].rooms['prefill'].kv_tokens(one[1]):,}",
-    }
-    largest = [case for case in cases if IMAGES[case.image] == IMAGES[-1]]
-    return "\n\n".join(
-        [
-            f"Most images of a request (batch 1, KV 80 % of what is free)\n{table_of(cases, about | images)}",
-            f"Largest batch ({BATCH_IMAGES} images each, KV 80 % of what is free)\n{table_of(cases, about | batches)}",
-            f"Largest KV cache of prefill, share of what is free beside the weights (batch 1, images of {IMAGES[-1]})\n"
-            f"{table_of(product(largest, KV_IMAGES), kv)}",
-        ]
-    )
-
-
-def _beside(own: int | str, paper: int | str) -> str:
-    return f"{own} ({paper})" if paper else str(own)

@@ -1,41 +1,21 @@
-"""A preset's file: a figure of a paper as data. Owns its format and checks; what is simulated is in `readings.py`."""
+"""A preset's file: a figure of a paper as data. Owns its format; what is simulated is in `readings.py`."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from bench.workloads.profiles import PROFILES
 from deploy.planner.profile import DeviceProfile, read_device_profile
-from deploy.planner.workload import workload_of
-from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea, ImageTokens
-from epd_serve.layout_parser import parse
 from epd_serve.sim.profile import checked, read_object
-from epd_serve.slo import parse_slos
 
 Reading = Literal[
     "goodput", "attainment", "latency", "breakdown", "throughput", "devices", "batches", "streams", "intensity"
 ]
-NEEDS: Mapping[str, tuple[str, ...]] = {
-    "goodput": ("slos",),
-    "attainment": ("slos", "rates"),
-    "latency": ("rates",),
-    "breakdown": ("rates",),
-    "throughput": (),
-    "devices": ("slos", "rates"),
-}
-"""What each traffic has, of its own or of the preset's, where a reading is simulated."""
-COMPUTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "batches": {"shapes": ("image_tokens", "prompt_tokens"), "sizes": ("encode", "prefill", "decode")},
-    "streams": {"shapes": ("image_tokens", "prompt_tokens"), "sizes": ("encode", "decode")},
-    "intensity": {"shapes": ("image_tokens", "vision_hidden", "language_hidden"), "sizes": ("images", "tokens")},
-}
-"""Readings that are arithmetic over the profile or the model's shapes, and what they take."""
+COMPUTED = ("batches", "streams", "intensity")
+"""Readings that are arithmetic over the profile or the model's shapes."""
 PROFILES_DIR = Path(__file__).parent / "profiles"
 Row = dict[str, Any]
 """What came of a preset: about what it is, and the reading's columns."""
@@ -144,56 +124,10 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_preset(path: Path) -> Preset:
-    """Raises ConfigError that names the file and the field: malformed, layouts of unequal devices, unknown methods."""
+    """Raises ConfigError that names the file and the field at fault. That layouts of a preset have equal devices and
+    that what it names is there, tests hold of those that ship."""
     what = f"preset {path}"
-    preset = checked(Preset, read_object(path, what, "NAME"), what, "NAME")
-
-    def refused(field: str, fault: str) -> ConfigError:
-        return ConfigError(f"{what}: {fault} - at `$.{field}`", param="NAME")
-
-    for field in ("traffic", "methods") if preset.reading in NEEDS else ():
-        if not getattr(preset, field):
-            raise refused(field, "it is empty")
-    for field, keys in COMPUTED.get(preset.reading, {}).items():
-        if missing := [key for key in keys if not getattr(preset, field).get(key)]:
-            raise refused(f"{field}.{missing[0]}", f"{preset.reading} needs it")
-    for number, traffic in enumerate(preset.traffic):
-        for field in NEEDS.get(preset.reading, ()):
-            if not (getattr(traffic, field) or getattr(preset, field)):
-                raise refused(f"traffic[{number}].{field}", f"{preset.reading} needs it")
-        for spec in traffic.mix:
-            if spec not in PROFILES:
-                try:
-                    workload_of(spec, preset.tokens)
-                except ConfigError as error:
-                    near = difflib.get_close_matches(spec, PROFILES, 1)
-                    fault = f"no workload is called {spec!r}; did you mean {near[0]}?" if near else str(error)
-                    raise refused(f"traffic[{number}].mix", fault) from error
-    places: dict[str, Preset | Traffic] = {f"traffic[{number}].": one for number, one in enumerate(preset.traffic)}
-    for place, one in {"": preset, **places}.items():
-        if one.profile and not (PROFILES_DIR / f"{one.profile}.json").is_file():
-            raise refused(f"{place}profile", f"no profile is called {one.profile!r}")
-        try:
-            parse_slos(one.slos or "1:1")
-        except ConfigError as error:
-            raise refused(f"{place}slos", str(error)) from error
-    devices: dict[str, int] = {}
-    for number, method in enumerate(preset.methods):
-        for text in method.layouts:
-            try:
-                devices[text] = parse(text).device_count
-            except ConfigError as error:
-                raise refused(f"methods[{number}].layouts", str(error)) from error
-    if len(set(devices.values())) > 1:
-        named = ", ".join(f"{layout} has {count}" for layout, count in devices.items())
-        raise refused("methods", f"layouts of unequal devices: {named}")
-    names = [one.name for one in preset.methods]
-    for number, printed in enumerate(preset.printed):
-        for field in ("of", "over", "best"):
-            name = getattr(printed, field)
-            if names and name and name not in names:
-                raise refused(f"printed[{number}].{field}", f"no method is called {name!r}")
-    return preset
+    return checked(Preset, read_object(path, what, "NAME"), what, "NAME")
 
 
 def profile_of(name: str) -> DeviceProfile:

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from bench.change.kills import Plan, Victim, killed
 from bench.change.loads import simulated_flows
 from bench.change.walk import walked
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, positive, several, whole
-from bench.micro.rows import grouped, median, quartiles, ratios, table_of
+from bench.micro.rows import grouped, median, quartiles, ratios
 from bench.ray.deployed import LAYOUT, RAYLET, commanded_on_ray, on_ray, victims
 from bench.ray.nodes import RayNodes, ray_nodes
 from bench.ray.overhead import LOCAL, RAY, first_tokens, starts
-from deploy.memory.placement_table import table
 
 PARTS = ("ready", "ttft", "kills", "relayout")
 LAYOUTS = ("3E-4P-5D", "(E-P)x2-2P-6D", "2E-6P-4D", LAYOUT)
@@ -69,9 +68,7 @@ def _kills(ray: RayNodes, arguments: argparse.Namespace) -> Iterator[Row]:
 
     with on_ray(ray) as launch, commanded_on_ray(ray) as deployment:
         flows = simulated_flows(launch.model, plan.seconds, arguments.per_s)
-        for row in killed(plan, launch.url, deployment, flows, lambda status: victims(ray, status), mend):
-            print(row, flush=True)
-            yield row
+        yield from killed(plan, launch.url, deployment, flows, lambda status: victims(ray, status), mend)
 
 
 def _relayouts(ray: RayNodes, arguments: argparse.Namespace) -> Iterator[Row]:
@@ -126,36 +123,10 @@ def _first_tokens(runtimes: dict[str, list[Row]]) -> dict[str, float]:
     return named | ({"ray_ttft_over_local": max(each)} if each else {})
 
 
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    """Turns, shares of a core, kills, changes, and the first requests that came to nothing."""
-    parts = {part: own for (part,), own in grouped(rows, "part").items()}
-    if "ttft" in parts:
-        columns = {"runtime": "{runtime}", "text ms": "{text_ttft_ms:.2f}", "image ms": "{image_ttft_ms:.2f}"}
-        yield table_of(parts["ttft"], {"round": "{round}", **columns, "requests": "{requests}", "failed": "{failed}"})
-    if "cpu" in parts:
-        names = ("gcs", "raylet", "actors", "others", "all")
-        shares = [
-            {"state": state, **{name: median(own, name) for name in names}}
-            for (state,), own in grouped(parts["cpu"], "state").items()
-        ]
-        yield table_of(shares, {"share of a core": "{state}", **{name: f"{{{name}:.3f}}" for name in names}})
-    if "kills" in parts:
-        kinds = grouped([row for row in parts["kills"] if "kill" in row], "kind")
-        yield table([("killed", ""), *((str(kind), str(len(own))) for (kind,), own in sorted(kinds.items()))])
-    changes = [row for row in parts.get("relayout", ()) if "state" in row]
-    if changes:
-        yield table_of(changes, {"layout": "{to}", "": "{state}", "took s": "{seconds:.1f}", "why": "{reason}"})
-    bad = [row for row in rows if "bad" in row][:20]
-    if bad:
-        shown = {"part": "{part}", "": "{bad}", "kind": "{kind}", "at s": "{due:.1f}", "took s": "{took:.1f}"}
-        yield table_of(bad, {**shown, "what was said": lambda row: str(row["error"])[:80]})
-
-
 MEASUREMENT = Measurement(
     quick="one start, five rounds of turns, nine kills, fewer changes",
     measure=measure,
     figures=figures,
-    tables=tables,
     flags=FLAGS,
     goals=GOALS,
     about=about,

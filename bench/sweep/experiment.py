@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,13 +21,11 @@ from bench.clients.sender import Bounds
 from bench.clients.slo import PAPER
 from bench.clients.sweep import label_of
 from bench.record import read_json
-from bench.started import PEERS as EXAMPLES
-from bench.workloads.requests import Arrivals, arrivals_at
+from bench.workloads.requests import Poisson
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable
-from epd_serve.roles import Role
 from epd_serve.slo import MEAN, Slo
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.+-]")
@@ -38,21 +36,10 @@ LATE_MS = 100.0
 
 
 class ServedBy(StrEnum):
-    """What serves a deployment: `epd-serve serve`, plain vLLM servers, or an example proxy over our stages."""
+    """What serves a deployment: `epd-serve serve`, or plain vLLM servers."""
 
     LAYOUT = "layout"
     VLLM = "vllm"
-    PEER_VLLM = "peer-vllm"
-    PEER_ASCEND = "peer-ascend"
-
-
-PEERS = {ServedBy(peer.flag.removeprefix("--")): peer for peer in EXAMPLES}
-
-WHY_NO_PEER = (
-    "the example proxies can drive layouts of E and PD alone, as (E-PD) or 2E-PD. Where P and D are apart they ask P "
-    "with vLLM's do_remote_decode and hand its answer to D; our P and D move KV only under a transfer that our proxy "
-    "opens at D first, so that D would compute every prompt again, which is not that layout"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +80,16 @@ def deployments(
     flags: Sequence[str] = (),
     vllm: bool = False,
     vllm_flags: Sequence[str] = (),
-    peers: Sequence[ServedBy] = (),
 ) -> tuple[Deployment, ...]:
     """The deployments in the order in which they are measured: layouts, then baselines.
 
     Args:
         layouts: with commas between. flags: of each.
         vllm: plain vLLM too, at every number of devices that a layout has: one server per device.
-        peers: each over every layout that it can drive.
 
     Raises:
         LayoutError: a layout that does not parse, or cannot serve; with a caret under the fault.
-        ConfigError: no layout, one of them twice, a peer that can drive none.
+        ConfigError: no layout, one of them twice.
     """
     names = [name.strip() for name in layouts.split(",") if name.strip()]
     if not names:
@@ -116,11 +101,6 @@ def deployments(
     for count in sorted({one.devices for one in made}) if vllm else ():
         name = "plain vLLM" if count == 1 else f"plain vLLM x{count}"
         made.append(Deployment(name, str(parse(f"TP1x{count}")), count, ServedBy.VLLM, tuple(vllm_flags)))
-    for peer in peers:
-        driven = [one for one in made if not one.baseline and parsed[one.name].roles == {Role.E, Role.PD}]
-        if not driven:
-            raise ConfigError(f"--{peer}: no layout of {layouts} is one for it: {WHY_NO_PEER}", param=f"--{peer}")
-        made += [replace(one, name=f"{PEERS[peer].title} over {one.name}", served_by=peer) for one in driven]
     return tuple(made)
 
 
@@ -144,7 +124,6 @@ class PlannedRun:
     number: int
     rate: float
     rate_rps: float
-    arrivals: Arrivals
     label: str
 
 
@@ -155,7 +134,6 @@ class Experiment:
     Attributes:
         kind: `real`, `simulated` or `emulated …`.
         rates: requests a second, as given; of each device where `per_device`, else of all together.
-        arrivals: their form.
         duration_s, count: what ends a run, whichever comes first. warm_up_s: of it, not counted; None: a tenth.
         rules, bounds: what makes a run valid, and keeps it finite, as `epd-bench load` has it.
         knobs: of the workload. served: what serves: engine, device, model.
@@ -167,7 +145,6 @@ class Experiment:
     rates: tuple[float, ...]
     deployments: tuple[Deployment, ...]
     per_device: bool = False
-    arrivals: str = "poisson"
     duration_s: float | None = None
     count: int | None = None
     seed: int = 0
@@ -192,16 +169,15 @@ class Experiment:
     def runs(self, deployment: Deployment) -> list[PlannedRun]:
         """The runs of a deployment, in order."""
         totals = [rate * (deployment.devices if self.per_device else 1) for rate in self.rates]
-        arrivals = [arrivals_at(self.arrivals, total) for total in totals]
         return [
-            PlannedRun(number, rate, total, one, label_of(one))
-            for number, (rate, total, one) in enumerate(zip(self.rates, totals, arrivals, strict=True))
+            PlannedRun(number, rate, total, label_of(Poisson(total)))
+            for number, (rate, total) in enumerate(zip(self.rates, totals, strict=True))
         ]
 
     def plan(self, deployment: Deployment, run: PlannedRun) -> Plan:
         """How a run is sent and judged. Its seed follows from its number, so all deployments get the same requests."""
         return Plan(
-            run.arrivals,
+            Poisson(run.rate_rps),
             count=self.count,
             seconds=self.duration_s,
             seed=self.seed + run.number,

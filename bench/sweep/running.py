@@ -1,8 +1,8 @@
-"""A deployment that serves, however it was started, and what its instances do while a rate is measured.
+"""A deployment that serves, however it was started, and whether its instances live while a rate is measured.
 
-Our proxy says that in its status table (`GET /instances`), a plain server in its metrics. Both are asked several times
-a second, by one thread beside the load generator, which also notices an instance that ends or is another one suddenly:
-that makes a run worthless however many of its answers were good.
+Our proxy says that in its status table (`GET /instances`), which is asked several times a second, by one thread beside
+the load generator: an instance that ends or is another one suddenly makes a run worthless however many of its answers
+were good.
 
 The baseline is monolithic vLLM of the installed version as it comes, one server per device, without anything of ours.
 Our plugin is inert in it (it is told of no stage), no proxy stands before it: the load generator asks the servers in
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import threading
@@ -27,16 +26,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-import numpy as np
 
 from bench.clients.sender import realtime_priority
 from bench.clients.target import Target
 from bench.record import ROOT
 from bench.served import scratch
 from bench.started import answers
-from bench.statistic import percentile
 from bench.sweep.experiment import Deployment
 from deploy.host.ports import free_ports
 from deploy.host.started import Started, started
@@ -49,7 +44,6 @@ from epd_serve.placement import InstancePlan
 from epd_serve.stage_work import read_stage_work
 
 ASK_S = 10.0
-_REQUESTS = re.compile(r"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +53,11 @@ class StageStatus:
     Attributes:
         incarnation: names the process; another one, and it was restarted.
         down: why it is not up, else "".
-        running, waiting: requests, as its scheduler says.
     """
 
     instance: str
-    role: str
     incarnation: str
     down: str = ""
-    running: int = 0
-    waiting: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,21 +82,9 @@ class RunningDeployment:
 
 def proxy_status(url: str) -> list[StageStatus]:
     """The instances of our proxy at `url`. Raises StageError where it does not answer."""
-    found = []
-    for one in Target(url).ask("/instances", limit_s=ASK_S).json()["instances"]:
-        stage = one["stage"] or {}
-        down = "" if one["up"] else one["reason"] or "it is down"
-        counts = (int(stage.get(name, 0)) for name in ("running", "waiting"))
-        found.append(StageStatus(one["id"], one["role"], one["incarnation"], down, *counts))
-    return found
-
-
-def server_status(url: str, instance: str, incarnation: str) -> StageStatus:
-    """A plain server at `url`. Raises StageError where it does not answer."""
-    counts = {"running": 0.0, "waiting": 0.0}
-    for name, value in _REQUESTS.findall(Target(url).ask("/metrics", limit_s=ASK_S).text):
-        counts[name] += float(value)
-    return StageStatus(instance, "EPD", incarnation, "", int(counts["running"]), int(counts["waiting"]))
+    table = Target(url).ask("/instances", limit_s=ASK_S).json()["instances"]
+    why = {one["id"]: "" if one["up"] else one["reason"] or "it is down" for one in table}
+    return [StageStatus(one["id"], one["incarnation"], why[one["id"]]) for one in table]
 
 
 EVERY_S = 0.25
@@ -115,16 +93,10 @@ STOP_S = 30.0
 
 
 @dataclass
-class Samples:
-    """What instances did while a run lasted.
-
-    Attributes:
-        died: instances that were lost meanwhile, with what is known of it.
-        seen: by role, of each instance at each look (running, waiting).
-    """
+class Watched:
+    """Instances that were lost while a run lasted, with what is known of it."""
 
     died: dict[str, str] = field(default_factory=dict)
-    seen: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     incarnations: dict[str, str] = field(default_factory=dict)
 
     def add(self, now: Sequence[StageStatus]) -> None:
@@ -134,43 +106,31 @@ class Samples:
                 self.died.setdefault(one.instance, one.down)
             elif self.incarnations.setdefault(one.instance, one.incarnation) != one.incarnation:
                 self.died.setdefault(one.instance, "it was restarted")
-            self.seen.setdefault(one.role, []).append((one.running, one.waiting))
-
-    def figures(self) -> dict[str, Any]:
-        """By role, sequences of one instance: `running` with mean, P10 and P90, and `waiting`, mean."""
-        return {
-            role: {
-                "running": {"mean": float(running.mean()), **{f"p{at}": percentile(running, at) for at in (10, 90)}},
-                "waiting": float(waiting.mean()),
-            }
-            for role, own in self.seen.items()
-            for running, waiting in [np.array(own, dtype=float).T]
-        }
 
 
 @contextlib.contextmanager
-def sampled(status: Callable[[], Sequence[StageStatus]]) -> Iterator[Samples]:
+def watched(status: Callable[[], Sequence[StageStatus]]) -> Iterator[Watched]:
     """Look every `EVERY_S` seconds while the context lasts, and once more at its end.
 
     Args:
         status: the instances now; raises StageError where nobody answers: the requests of the run say so as well.
     """
-    samples, over = Samples(), threading.Event()
+    found, over = Watched(), threading.Event()
 
     def watch() -> None:
         with realtime_priority():  # starved while it holds the interpreter, it would keep the generator waiting
             last = False
             while True:
                 with contextlib.suppress(StageError):
-                    samples.add(status())
+                    found.add(status())
                 if last:
                     return
                 last = over.wait(EVERY_S)
 
-    thread = threading.Thread(target=watch, name="samples", daemon=True)
+    thread = threading.Thread(target=watch, name="watch", daemon=True)
     thread.start()
     try:
-        yield samples
+        yield found
     finally:
         over.set()
         thread.join(STOP_S)
@@ -216,8 +176,9 @@ def plain_vllm(
 
 def _status(url: str, server: Started) -> StageStatus:
     if (code := server.process.poll()) is not None:
-        return StageStatus(server.name, "EPD", "", f"it ended with {code}")
-    return server_status(url, server.name, str(server.process.pid))
+        return StageStatus(server.name, "", f"it ended with {code}")
+    Target(url).ask("/health", limit_s=ASK_S)
+    return StageStatus(server.name, str(server.process.pid))
 
 
 def command(

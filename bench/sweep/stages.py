@@ -4,9 +4,6 @@ Order: start, ask a few requests alone (their tokens are compared), warm up, a r
 that warm up have seeds of their own, so that no run meets an image or a text that a cache has seen. A stage that ends
 while a rate is measured ends the deployment: that rate is not kept, and the next call measures it and what is missing
 after it.
-
-The example proxies of vLLM and vllm-ascend are scripts that the user gives, and run as they are, over the stages of a
-layout of ours; its own proxy idles beside, and says what the stages do.
 """
 
 from __future__ import annotations
@@ -17,9 +14,8 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from bench.clients.bodies import Source, chat_body, spec_requests, workload_source
@@ -28,12 +24,10 @@ from bench.clients.results import RecordsFile
 from bench.clients.sender import Bounds
 from bench.clients.sweep import one_run
 from bench.clients.target import Target
-from bench.record import environment, flatten
-from bench.served import Served, served
-from bench.started import on_tcp
-from bench.started import running as rival
-from bench.sweep.experiment import PEERS, Deployment, Experiment, PlannedRun, ServedBy
-from bench.sweep.running import RunningDeployment, plain_vllm, proxy_status, sampled
+from bench.record import environment
+from bench.served import served
+from bench.sweep.experiment import Deployment, Experiment, PlannedRun, ServedBy
+from bench.sweep.running import RunningDeployment, plain_vllm, proxy_status, watched
 from bench.sweep.store import PHASES, ROWS, ResultStore
 from bench.workloads.images import Images
 from bench.workloads.profiles import PROFILES
@@ -41,7 +35,6 @@ from bench.workloads.requests import ClosedLoop, RequestSpec
 from bench.workloads.workload import Workload
 from deploy.cli.command import serve_config
 from deploy.host import event_loop
-from deploy.host.ports import free_ports
 from deploy.plan.blueprint import Blueprint, draw
 from epd_serve.errors import StageError
 
@@ -107,7 +100,6 @@ class Stages:
 
     Attributes:
         argv: of every `epd-serve serve`: model, engine, device.
-        scripts: of the example proxies.
         command, arguments: of this measurement, for the record.
     """
 
@@ -115,7 +107,6 @@ class Stages:
     served: Mapping[str, Any]
     requests: SentRequests
     argv: tuple[str, ...]
-    scripts: Mapping[ServedBy, Path] = field(default_factory=dict)
     command: Sequence[str] = ()
     arguments: argparse.Namespace | None = None
 
@@ -148,7 +139,7 @@ class Stages:
         deployment, load = store.deployment, round(os.getloadavg()[0], 2)
         with (
             RecordsFile(store.folder / ROWS, append=True) as rows,
-            sampled(running.status) as samples,
+            watched(running.status) as seen,
         ):
             found = one_run(
                 running.target,
@@ -164,13 +155,13 @@ class Stages:
             raise rows.fault
         if found.signal:
             raise KeyboardInterrupt if found.signal == signal.SIGINT else SystemExit(128 + found.signal)
-        if samples.died:
-            who = "; ".join(f"{name}: {why}" for name, why in samples.died.items())
+        if seen.died:
+            who = "; ".join(f"{name}: {why}" for name, why in seen.died.items())
             raise StageError(f"lost during {run.label}, which is to be measured again: {who}", stage=deployment.name)
         if found.over:
             raise StageError(f"{run.label}: {found.over}", stage=deployment.name)
         about = {"rate": run.rate, "rate_rps": run.rate_rps, "devices": deployment.devices, "load_average_1min": load}
-        store.keep({**found.row, **about}, found.figures | flatten({run.label: {"batch": samples.figures()}}))
+        store.keep({**found.row, **about}, found.figures)
 
     @contextlib.contextmanager
     def _running(self, deployment: Deployment) -> Iterator[RunningDeployment]:
@@ -190,19 +181,7 @@ class Stages:
                 traces=launch.traces,
                 shared_cores=blueprint.cores is not None and blueprint.cores.oversubscribed,
             )
-            if deployment.baseline:
-                url = stack.enter_context(self._peer(deployment.served_by, launch))
-                running = replace(running, target=Target(url), traces=None)
             yield running
-
-    @contextlib.contextmanager
-    def _peer(self, peer: ServedBy, launch: Served) -> Iterator[str]:
-        """URL of the example proxy over the stages of `launch`. Raises StageError with the end of its log."""
-        (port,) = free_ports(1)
-        with on_tcp(launch.stage_urls("E")) as encoders, on_tcp(launch.stage_urls("PD")) as decoders:
-            argv = PEERS[peer].argv(self.scripts[peer], port, encoders, decoders)
-            with rival(PEERS[peer].title, port, argv) as proxy:
-                yield proxy.url
 
     def _blueprint(self, deployment: Deployment) -> Blueprint:
         flags = () if deployment.served_by is ServedBy.VLLM else deployment.flags

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.clients.results import Results, difference
+from bench.clients.results import Results
 from bench.record import Record, flatten, read_json, write_whole
 from bench.sweep.compared import compared
 from bench.sweep.experiment import Deployment, Experiment, PlannedRun
@@ -36,14 +36,26 @@ RESULT, ROWS, PHASES = "result.json", "rows.jsonl", "phases.jsonl"
 FAILED, ANSWERS = "failed.json", "answers.json"
 
 
+SESSION = ("command", "commit", "uncommitted_changes", "date", "machine", "versions")
+"""Of an environment, what may differ between the sessions in which the runs were measured."""
+
+
 class ResultStore(Results):
     """What there is of one deployment."""
 
     def __init__(self, folder: Path, deployment: Deployment) -> None:
         """Raises ConfigError where its result cannot be read."""
-        beside = [folder / name for name in (ROWS, PHASES)]
-        super().__init__(folder / RESULT, beside, flag="--out", resume=True)
+        super().__init__(folder / RESULT, "--out", {})
         self.folder, self.deployment = folder, deployment
+        if (folder / RESULT).exists():
+            found = read_json(folder / RESULT, Record)
+            self.env, self.rows = found.env, [row for row in found.rows if not row.get("stopped")]
+            self.figures = {name: own for name, own in found.figures.items() if name.split("/")[0] in self.finished}
+
+    @property
+    def finished(self) -> set[str]:
+        """Labels of the runs that are."""
+        return {str(row["run"]) for row in self.rows}
 
     def missing(self, experiment: Experiment) -> list[PlannedRun]:
         """The runs that are still to be made."""
@@ -51,7 +63,12 @@ class ResultStore(Results):
 
     def begin(self, env: Mapping[str, Any]) -> None:
         """A session of measuring begins: what unfinished runs left goes, and why the last session failed."""
-        super().begin(env)
+        for path in (self.folder / ROWS, self.folder / PHASES):
+            if path.is_file():
+                kept = [line for line in path.read_bytes().split(b"\n")[:-1] if _run_of(line) in self.finished]
+                write_whole(path, b"".join(line + b"\n" for line in kept), "--out")
+        session = {name: env.get(name) for name in SESSION} | {"finished_before": sorted(self.finished)}
+        self.env = {**env, "sessions": [*self.env.get("sessions", ()), session]}
         (self.folder / FAILED).unlink(missing_ok=True)
 
     def fail(self, reason: str) -> None:
@@ -147,3 +164,23 @@ def _locked(path: Path) -> Iterator[None]:
         raise ConfigError(f"--out {path}: another epd-bench measures into it now", param="--out") from None
     finally:
         os.close(lock)
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first field in which two experiments differ, with both values; "" where they are one."""
+
+    def shown(value: Any) -> str:
+        return "not given" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+    for name in dict.fromkeys([*now, *before]):
+        if before.get(name) != now.get(name):
+            return f"{name} was {shown(before.get(name))}, is {shown(now.get(name))}"
+    return ""
+
+
+def _run_of(line: bytes) -> object:
+    """Of a line that is no row: None."""
+    try:
+        return json.loads(line)["run"]
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 BLOCK = 32
 """Of quantiles in a row that cover (0, 1) evenly."""
@@ -51,23 +50,16 @@ def _strata(block: int, *names: str | int) -> tuple[Any, Any]:
 normal_at = NormalDist().inv_cdf
 
 
-@dataclass(frozen=True)
-class OneOf:
+class OneOf(Struct, frozen=True, tag="one of", tag_field="kind"):
     """Each of `values` as likely."""
 
-    values: Sequence[int]
+    values: tuple[int, ...]
 
     def at(self, quantile: float) -> int:
         return self.values[int(quantile * len(self.values))]
 
 
-def exactly(value: int) -> OneOf:
-    """Always the same."""
-    return OneOf((value,))
-
-
-@dataclass(frozen=True)
-class LogNormal:
+class LogNormal(Struct, frozen=True, tag="log-normal", tag_field="kind"):
     """A log-normal of mean `mean`, before it is rounded and cut to `least`..`most`.
 
     Attributes:
@@ -87,8 +79,7 @@ class LogNormal:
         return min(max(round(value), self.least), self.most)
 
 
-@dataclass(frozen=True)
-class PowerLaw:
+class PowerLaw(Struct, frozen=True, tag="power law", tag_field="kind"):
     """A density that falls as x^-alpha from `least` on, cut off at `most`. The smaller alpha, the heavier the tail."""
 
     alpha: float
@@ -99,8 +90,7 @@ class PowerLaw:
         return min(int(self.least * math.pow(1 - quantile, -1 / (self.alpha - 1))), self.most)
 
 
-@dataclass(frozen=True)
-class Zipf:
+class Zipf(Struct, frozen=True, tag="zipf", tag_field="kind"):
     """1 to `most`, k with a weight of k^-alpha."""
 
     alpha: float
@@ -114,8 +104,7 @@ class Zipf:
 Numbers = OneOf | LogNormal | PowerLaw | Zipf
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(Struct, frozen=True, tag="log-normal", tag_field="kind"):
     """Width and height of an image, log-normal both.
 
     Attributes:
@@ -133,21 +122,16 @@ class Sizes:
         return self.width.at_normal(across), self.height.at_normal(down)
 
 
-@dataclass(frozen=True)
-class OneSizeOf:
+class OneSizeOf(Struct, frozen=True, tag="one of", tag_field="kind"):
     """Each of `sizes` as likely."""
 
-    sizes: Sequence[tuple[int, int]]
+    sizes: tuple[tuple[int, int], ...]
 
     def at(self, index: int, *names: str | int) -> tuple[int, int]:
         return self.sizes[int(spread_quantile(index, *names, "size") * len(self.sizes))]
 
 
-ImageSizes = Sizes | OneSizeOf
-
-
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(Struct, frozen=True):
     """What requests are like for a while.
 
     Attributes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from bench.workloads.exports import Exported, unwritable, write_rows
 from bench.workloads.images import Images
-from bench.workloads.requests import MIME, Arrivals, ClosedLoop, ImageRef, RequestSpec
+from bench.workloads.requests import Arrivals, ClosedLoop, ImageRef, RequestSpec
 
 DATASET = Path("datasets") / "mm_custom_datasets.py"
 """In the export, which is a `--config-dir` then; `--datasets` finds a variable whose name ends in `_datasets`."""
@@ -44,21 +43,14 @@ def export_aisbench(
     rows = [_sacrifice(requests[0]), *requests] if requests else []
     path = write_rows(directory, (_row(one, images, directory) for one in rows))
     timed = requests[0].arrival_s is not None
-    formats = Counter(MIME[image.format] for one in requests for image in one.images)
-    (common, most), *others = formats.most_common() or [(MIME["jpeg"], 0)]
     entry = directory / DATASET
     try:
         entry.parent.mkdir(exist_ok=True)
-        entry.write_text(dataset_entry(path, common, timed=timed), encoding="utf-8")
+        entry.write_text(dataset_entry(path, timed=timed), encoding="utf-8")
     except OSError as error:
         raise unwritable(directory, error) from error
     notes = [f"put your model entry in {directory}/models/NAME.py"]
     notes.append(f"row 0 of {len(rows)} is the warm-up's: leave it out of results")
-    if others:
-        notes.append(
-            f"AISBench states one type for all images: {formats.total() - most} of {formats.total()} are sent as "
-            f"{common} and are not; servers go by the bytes"
-        )
     if timed:
         notes.append("the model entry needs use_timestamp=True")
     elif isinstance(arrivals, ClosedLoop):
@@ -67,14 +59,14 @@ def export_aisbench(
     return Exported(len(requests), (path, entry), f"{command} --num-prompts {len(rows)}", tuple(notes))
 
 
-def dataset_entry(rows: Path, mime: str, *, timed: bool) -> str:
+def dataset_entry(rows: Path, *, timed: bool) -> str:
     """The Python text that AISBench reads: `mm_custom_datasets` with one entry.
 
     Args:
         rows: absolute.
-        mime: of all images. timed: the rows have timestamps.
+        timed: the rows have timestamps.
     """
-    url = f"data:{mime};base64,{{image}}"
+    url = "data:image/jpeg;base64,{image}"
     columns = [name for name in INPUT_COLUMNS if timed or name != "timestamp"]
     return f"""from ais_bench.benchmark.datasets import MMCustomDataset, MMCustomEvaluator
 from ais_bench.benchmark.openicl.icl_inferencer import GenInferencer
@@ -113,19 +105,16 @@ mm_custom_datasets = [
 
 
 def _row(request: RequestSpec, images: Images, directory: Path) -> dict[str, Any]:
-    """A row whose images are the user's own files, or files in the export."""
+    """A row whose images are files in the export."""
     folder = directory / "pictures"
-    paths = [str(one.path or _copied(images.file(one), folder)) for one in request.images]
+    paths = [str(_copied(images.file(one), folder)) for one in request.images]
     row = {"type": "image", "path": paths, "question": request.text, "answer": "", "max_out_len": request.max_tokens}
     return row if request.arrival_s is None else {**row, "timestamp": round(request.arrival_s * 1000)}
 
 
 def _sacrifice(first: RequestSpec) -> RequestSpec:
     """Like the first request, but with images that no workload has."""
-    own = tuple(
-        ImageRef(image.width, image.height, "jpeg", seed=SACRIFICE_SEED + place)
-        for place, image in enumerate(first.images)
-    )
+    own = tuple(ImageRef(image.width, image.height, SACRIFICE_SEED + place) for place, image in enumerate(first.images))
     return replace(first, id="warm-up", text=SACRIFICE, images=own, arrival_s=first.arrival_s and 0.0)
 
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.workloads.images import Images
-from bench.workloads.requests import Arrivals, ClosedLoop, Gamma, RequestSpec
+from bench.workloads.requests import Arrivals, ClosedLoop, Poisson, RequestSpec
 from bench.workloads.traffic import traffic_of
 from epd_serve.errors import ConfigError
 from epd_serve.traffic import write_traffic
@@ -24,7 +22,6 @@ from epd_serve.traffic import write_traffic
 REQUESTS = "requests.jsonl"
 """In the directory of every export, one line per request."""
 SERVER = "http://127.0.0.1:8000"
-TELL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -46,23 +43,18 @@ class Exported:
 def write_rows(directory: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write the directory's `REQUESTS`, which has its name only when it is complete; returns its absolute path.
 
-    How far it is is told now and then, since drawing large images takes minutes.
-
     Raises:
         ConfigError: there is no row, or the directory cannot be written (disk full, no permission, a file in its
             place). What was written of the rows is removed.
     """
     path = directory.absolute() / REQUESTS
-    draft, count, told_s = path.with_suffix(".draft"), 0, time.monotonic()
+    draft = path.with_suffix(".draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("w", encoding="utf-8") as file:
-            for count, row in enumerate(rows, 1):
+            for row in rows:
                 print(json.dumps(row, ensure_ascii=False), file=file)
-                if time.monotonic() - told_s > TELL_S:
-                    told_s = time.monotonic()
-                    print(f"{count} requests …", file=sys.stderr)
-        if not count:
+        if not draft.stat().st_size:
             raise ConfigError("nothing to export: the workload is empty", param="--n")
         draft.replace(path)
     except OSError as error:
@@ -100,15 +92,13 @@ def export_vllm(
     notes = []
     if any(one.max_tokens != longest for one in requests):
         notes.append(f"vLLM bench asks every request for the same length: {longest} tokens, the longest")
-    if isinstance(arrivals, Gamma):
+    if isinstance(arrivals, Poisson):
         command += f" --request-rate {arrivals.rate_rps:g}"
-        command += f" --burstiness {arrivals.burstiness:g}" if arrivals.cv != 1 else ""
         notes.append("vLLM bench draws its own arrivals at that rate: they are not those of the other exports")
     elif isinstance(arrivals, ClosedLoop):
         command += f" --max-concurrency {arrivals.concurrency}"
     else:
-        kept = "no arrival times" if arrivals is None else str(arrivals)
-        notes.append(f"vLLM bench draws arrivals itself, of a trace it keeps nothing ({kept}): add --request-rate")
+        notes.append("vLLM bench draws arrivals itself: add --request-rate")
     if any(one.pace != 1.0 for one in requests):
         notes.append("bursts of arrivals are lost, bursts of images are kept")
     return Exported(len(requests), (path,), command, tuple(notes))

@@ -194,7 +194,7 @@ class _Images:
                 if again not in beside:
                     return again
         width, height = self._sizes.at(index, *self._names, "sizes")
-        self._seen.append(ImageRef(width, height, "jpeg", seed=int(rng.integers(1 << 48))))
+        self._seen.append(ImageRef(width, height, int(rng.integers(1 << 48))))
         rank = len(self._seen)
         self._weights.append((self._weights[-1] if self._weights else 0.0) + rank**-self._knobs.zipf)
         return self._seen[-1]

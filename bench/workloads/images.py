@@ -1,4 +1,4 @@
-"""Images that a workload refers to: drawn from a seed once and kept on disk, or the user's own files.
+"""Images that a workload refers to: drawn from a seed once and kept on disk.
 
 What is drawn compresses as photographs do: neither noise (too large) nor flat (too small). It is a pyramid: each level
 doubles the one below and adds detail of its own, with less contrast the finer it is, as natural images have it (their
@@ -21,14 +21,13 @@ from PIL import Image, ImageDraw
 
 from bench.record import write_whole
 from bench.workloads.distributions import seeded_rng
-from bench.workloads.requests import MIME, ImageFormat, ImageRef
-from epd_serve.errors import ConfigError
+from bench.workloads.requests import ImageRef
 
 VERSION = 3
 """Goes into names of cached files: raise it with every change of what is drawn."""
 
 QUALITY = 85
-"""Of JPEG and WebP: what phones and web sites use, about 2 bits a pixel for photographs."""
+"""What phones and web sites use, about 2 bits a pixel for photographs."""
 
 SMALLEST = 6
 """Pixels of the shorter side of the pyramid's first level, about."""
@@ -57,10 +56,10 @@ def render(seed: int, width: int, height: int) -> Image.Image:
     return Image.merge("YCbCr", [Image.fromarray(brightness.astype(np.uint8)), *colours])
 
 
-def encode(image: Image.Image, form: ImageFormat) -> bytes:
-    """The image as a file of that format."""
+def encode(image: Image.Image) -> bytes:
+    """The image as a JPEG."""
     file = io.BytesIO()
-    (image if form == "jpeg" else image.convert("RGB")).save(file, form.upper(), quality=QUALITY)
+    image.save(file, "JPEG", quality=QUALITY)
     return file.getvalue()
 
 
@@ -113,28 +112,16 @@ class Images:
         Raises:
             ConfigError: the cache cannot be written (disk full, no permission).
         """
-        if image.path is not None:
-            return image.path
-        assert image.seed is not None, "an image without a path is drawn"
-        name = f"{image.key}-{VERSION}.{image.format}"
+        name = f"{image.key}-{VERSION}.jpeg"
         path = (self._cache / name[:2] / name).absolute()
         if not path.is_file():
-            drawn = encode(render(image.seed, image.width, image.height), image.format)
-            write_whole(path, drawn, "--cache")
+            write_whole(path, encode(render(image.seed, image.width, image.height)), "--cache")
         return path
 
     def data(self, image: ImageRef) -> bytes:
-        """The bytes, as they go on the wire.
-
-        Raises:
-            ConfigError: as `file`, or the user's image is gone or unreadable.
-        """
-        path = self.file(image)
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"image {path} cannot be read: {error.strerror}", param="--pictures") from error
+        """The bytes, as they go on the wire. Raises as `file`."""
+        return self.file(image).read_bytes()
 
     def data_url(self, image: ImageRef) -> str:
         """The same bytes, as an OpenAI `image_url` takes them."""
-        return f"data:{MIME[image.format]};base64,{base64.b64encode(self.data(image)).decode()}"
+        return f"data:image/jpeg;base64,{base64.b64encode(self.data(image)).decode()}"

@@ -1,4 +1,4 @@
-"""What a workload consists of, requests as frozen data, and when they arrive: Poisson, gamma, a trace, a closed loop.
+"""What a workload consists of, requests as frozen data, and when they arrive: Poisson, recorded, a closed loop.
 
 Pure and seeded; no bytes are made here, nothing is sent, and whoever sends waits. A workload is a lazy sequence of
 `RequestSpec`. It is equal for equal (name, seed, knobs) on every machine; images are references that
@@ -8,53 +8,37 @@ is cut by its number of requests or by time.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal, get_args
 
 from bench.workloads.distributions import seeded_rng
 from epd_serve.errors import ConfigError
 
-ImageFormat = Literal["jpeg", "png", "webp", "gif", "bmp"]
-
-MIME: Mapping[ImageFormat, str] = {name: f"image/{name}" for name in get_args(ImageFormat)}
-"""Of a data URL, by format."""
-
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """An image that is not in memory: rendered from a seed, or a file of the user's.
-
-    Equal references have equal bytes, so that a repeated image is one and the same reference.
+    """An image that is not in memory: rendered from a seed. Equal references have equal bytes, so that a repeated image
+    is one and the same reference.
 
     Attributes:
         width, height: pixels.
-        format: of the encoded bytes; of a file it is what the bytes say, whatever the name ends in.
-        seed: of the drawing; None for a file.
-        path: absolute, of the user's file; None for a drawing.
+        seed: of the drawing.
     """
 
     width: int
     height: int
-    format: ImageFormat
-    seed: int | None = None
-    path: Path | None = None
+    seed: int
 
     def __post_init__(self) -> None:
-        assert (self.seed is None) != (self.path is None), "an image is drawn from a seed or read from a path"
         assert self.width > 0 and self.height > 0
 
     @property
     def key(self) -> str:
-        """A name for the image, safe in file names. Of a file it follows the path, not the bytes."""
-        source = f"file:{self.path}" if self.path is not None else f"seed:{self.seed}"
-        return hashlib.sha256(f"{source}:{self.width}x{self.height}:{self.format}".encode()).hexdigest()[:32]
+        """A name for the image, safe in file names."""
+        return hashlib.sha256(f"seed:{self.seed}:{self.width}x{self.height}:jpeg".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,40 +69,25 @@ class RequestSpec:
         assert self.arrival_s is None or self.arrival_s >= 0
 
 
-FORMS = "poisson, gamma:CV or trace:FILE"
 DIGITS = 6
 """Arrivals are rounded to microseconds: whatever the last bit of a machine's logarithm is, they are equal."""
 
 
 @dataclass(frozen=True)
-class Gamma:
-    """Gamma-distributed gaps of mean 1 / `rate_rps`.
-
-    Attributes:
-        cv: deviation over mean of the gaps: 1 is Poisson, above 1 bursty, below 1 even. vLLM bench and AISBench name
-            the shape instead: burstiness = 1 / cv².
-    """
+class Poisson:
+    """Independent arrivals, `rate_rps` requests a second on average."""
 
     rate_rps: float
-    cv: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive(self.rate_rps, "rate")
-        _positive(self.cv, "cv")
-
-    @property
-    def burstiness(self) -> float:
-        return 1 / self.cv**2
+        if not 0 < self.rate_rps < math.inf:
+            raise ConfigError(f"rate is {self.rate_rps:g}: it has to be above 0", param="--rate")
 
     def gaps(self, seed: int) -> Iterator[float]:
         """Seconds before each request."""
-        rng = seeded_rng("arrivals", "poisson" if self.cv == 1 else "gamma", seed)
+        rng = seeded_rng("arrivals", "poisson", seed)
         while True:
-            yield from rng.gamma(self.burstiness, 1 / (self.burstiness * self.rate_rps), 1024).tolist()
-
-
-Poisson = Gamma
-"""Independent arrivals, `rate_rps` requests a second on average: gaps whose deviation is their mean."""
+            yield from rng.gamma(1.0, 1 / self.rate_rps, 1024).tolist()
 
 
 @dataclass(frozen=True)
@@ -127,25 +96,18 @@ class Trace:
 
     Attributes:
         times_s: ascending, at least two, the last one later than the first.
-        rate_rps: scale the gaps to this rate (as HydraInfer v2 §5.1 does with its trace); None keeps them.
     """
 
     times_s: Sequence[float]
-    rate_rps: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rate_rps is not None:
-            _positive(self.rate_rps, "rate")
         if len(self.times_s) < 2 or self.times_s[-1] <= self.times_s[0]:
-            raise ConfigError("a trace needs two arrivals or more, at different times", param="--arrivals")
-        if any(later < earlier for earlier, later in itertools.pairwise(self.times_s)):
-            raise ConfigError("the arrivals of a trace are not in ascending order", param="--arrivals")
+            raise ConfigError("a trace needs two arrivals or more, at different times", param="--rate")
 
     def gaps(self, seed: int) -> Iterator[float]:
         """Seconds before each request; the first comes at once. `seed` changes nothing."""
         own = [later - earlier for earlier, later in itertools.pairwise(self.times_s)]
-        scale = 1.0 if self.rate_rps is None else len(own) / (sum(own) * self.rate_rps)
-        return itertools.chain([0.0], itertools.cycle([gap * scale for gap in own]))
+        return itertools.chain([0.0], itertools.cycle(own))
 
 
 @dataclass(frozen=True)
@@ -156,10 +118,10 @@ class ClosedLoop:
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
-            raise ConfigError(f"concurrency is {self.concurrency}: 1 or more", param="--arrivals")
+            raise ConfigError(f"concurrency is {self.concurrency}: 1 or more", param="--concurrency")
 
 
-OpenArrivals = Gamma | Trace
+OpenArrivals = Poisson | Trace
 Arrivals = OpenArrivals | ClosedLoop
 
 
@@ -186,58 +148,3 @@ def with_arrivals(requests: Iterable[RequestSpec], arrivals: Arrivals, seed: int
     for request in requests:
         at += next(gaps) / (1.0 if isinstance(arrivals, Trace) else request.pace)
         yield replace(request, arrival_s=round(at, DIGITS))
-
-
-def arrivals_at(form: str, rate_rps: float | None = None) -> OpenArrivals:
-    """Arrivals of a form as a flag writes it (`FORMS`), at a rate; a trace has one of its own.
-
-    Raises:
-        ConfigError: not of that form, a number out of range, no rate, or a trace that cannot be read.
-    """
-    kind, _, more = form.partition(":")
-    if kind == "trace" and more:
-        return Trace(read_trace(Path(more)), rate_rps)
-    if rate_rps is None:
-        raise ConfigError("say how fast: --rate R, or --concurrency C", param="--rate")
-    with contextlib.suppress(ValueError):
-        if kind == "gamma":
-            return Gamma(rate_rps, float(more))
-        if form == "poisson":
-            return Poisson(rate_rps)
-    raise ConfigError(f"--arrivals {form}: write {FORMS}", param="--arrivals")
-
-
-def read_trace(path: Path) -> tuple[float, ...]:
-    """Arrival times in seconds, ascending, one per line; empty lines and lines with `#` in front are left out.
-
-    A line is a number of seconds, or a JSON object with a `timestamp` in milliseconds as in Mooncake's published traces
-    (from which HydraInfer v2 §5.1 takes its arrivals).
-
-    Raises:
-        ConfigError: unreadable, or a line that is no such number; with file and line.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"trace {path} cannot be read: {error}", param="--arrivals") from error
-    times: list[float] = []
-    for number, line in enumerate(map(str.strip, lines), 1):
-        if not line or line.startswith("#"):
-            continue
-        try:
-            at = json.loads(line)["timestamp"] / 1000 if line.startswith("{") else float(line)
-        except (ValueError, KeyError, TypeError):
-            at = -1.0
-        if not 0 <= at < math.inf:
-            wrong = f"{line[:80]!r} is neither seconds, 0 or more, nor JSON with a timestamp"
-            raise ConfigError(f"{path}:{number}: {wrong}", param="--arrivals")
-        if times and at < times[-1]:
-            wrong = f"{at:g} s is before the {times[-1]:g} s of the line above: sort the trace"
-            raise ConfigError(f"{path}:{number}: {wrong}", param="--arrivals")
-        times.append(at)
-    return tuple(times)
-
-
-def _positive(value: float, name: str) -> None:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{name} is {value:g}: it has to be above 0", param="--arrivals")

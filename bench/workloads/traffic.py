@@ -43,7 +43,7 @@ def recorded(path: Path, words: Words) -> list[RequestSpec]:
         seeds = (hash_of(item.key or f"{one.id}/{number}") for number, item in enumerate(one.items))
         sides = (max(28, round(SIDE * math.sqrt(item.tokens))) for item in one.items)
         images = tuple(
-            ImageRef(item.width or side, item.height or side, "jpeg", seed=seed)
+            ImageRef(item.width or side, item.height or side, seed)
             for item, side, seed in zip(one.items, sides, seeds, strict=True)
         )
         tokens = max(1, one.text_tokens)

@@ -111,8 +111,6 @@ def test_another_experiment_is_refused(layouts, tmp_path, capsys):
         (["--rates", "1,1"], "--rates names a rate twice"),
         (["--duration", "-3"], "--duration is -3: above 0"),
         (["--slo", "fast"], "--slo 'fast'"),
-        (["--arrivals", "weekly"], "--arrivals weekly"),
-        (["--peer-vllm", "/nowhere.py"], "--peer-vllm /nowhere.py: there is no such file"),
         (["--sim-profile", "/nowhere.json"], "/nowhere.json"),
         (["--serve-flags", "'"], "--serve-flags"),
     ],

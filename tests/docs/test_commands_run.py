@@ -34,13 +34,12 @@ RESULTS = ROOT / "bench" / "results"
 LIMIT_S = 900
 SMALL: Mapping[str, str] = {
     "ablations": "--engine sim --rates 4 --seconds 2 --rounds 1 --only both,pixels",
-    "change": "--quick --only wide,flips --minutes 0.3 --flips 3",
+    "change": "--quick --only flips --flips 3",
     "compare": "",
     "latency": "--engine sim --quick",
     "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1",
     "load": "--rate 2 --duration 3 --min-samples 1 --late-ms 1000",
     "memory-tables": "",
-    "page": "--quick",
     "papers": "--quick",
     "ray": "--quick --only ttft --rounds 2 --per-s 10",
     "workload": "--n 4",
@@ -51,7 +50,6 @@ CLOSED_LOOP = "--n 8 --min-samples 1 --late-ms 1000"
 REAL: Mapping[str, str] = {
     "colocation": "--quick",
     "budgets": "--quick --rounds 1 --bursts 1 --only tp1",
-    "factorial": "--quick --rounds 1 --only shipped",
     "interference": "--quick --operators norm,decode_attention",
     "transfer ep": "--quick",
     "transfer pd": "--quick",
@@ -62,11 +60,10 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "plan": "tests/bench/test_planned.py: hours of real stages",
     "workload NAME --rate 1 --export traffic": "tests/bench/workloads/test_traffic.py",
     "load http://127.0.0.1:8000 --workload recorded:traffic.jsonl": "tests/bench/workloads: wants a recording",
-    "aisbench": "tests/bench/aisbench: it makes an environment of 2.2 GB",
+    "aisbench": "tests/bench/aisbench: it wants an environment of 2.2 GB",
     "model-check": "tests/bench/model_check, tests/e2e/test_model_check.py: it wants two servers",
     "proxy": "tests/bench/micro/proxy: half an hour",
     "report": "tests/bench: draws what `layouts` has measured, which ends with the same",
-    "workload own": "tests/bench/workloads: wants the user's files",
 }
 
 
@@ -147,8 +144,8 @@ def test_make_lists_what_there_is(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [one for one in BENCH if CHOSEN[one] is SMALL], ids=str)
 def test_a_measurement_without_real_stages_runs(command, tmp_path, endpoint):
-    # A plain vLLM is no stage that could be simulated; files of others' are the reader's to bring.
-    words = without(("--baselines", "--peer-vllm", "--peer-ascend"), command.words)
+    # A plain vLLM is no stage that could be simulated.
+    words = without(("--baselines",), command.words)
     words = [word.replace("http://127.0.0.1:8000", endpoint) for word in words]
     if "layouts-monday/" in words or "out/tp1x2" in words:
         pytest.skip("folders of two experiments of the reader's")

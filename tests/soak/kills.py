@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench.change.command import KILL_S, figures, tables
+from bench.change.command import KILL_S, figures
 from bench.change.kills import kills_real, kills_simulated
 from bench.micro.measurement import Goal
 from tests.soak.harness import Result, Soak
@@ -18,11 +18,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     if arguments.real:
         count = 3 if arguments.quick else 10
         rows += kills_real(KILL_S * count, count)
-    return (
-        figures(rows),
-        rows,
-        "\n\n".join([*(f"{row['at']:8.1f} s  {row['kill']}" for row in rows if "kill" in row), *tables(rows)]),
-    )
+    return figures(rows), rows, "\n".join(f"{row['at']:8.1f} s  {row['kill']}" for row in rows if "kill" in row)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:

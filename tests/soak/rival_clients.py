@@ -110,7 +110,8 @@ def compare(url: str, venv: Path, *, quick: bool = False) -> Compared:
     compared, bench = Compared(), found(venv)
     clients: dict[str, Client] = {OURS: lambda url, folder: _ours(url, specs)}
     if bench is None:
-        compared.missing[AISBENCH] = f"{venv} has none (`epd-bench aisbench` makes it, or name one: --aisbench-venv)"
+        made = "deploy/install/environment.sh aisbench makes it"
+        compared.missing[AISBENCH] = f"{venv} has none ({made}, or name one: --aisbench-venv)"
     else:
         clients[AISBENCH] = lambda url, folder: _aisbench(url, specs, bench, folder)
     if not VLLM_COMMAND.is_file():
@@ -150,7 +151,7 @@ def _ours(url: str, specs: Sequence[RequestSpec]) -> Sequence[float | None]:
 def _aisbench(url: str, specs: Sequence[RequestSpec], bench: AisBench, folder: Path) -> Sequence[float | None]:
     """By its own definition: from sending to the first chunk. Without the warm-up's row."""
     export_aisbench(specs, Images(), folder)
-    entry = Entry(url, MODEL, Path(builtin_model_dir()), timed=True, rate_rps=RATE_RPS, requests=len(specs))
+    entry = Entry(url, MODEL, Path(builtin_model_dir()), rate_rps=RATE_RPS, requests=len(specs))
     write_entry(folder, entry)
     command = command_line(bench.command, folder, folder / "results", len(specs))
     code = run_command(command, folder, LIMIT_S, host=Endpoint.of(url).host)

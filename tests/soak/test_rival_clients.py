@@ -71,7 +71,7 @@ def test_clients_that_are_not_there_are_said_and_ours_is_measured(tmp_path, monk
         served.stop()
 
     assert list(without.ttft_s) == [OURS] and set(without.missing) == {AISBENCH, VLLM}
-    assert "epd-bench aisbench" in without.text() and without.figures().keys() == {"ours_ttft_ms"}
+    assert "environment.sh aisbench" in without.text() and without.figures().keys() == {"ours_ttft_ms"}
     assert len(beside.ttft_s[AISBENCH]) == 6 and beside.figures()["aisbench_ttft_ratio"] > 0
 
 

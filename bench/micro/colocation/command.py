@@ -36,7 +36,7 @@ import numpy as np
 
 from bench.clients.process import SenderProcess
 from bench.clients.target import Target
-from bench.micro.colocation.figures import E_P_D, E_PD, E_PD_SHARES, EP_D, SHARES, TP1, figures, tables
+from bench.micro.colocation.figures import E_P_D, E_PD, E_PD_SHARES, EP_D, SHARES, TP1, figures
 from bench.micro.colocation.mix import Mix, storm, stream_body
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, whole
 from bench.real_stages import (
@@ -183,7 +183,6 @@ MEASUREMENT = Measurement(
     about=kind_of,
     measure=measure,
     figures=figures,
-    tables=tables,
     required=SAME,
 )
 add_arguments = MEASUREMENT.add_arguments

@@ -1,14 +1,14 @@
-"""From rounds of layouts and storms to the figures of `epd-bench colocation`, beside what EPD-Serve reports. Pure."""
+"""From rounds of layouts and storms to the figures of `epd-bench colocation`. Pure."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from bench.micro.measurement import Row
-from bench.micro.rows import grouped, median, quartiles, ratios, table_of
+from bench.micro.rows import grouped, median, quartiles, ratios
 from bench.statistic import Spread
 
 SHARES = "E=0.5,PD=0.5"
@@ -33,13 +33,6 @@ LAYOUT_FIGURES = {
     "cores_of_others": "cores_of_others",
 }
 """Of each layout: the name in its figures, and what of a round it is the median of."""
-PAPER = {
-    "tput_E_PD_over_TP1": "1.13-1.15 (4.3: openPangu-7B-VL, 12 requests/s; Qwen3-VL-8B 1.07-1.09)",
-    "tpot_E_PD_over_TP1": "0.30 (4.3: openPangu-7B-VL; Qwen3-VL-8B 0.85-0.87)",
-    "ttft_E_PD_over_TP1": "0.97 (4.3: openPangu-7B-VL; Qwen3-VL-8B 0.91-0.92)",
-    "tput_E_P_D_over_EP_D": "1.57-1.69 (4.4: effective throughput, within TTFT 2 s and TPOT 50 ms)",
-}
-"""On Ascend NPUs. The paper has no figure for the storm."""
 
 
 def rounds_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -81,32 +74,3 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         if (ratio := ratios(storms.get(E_PD_SHARES, []), storms.get(E_PD, []), value)) is not None:
             named |= quartiles(figure, ratio)
     return named
-
-
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    """Medians of each layout, then every figure that has quartiles, beside the paper's."""
-    named = figures(rows)
-    yield table_of(
-        [
-            {"layout": layout, **{name: named[f"{layout}/{name}"] for name in LAYOUT_FIGURES}}
-            for layout in rounds_of(rows)
-        ],
-        {
-            "layout": "{layout}",
-            "output tokens/s": "{tokens_per_s:.1f}",
-            "mean TPOT ms": "{tpot_ms:.1f}",
-            "mean TTFT ms": "{ttft_ms:.1f}",
-            "CPU s a round": "{cpu_s:.1f}",
-            "cores that the others used": "{cores_of_others:.3f}",
-        },
-    )
-    yield table_of(
-        [name for name in named if f"{name}_p25" in named],
-        {
-            "figure": str,
-            "measured (quartiles)": lambda name: (
-                f"{named[name]:.2f} ({named[f'{name}_p25']:.2f}–{named[f'{name}_p75']:.2f})"
-            ),
-            "EPD-Serve, on NPUs": lambda name: PAPER.get(name, ""),
-        },
-    )

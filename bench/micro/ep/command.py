@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bench.micro.ep.links import MODES, WAITING, links
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, one_of, several, whole
-from bench.micro.rows import grouped, spread, table_of
+from bench.micro.rows import grouped, spread
 from bench.served import scratch
 from bench.statistic import percentile
 from deploy.options.mm_store import what_is_missing
@@ -158,32 +158,6 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return named
 
 
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    """Medians (quartiles), the paper's transfer and overlap beside ours."""
-    yield table_of(
-        cells(rows),
-        {
-            "P": "{model}",
-            "image": "{image}",
-            "tokens": "{tokens}",
-            "mode": "{mode}",
-            "transfer ms": "{transfer:.2f}",
-            "scheduling ms": "{scheduling_ms:.1f}",
-            "exposed ms": "{exposed:.3f}",
-            "overlap": "{overlap:.2%}",
-            "load ms": "{load.median:.2f}",
-            "paper: transfer ms": lambda cell: _printed(cell, "transfer_ms", ".1f"),
-            "paper: exposed ms": lambda cell: _printed(cell, "exposed_ms", ".3f"),
-            "paper: overlap": lambda cell: _printed(cell, "overlap", ".2%"),
-        },
-    )
-
-
-def _printed(cell: Mapping[str, Any], name: str, spec: str) -> str:
-    """What the paper has of it; "" but for its own model of P."""
-    return f"{getattr(IMAGES[cell['image']], name):{spec}}" if cell["model"] == BUSY else ""
-
-
 MEASUREMENT = Measurement(
     quick="4 rounds, 2 on a slow machine",
     flags=FLAGS,
@@ -191,7 +165,6 @@ MEASUREMENT = Measurement(
     about=lambda arguments: {"kind": KIND},
     measure=measure,
     figures=figures,
-    tables=tables,
     goals=GOALS,
 )
 add_arguments = MEASUREMENT.add_arguments

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.micro.measurement import Row
 from bench.micro.pd.transfers import Transfer
-from bench.micro.rows import grouped, quartiles, ratios, table_of
+from bench.micro.rows import grouped, quartiles, ratios
 from bench.statistic import Spread
 
 BASE = "bulk"
@@ -50,11 +50,6 @@ def row_of(transfer: Transfer, ttft_s: Sequence[float], **case: Any) -> Row:
         transfer: theirs together. ttft_s: what each one's client waited.
         case: transport, tokens, concurrency, mode, round.
     """
-    origin = min([transfer.first_packet, *(step.begun for step in transfer.steps)])
-
-    def ms(at: float) -> float:
-        return round((at - origin) * 1e3, 4)
-
     return {
         "kind": "real",
         **case,
@@ -66,15 +61,7 @@ def row_of(transfer: Transfer, ttft_s: Sequence[float], **case: Any) -> Row:
         "exposed_ms": round(transfer.exposed_s * 1e3, 4),
         "overlap": round(transfer.overlap, 4),
         "gb_per_s": round(transfer.bytes_per_s / 1e9, 3),
-        "prefill_steps": len(transfer.steps),
-        "prefill_ms": round(sum(step.ended - step.begun for step in transfer.steps) * 1e3, 4),
         "ttft_ms": round(float(np.median(ttft_s)) * 1e3, 4),
-        "timeline_ms": {
-            "steps": [[ms(one.begun), *map(ms, one.layers), ms(one.ended)] for one in transfer.steps],
-            "packets": [[ms(one.begun), ms(one.ended), one.first, one.last] for one in transfer.packets],
-            "prefill_end": ms(transfer.prefill_end),
-            "done": ms(transfer.done),
-        },
     }
 
 
@@ -106,29 +93,3 @@ def figures(rows: Iterable[Row]) -> dict[str, float]:
             for name, ratio in cell.over_base.items():
                 named |= quartiles(f"{prefix}_{name}_{mode}_over_{BASE}_{tokens}{suffix}", ratio)
     return named
-
-
-def cell_table(found: Iterable[Cell]) -> str:
-    """Medians, quartiles where they matter; ratios are within a round."""
-
-    def over(name: str) -> Callable[[Cell], str]:
-        return lambda cell: f"{cell.over_base[name]:.2f}" if name in cell.over_base else ""
-
-    return table_of(
-        found,
-        {
-            "over": "{0.transport}",
-            "concurrency": "{0.concurrency}",
-            "tokens": "{0.tokens}",
-            "mode": "{0.mode}",
-            "packets": "{0.measures[packets].median:g}",
-            "KV ms": "{0.measures[kv_ms]:.1f}",
-            "first packet to DONE ms": "{0.measures[span_ms].median:.1f}",
-            "exposed ms": "{0.measures[exposed_ms]:.2f}",
-            "overlap": "{0.measures[overlap].median:.1%}",
-            "GB/s": "{0.measures[gb_per_s].median:.2f}",
-            f"exposed / {BASE}": over("exposed"),
-            "TTFT ms": "{0.measures[ttft_ms].median:.0f}",
-            f"TTFT / {BASE}": over("ttft"),
-        },
-    )

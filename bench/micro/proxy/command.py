@@ -10,11 +10,6 @@ that take a few milliseconds, in the same turns, from when a request was due to 
 what any proxy on uvicorn and aiohttp does. Sender, proxy and stages share the machine's cores: whichever is short of
 them, CPU time per request is shown too.
 
-peers: the example proxies of vLLM and vllm-ascend, each a script that you bring (docs/measuring/layouts.md says where
-they are) and run as it is, in a process of its own. Layout E-PD, which all three can serve without a KV connector:
-streamed text (one call to PD), and images (one call to E, one to PD), each image sent once. The examples check nothing,
-keep no table, and drop nothing from answers; ours does all that.
-
 cost, pressure: where the CPU time of an answer goes (`cost.py`), what happens when there is more work than time
 (`pressure.py`); only where they are asked for.
 """
@@ -22,12 +17,10 @@ cost, pressure: where the CPU time of an answer goes (`cost.py`), what happens w
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 from bench.clients.metrics import throughput
 from bench.clients.process import SenderProcess
@@ -40,21 +33,17 @@ from bench.micro.proxy.rivals import (
     closed_loop,
     compared,
     image_request,
-    medians_table,
     ratio,
     stage_of,
     text_request,
 )
 from bench.micro.rows import grouped, median
 from bench.served import simulated
-from bench.started import PEERS, Peer, Rival, add_peer_flags, given_peers, on_tcp, running
+from bench.started import Rival
 from bench.workloads.requests import Poisson, arrivals_within
-from deploy.host.ports import free_ports
-from epd_serve.errors import ConfigError
 
 RATE_RPS = 200.0
 IMAGE_RATE_RPS = 20.0
-PEER_IMAGES, PEER_IMAGE_SIDE = 400, 64
 PROFILE = {
     "prefill": {"setup_s": 0.004, "per_unit_s": 0.00002},
     "encode": {"setup_s": 0.004, "per_unit_s": 0.00001},
@@ -82,35 +71,26 @@ ADDED = {
 """The same, above the stage's own."""
 LOOPED = ("whole", "stream")
 """Kinds that are closed loops; the others are open ones."""
-LOOPS = {"rps": ".0f", "cpu_us_per_request": ".0f", "generator_us_per_request": ".0f"}
-PEER_FIELDS = {"rps": ".0f", "cpu_us_per_request": ".0f"}
-LATENCIES = {f"{what}_p{percent}_ms": ".2f" for what in ("first", "whole") for percent in (50, 99)}
 FLAGS = {
     "--only": flag(
-        "one part (default: speed, and peers where a script is given; pressure: all of that name)",
-        choices=("speed", "peers", "cost", "pressure", *pressure.PARTS),
+        "one part (pressure: all of that name)",
+        "speed",
+        choices=("speed", "cost", "pressure", *pressure.PARTS),
     )
 }
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Rows of both parts. Raises ConfigError where peers are asked for, and no script is given."""
-    peers = given_peers(arguments)
-    if arguments.only == "peers" and not peers:
-        raise ConfigError("--only peers: bring a script, by --peer-vllm or --peer-ascend", param="--peer-vllm")
+    """Rows of the part that is asked for."""
     with SenderProcess() as sender:
         if arguments.only == "cost":
             yield from ({**row, "part": "cost"} for row in cost.measure(sender, arguments.quick))
-            return
-        if (arguments.only or "").startswith("pressure"):
-            for name in pressure.PARTS if arguments.only == "pressure" else (arguments.only,):
-                yield from pressure.measure(sender, name, arguments.quick)
-            return
-        if arguments.only != "peers":
+        elif arguments.only == "speed":
             for part in (_throughput, _latency):
                 yield from ({**row, "part": "speed"} for row in part(sender, arguments.quick))
-        if arguments.only != "speed" and peers:
-            yield from ({**row, "part": "peers"} for row in _peers(sender, peers, arguments.quick))
+        else:
+            for name in pressure.PARTS if arguments.only == "pressure" else (arguments.only,):
+                yield from pressure.measure(sender, name, arguments.quick)
 
 
 def _throughput(sender: SenderProcess, quick: bool) -> Iterator[Row]:
@@ -149,36 +129,11 @@ def _latency(sender: SenderProcess, quick: bool) -> Iterator[Row]:
         yield from compared(rivals, kinds, rounds)
 
 
-def _peers(sender: SenderProcess, peers: Mapping[Peer, Path], quick: bool) -> Iterator[Row]:
-    seconds, rounds = (2.0, 3) if quick else (6.0, 5)
-    seeds = itertools.count()
-    with simulated("E-PD") as launch, contextlib.ExitStack() as stack:
-        rivals = [Rival("proxy", launch.url, launch.cpu_parts["proxy"])]
-        for peer, script in peers.items():
-            (port,) = free_ports(1)
-            encoder, decoder = stack.enter_context(on_tcp([stage_of(launch, "E"), stage_of(launch)]))
-            argv = peer.argv(script, port, [encoder], [decoder])
-            rivals.append(stack.enter_context(running(peer.name, port, argv)))
-
-        def texts(rival: Rival) -> Row:
-            return closed_loop(sender, rival, [text_request(launch.model, stream=True)], seconds)
-
-        def images(rival: Rival) -> Row:
-            fresh = [image_request(launch.model, next(seeds), PEER_IMAGE_SIDE) for _ in range(PEER_IMAGES)]
-            return closed_loop(sender, rival, fresh, seconds)
-
-        yield from compared(rivals, {"text": texts, "picture": images}, rounds)
-
-
 def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Those of the parts that there are."""
     parts = {part: own for (part,), own in grouped(rows, "part").items()}
     named = (speed_figures(parts["speed"]) if "speed" in parts else {}) | pressure.figures(parts)
     named |= cost.figures(parts["cost"]) if "cost" in parts else {}
-    peers = parts.get("peers", [])
-    known = [peer for peer in PEERS if any(row["to"] == peer.name for row in peers)]
-    for peer, (kind, suffix) in itertools.product(known, (("text", ""), ("picture", "_picture"))):
-        named[f"rps_over_{peer.name}{suffix}"] = ratio(peers, kind, "proxy", peer.name)
     return named
 
 
@@ -201,23 +156,12 @@ def speed_figures(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def tables(rows: Sequence[Row]) -> Iterable[str]:
-    """Medians of closed loops, of open ones, and beside the example proxies."""
-    speed, peers, costs = ([row for row in rows if row["part"] == part] for part in ("speed", "peers", "cost"))
-    loops, others = ([row for row in speed if (row["kind"] in LOOPED) == looped] for looped in (True, False))
-    shown = ((loops, LOOPS), (others, LATENCIES), (peers, PEER_FIELDS))
-    pressed = pressure.tables({part: own for (part,), own in grouped(rows, "part").items()})
-    return [*(medians_table(own, fields) for own, fields in shown if own), *cost.tables(costs), *pressed]
-
-
 MEASUREMENT = Measurement(
     quick="shorter runs, fewer rounds",
     flags=FLAGS,
-    add_flags=add_peer_flags,
     about=lambda arguments: {"kind": "real proxy, clients and sockets; simulated stages"},
     measure=measure,
     figures=figures,
-    tables=tables,
     goals=(
         Goal("rps_over_bare_relay", ">=", 0.75, "never the bottleneck: one call each, answers in one piece"),
         Goal("rps_over_bare_relay_streamed", ">=", 0.85, "the same, streams"),
@@ -225,8 +169,6 @@ MEASUREMENT = Measurement(
         Goal("added_p50_ms", "<=", 1.0, "the same, over the stage itself"),
         Goal("added_p99_ms", "<=", 5.0),
         Goal("added_picture_p50_ms", "<=", 3.0, "an image of 200 KB in the request"),
-        Goal("rps_over_vllm_example", ">=", 1.0, "streamed text on E-PD"),
-        Goal("rps_over_vllm_ascend_example", ">=", 1.0, "the same"),
         *pressure.GOALS,
     ),
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.clients.process import SenderProcess
 from bench.micro.measurement import Row
 from bench.micro.proxy.rivals import bare_relay, closed_loop, compared, stage_of, text_request
-from bench.micro.rows import grouped, median, table_of
+from bench.micro.rows import grouped, median
 from bench.served import scratch, simulated
 from bench.started import Rival
 
@@ -73,6 +73,7 @@ def steps(counted: Sequence[Mapping[str, int]], us_per_request: float) -> Iterat
             samples[step_of(stack)] += count
     for step, count in samples.most_common():
         us = round(us_per_request * count / samples.total(), 1)
+        print(f"{us:8.1f} us a request: {step}", flush=True)
         yield {"kind": "step", "to": step, "round": 0, "samples": count, "us_per_request": us}
 
 
@@ -90,12 +91,3 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     """CPU time per request."""
     by = grouped([row for row in rows if row["kind"] == "whole"], "to")
     return {f"{name}_us_per_request": median(by[name,], "cpu_us_per_request") for name in ("proxy", "relay")}
-
-
-def tables(rows: Sequence[Row]) -> list[str]:
-    """The steps, and the sums; nothing without rows."""
-    if not rows:
-        return []
-    lines = [{"step": row["to"], "us": f"{row['us_per_request']:.1f}"} for row in rows if row["kind"] == "step"]
-    lines += [{"step": f"all: {name}", "us": f"{us:.1f}"} for name, us in figures(rows).items()]
-    return [table_of(lines, {"step": "{step}", "us per request": "{us}"})]

@@ -6,7 +6,7 @@ before its first token.
 
 deadlines: requests with 1 to 16 images at 0.8, 1.0 and 1.2 of what four E encode, each with a limit for its first token
 of three times what it takes alone. The share that keep it, in the order of deadlines and in order of arrival
-(`admission.single_queue`); and how long whoever waited longest waited.
+(`admission.single_queue`).
 
 tenants: one sends ten times its share of what two P compute, the other 0.8 of its own. The other's p99 over that of the
 same requests alone.
@@ -24,7 +24,7 @@ from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow, Run
 from bench.clients.target import Request
 from bench.micro.measurement import Goal, Row
-from bench.micro.rows import grouped, median, table_of
+from bench.micro.rows import grouped, median
 from bench.served import Served, simulated
 from bench.statistic import percentile
 from bench.workloads.synthetic import image_body, text_body
@@ -127,13 +127,7 @@ def _judged(
     requests = [_images(launch, count, fresh, slo_s) for count, slo_s in zip(counts, slos, strict=True)]
     run = sender.run(launch.url, Flow(requests, "images", dues=at), limit_s=120.0)
     kept = [one.wait_s() <= slos[one.n] for one in run.rows]
-    small = [good for good, one in zip(kept, run.rows, strict=True) if counts[one.n] <= MOST_IMAGES // 2]
-    return {
-        **counted(run.rows),
-        "attained": round(sum(kept) / len(kept), 4),
-        "attained_small": round(sum(small) / len(small), 4),
-        "longest_s": round(max(one.wait_s() for one in run.rows if one.ok), 2),
-    }
+    return {**counted(run.rows), "attained": round(sum(kept) / len(kept), 4)}
 
 
 def _images(launch: Served, count: int, fresh: Iterator[int], slo_s: float | None = None) -> Request:
@@ -191,22 +185,3 @@ def figures(parts: dict[str, list[Row]]) -> dict[str, float]:
         alone, beside = (median(by["quiet", when], "first_p99_ms") for when in ("alone", "beside"))
         named["other_tenant_p99_ratio"] = round(beside / alone, 3)
     return named
-
-
-def tables(parts: dict[str, list[Row]]) -> list[str]:
-    """A table per part."""
-    waits = {f"p{percent} ms": f"{{first_p{percent}_ms:.0f}}" for percent in (50, 90, 99)}
-    counts = {"sent": "{requests}", "bad": "{bad}", **waits}
-    own = {
-        "pressure-mixed": {"prompts": "{kind}", **counts, "utilisation": "{utilisation:.3f}"},
-        "pressure-deadlines": {
-            "order": "{order}",
-            "load": "{load:g}",
-            **counts,
-            "attained": "{attained:.3f}",
-            "up to 8 images": "{attained_small:.3f}",
-            "longest s": "{longest_s:.1f}",
-        },
-        "pressure-tenants": {"tenant": "{tenant}", "when": "{when}", "round": "{round}", **counts},
-    }
-    return [table_of(parts[part], columns) for part, columns in own.items() if part in parts]

@@ -15,7 +15,7 @@ from bench.clients.process import SenderProcess
 from bench.clients.sender import Flow
 from bench.clients.target import Request
 from bench.micro.measurement import Row, in_turns
-from bench.micro.rows import grouped, median, ratios, table_of
+from bench.micro.rows import grouped, ratios
 from bench.served import Served
 from bench.started import Rival, running
 from bench.workloads.synthetic import image_body, text_body
@@ -75,18 +75,3 @@ def ratio(rows: Sequence[Row], kind: str, name: str, base: str, field: str = "rp
     over = ratios(by[kind, name], by[kind, base], field)
     assert over is not None, "both are in every round"
     return round(over.median, 4)
-
-
-def medians_table(rows: Sequence[Row], fields: Mapping[str, str]) -> str:
-    """Returns a line per kind and rival: medians over rounds. `fields`: format by field."""
-    lines = [
-        {
-            "kind": kind,
-            "to": to,
-            **{name: format(median(own, name), form) if name in own[0] else "" for name, form in fields.items()},
-            "errors": sum(row["errors"] for row in own),
-        }
-        for (kind, to), own in sorted(grouped(rows, "kind", "to").items())
-    ]
-    columns = {name.replace("_", " "): f"{{{name}}}" for name in fields}
-    return table_of(lines, {"requests": "{kind}", "through": "{to}", **columns, "errors": "{errors}"})

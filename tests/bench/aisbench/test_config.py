@@ -11,9 +11,7 @@ from bench.aisbench.rate import Entry, command_line, model_entry, write_entry
 from epd_serve.errors import ConfigError
 from tests.bench.aisbench.fake_ais_bench import MODEL_FIELDS, configuration
 
-ENTRY = Entry(
-    "http://127.0.0.1:8000", "it's \\ a model", Path("/a folder/t"), timed=True, api_key="k", rate_rps=0.5, requests=60
-)
+ENTRY = Entry("http://127.0.0.1:8000", "it's \\ a model", Path("/a folder/t"), api_key="k", rate_rps=0.5, requests=60)
 
 
 def read_back(tmp_path: Path, entry: Entry) -> dict[str, object]:
@@ -36,7 +34,7 @@ def test_the_entry_says_what_was_asked_whatever_characters_it_has(tmp_path):
 
 @pytest.mark.parametrize(("requests", "at_once"), [(1, 2), (60, 61), (512, 500)])
 def test_no_request_waits_outside_of_the_clock_while_that_can_be(tmp_path, requests, at_once):
-    entry = Entry("http://h:1", "m", Path("/t"), timed=False, requests=requests)
+    entry = Entry("http://h:1", "m", Path("/t"), requests=requests)
 
     assert read_back(tmp_path, entry)["batch_size"] == at_once
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from bench.aisbench.command import one_rate
 from bench.aisbench.details import Sent
-from bench.aisbench.flags import Asked
-from bench.aisbench.rate import Rated, judged
-from bench.aisbench.rows import Shape, most_under_way, run_of
+from bench.aisbench.rate import judged
+from bench.aisbench.rows import Shape, run_of
 from bench.clients.measure import Plan
 from bench.clients.results import Outcome
 from bench.clients.slo import PAPER
-from bench.workloads.generate import Knobs
+from bench.clients.sweep import run_text
 from bench.workloads.requests import Poisson, RequestSpec
-from bench.workloads.workload import Workload
 
 
 def spec(n: int, arrival_s: float | None) -> RequestSpec:
@@ -39,18 +34,6 @@ def test_a_request_is_due_when_the_schedule_said_so():
     assert (run.begun_s, run.issued_s, run.ended_s) == pytest.approx((10.5, 11.5, 11.8))
 
 
-def test_without_a_schedule_a_request_is_due_when_it_was_sent():
-    records = [
-        sent(1, 10.0, 10.2, 10.3, 10.3),
-        sent(2, success=False, error="Too Many Requests"),
-        sent(3, 12.0, 12.1, 12.2),
-    ]
-    run = run_of("1 rps", records, [spec(n, None) for n in range(3)], Shape())
-
-    assert [row.due_s for row in run.rows] == [10.0, 10.0, 12.0], "of one without times: when the one before was sent"
-    assert run.rows[0].ttft_s == pytest.approx(0.2)
-
-
 def test_a_role_only_chunk_is_no_token():
     records = [sent(1, 10.0, 10.003, 10.2, 10.3, 10.3)]
 
@@ -69,23 +52,11 @@ def test_a_run_that_was_ended_is_as_long_as_what_it_sent():
     assert run.issued_s - run.begun_s == 1.0
 
 
-def test_requests_under_way_are_counted_at_the_worst_moment():
-    rows = run_of(
-        "r",
-        [sent(1, 0.0, 1.0, 5.0, 5.0), sent(2, 1.0, 2.0, 3.0, 3.0), sent(3, 3.0, 3.5, 6.0, 6.0), sent(4)],
-        [replace(spec(n, None)) for n in range(4)],
-        Shape(),
-    ).rows
-
-    assert most_under_way(rows) == 2
-
-
 def test_a_run_of_which_only_the_warm_up_is_there_says_so():
     run = run_of("r", [sent(0, 1.0, 2.0, 3.0)], [spec(0, 0.0)], Shape())
     run.stopped = "interrupted"
-    asked = Asked((1.0,), Workload("own", 1, Knobs()), True, Plan(Poisson(1.0), count=1))
-    measured = judged(run, asked, at_once=2)
+    measured = judged(run, Plan(Poisson(1.0), count=1))
 
     assert [one.text for one in measured.objections] == ["interrupted", "not one good answer among 0 requests"]
-    assert "0 of 0 requests" in one_rate(Rated(1.0, measured, {}), PAPER, timed=True)
+    assert "0 of 0 requests" in run_text(measured, PAPER)
     assert measured.row()["valid"] is False

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from bench.analysis.sweep_results import SweepResults, read_sweep
+from bench.analysis.sweep_results import Run, SweepResults, read_sweep
 from bench.clients.measure import Measured, Plan, Rules, judged
 from bench.clients.results import Outcome, RequestRecord
-from bench.clients.sender import Run
+from bench.clients.sender import Run as SentRun
 from bench.clients.slo import PAPER
 from bench.record import flatten, write
 from bench.sweep.experiment import Deployment, Experiment, ServedBy
@@ -55,7 +55,7 @@ def judged_run(label: str, rows: Sequence[RequestRecord], devices: int) -> Measu
     """As `bench.clients.sweep` judges a run."""
     begun, issued = rows[0].due_s, rows[-1].due_s
     ended = max(one.ended_s for one in rows)
-    run = Run(label, begun, issued, ended, 0.1, sent=len(rows), rows=list(rows))
+    run = SentRun(label, begun, issued, ended, 0.1, sent=len(rows), rows=list(rows))
     plan = Plan(Poisson(1.0), count=len(rows), slos=PAPER, devices=devices, rules=Rules(min_samples=1))
     return judged(run, plan)
 
@@ -82,14 +82,13 @@ def measured(
     runs: Mapping[str, Sequence[RequestRecord]],
     *,
     phases: Iterable[Mapping[str, Any]] = (),
-    batches: Mapping[str, Mapping[str, Any]] = {},
 ) -> Path:
     """The files of a deployment: `runs` are its requests by label."""
     own = folder / one.slug
     judgements = {label: judged_run(label, of, one.devices) for label, of in runs.items()}
     rows = [{**of.row(), "rate": float(label.split()[0])} for label, of in judgements.items()]
     env = {**ENV, "kind": "real", "deployment": {**asdict(one), "ready_s": 12.5}}
-    found = {label: {**of.figures, "batch": batches.get(label, {})} for label, of in judgements.items()}
+    found = {label: of.figures for label, of in judgements.items()}
     write(own / RESULT, flatten(found), env, rows)
     (own / ROWS).write_bytes(msgspec.json.Encoder().encode_lines([each for of in runs.values() for each in of]))
     _lines(own / PHASES, phases)
@@ -125,6 +124,11 @@ def sweep(
             runs[label] = requests(label, rate, ttft=ttfts[one.name], gap=gap, good=good, count=count)
         measured(folder, one, runs)
     return read_sweep(folder)
+
+
+def valid_at(results: SweepResults, deployment: Deployment, rate: float) -> Run | None:
+    """The deployment's valid run at `rate`."""
+    return next((run for run in results.of(deployment) if run.rate == rate and run.valid), None)
 
 
 SPLIT = {"client": 1.0, "encode queue": 2.0, "encode": 30.0, "prefill queue": 5.0, "prefill": 60.0, "first token": 9.0}

@@ -57,7 +57,7 @@ def test_another_flag_is_said(tmp_path):
 
 
 def test_figures_without_a_ratio_are_left_out_of_the_record() -> None:
-    found = [Compared("", "r", plain_ratio("x", 0.0, 1.0, "")), Compared("e", "", Ratio("y", 1.0, 2.0, 2.0, 1.5, 2.5))]
+    found = [Compared("r", plain_ratio("x", 0.0, 1.0, "")), Compared("e", Ratio("y", 1.0, 2.0, 2.0, 1.5, 2.5))]
 
     assert figures(found) == {"e/y/ratio": 2.0, "e/y/low": 1.5, "e/y/high": 2.5}
 

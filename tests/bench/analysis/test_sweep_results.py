@@ -13,7 +13,7 @@ from bench.clients.slo import PAPER
 from bench.sweep.store import EXPERIMENT, PHASES, RESULT
 from epd_serve.errors import ConfigError
 from epd_serve.phases.phase import Phase
-from tests.bench.analysis.sweeps import RATES, asked, deployment, measured, phases_line, requests, sweep
+from tests.bench.analysis.sweeps import RATES, asked, deployment, measured, phases_line, requests, sweep, valid_at
 
 MONOLITH, SPLIT = deployment("TP1x2", baseline=True), deployment("E-P-D", 3)
 
@@ -24,14 +24,13 @@ def whole(tmp_path):
     for one, ttft in ((MONOLITH, 0.4), (SPLIT, 0.2)):
         runs = {f"{rate:g} rps": requests(f"{rate:g} rps", rate, ttft=ttft) for rate in RATES}
         traced = [phases_line("2 rps-0", "2 rps", {"prefill": 12.5})]
-        sampled = {"2 rps": {"P": {"running": {"mean": 4.0, "p10": 3.0, "p90": 5.0}, "waiting": 1.0}}}
-        measured(at, one, runs, phases=traced, batches=sampled)
+        measured(at, one, runs, phases=traced)
     return at
 
 
-def test_a_run_comes_with_its_figures_requests_phases_and_batches(whole):
+def test_a_run_comes_with_its_figures_requests_and_phases(whole):
     found = read_sweep(whole)
-    run = found.at(SPLIT, 2.0)
+    run = valid_at(found, SPLIT, 2.0)
 
     assert (found.experiment.real, found.experiment.slos, found.rates) == (True, PAPER, (2.0, 4.0))
     assert [one.label for one in found.experiment.deployments] == ["TP1x2, 2 devices", "E-P-D, 3 devices"]
@@ -40,8 +39,7 @@ def test_a_run_comes_with_its_figures_requests_phases_and_batches(whole):
     assert run.figure("ttft_ms/p12") is None
     assert len(run.requests) == 40
     assert (run.phases.requests, run.phases.mean[Phase.PREFILL]) == (1, 12.5)
-    assert run.roles == ["P"] and run.figure("batch/P/running/p90") == 5.0
-    assert found.at(SPLIT, 4.0).phases is None and found.at(SPLIT, 4.0).roles == []
+    assert valid_at(found, SPLIT, 4.0).phases is None
 
 
 def test_objectives_without_a_judge_were_judged_by_the_mean(whole):
@@ -52,7 +50,7 @@ def test_objectives_without_a_judge_were_judged_by_the_mean(whole):
     result_at.write_text(result_at.read_text().replace(":p90/", ":other/").replace(":mean/", "/"))
 
     found = read_sweep(whole)
-    run = found.at(SPLIT, 2.0)
+    run = valid_at(found, SPLIT, 2.0)
 
     assert [str(slo) for slo in found.experiment.slos] == ["2000:50:mean", "2000:80:mean", "800:30:mean"]
     assert attainment(found.experiment.slos[0]).of(run) == 100.0
@@ -74,14 +72,14 @@ def test_an_interrupted_sweep_says_what_is_missing(tmp_path):
         ["E-P-D", 4.0, "not measured"],
     ]
     assert found.gaps[0]["why"] == "its stage died"
-    assert found.at(begun, 2.0) is None and len(found.of(begun)) == 1
+    assert valid_at(found, begun, 2.0) is None and len(found.of(begun)) == 1
 
 
 def test_half_a_line_at_the_end_is_left_out(whole):
     with (whole / SPLIT.slug / PHASES).open("a") as file:
         file.write('{"run": "2 rp')
 
-    assert read_sweep(whole).at(SPLIT, 2.0).phases.requests == 1
+    assert valid_at(read_sweep(whole), SPLIT, 2.0).phases.requests == 1
 
 
 def test_another_folder_is_refused(tmp_path):
@@ -134,10 +132,10 @@ def test_of_several_seeds_a_run_has_the_medians_and_what_is_not_valid_once_is_no
 
     found = read_sweep(tmp_path)
     alone = read_sweep(tmp_path / "seed-5")
-    run = found.at(layouts[0], 2.0)
-    assert run.figure("ttft_ms/mean") == alone.at(layouts[0], 2.0).figure("ttft_ms/mean")
+    run = valid_at(found, layouts[0], 2.0)
+    assert run.figure("ttft_ms/mean") == valid_at(alone, layouts[0], 2.0).figure("ttft_ms/mean")
     assert run.figures["ttft_ms/mean_least"] < run.figure("ttft_ms/mean") < run.figures["ttft_ms/mean_most"]
-    assert found.at(layouts[1], 4.0) is None and found.at(layouts[1], 2.0) is not None
+    assert valid_at(found, layouts[1], 4.0) is None and valid_at(found, layouts[1], 2.0) is not None
     assert {(gap["deployment"], gap["seed"]) for gap in found.gaps} == {("EP-D", 4)}
 
 

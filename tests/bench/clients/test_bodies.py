@@ -23,7 +23,7 @@ from bench.clients.target import Request
 from bench.workloads.requests import ClosedLoop, ImageRef, Poisson, RequestSpec
 from epd_serve.errors import ConfigError
 
-IMAGE = ImageRef(8, 8, "png", seed=1)
+IMAGE = ImageRef(8, 8, 1)
 
 
 def spec(n: int = 0, *images: ImageRef) -> RequestSpec:

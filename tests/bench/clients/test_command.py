@@ -19,6 +19,8 @@ from bench.clients.results import read_records
 from bench.clients.sender import Bounds
 from bench.clients.slo import find_goodput
 from deploy.host.ports import free_ports
+from epd_serve.traffic import Request as Recorded
+from epd_serve.traffic import write_traffic
 from tests.bench.clients.known_server import Known
 from tests.bench.clients.serving import Served
 from tests.waiting import wait_for
@@ -214,8 +216,6 @@ def test_a_result_that_cannot_be_written_is_said_after_it_was_printed(served, se
         (["--rate", "x"], "--rate x"),
         (["--rate", "1", "--concurrency", "2"], "--concurrency is a closed loop"),
         (["--concurrency", "0"], "concurrency is 0"),
-        (["--rate", "1", "--arrivals", "gamma"], "--arrivals gamma"),
-        (["--rate", "1", "--arrivals", "uniform"], "poisson, gamma:CV or trace:FILE"),
         (["--rate", "1", "--n", "0"], "--n is 0"),
         (["--rate", "1", "--duration", "-1"], "--duration is -1"),
         (["--rate", "1", "--find-goodput", "90"], "--find-goodput is 90"),
@@ -265,21 +265,10 @@ def test_requests_that_the_stamps_do_not_know_are_counted_aloud(served, sent, tm
     assert (tmp_path / "r.rows.phases.jsonl").read_text() == ""
 
 
-def test_own_requests_are_sent_at_their_own_times(served, tmp_path):
-    lines = [{"question": f"q{n}", "max_out_len": 4, "timestamp": 10 * n} for n in range(12)]
-    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    flags = ["--workload", "own", "--pictures", str(tmp_path), "--prompts", str(tmp_path / "own.jsonl"), "--n", "12"]
+def test_recorded_requests_are_sent_at_their_own_times(served, tmp_path):
+    write_traffic(tmp_path / "own.jsonl", [Recorded(f"r{n}", 0.01 * n, 3, 4) for n in range(12)])
+    flags = ["--workload", f"recorded:{tmp_path / 'own.jsonl'}", "--n", "12"]
 
     assert load(served, *flags, "--warm-up", "0", "--json", str(tmp_path / "r.json")) == 0
     rows = sorted(read_records(tmp_path / "r.rows.jsonl"), key=lambda row: row.n)
     assert [later.due_s - rows[0].due_s for later in rows] == pytest.approx([0.01 * n for n in range(12)], abs=1e-5)
-
-
-def test_an_unreadable_picture_is_named_before_anything_is_sent(served, tmp_path, capsys):
-    (tmp_path / "broken.png").write_bytes(b"no picture")
-    (tmp_path / "own.jsonl").write_text('{"question": "q", "path": ["broken.png"]}\n')
-    flags = ["--workload", "own", "--pictures", str(tmp_path), "--prompts", str(tmp_path / "own.jsonl")]
-
-    assert load(served, *flags, "--rate", "10") == 1
-    assert "broken.png cannot be read" in capsys.readouterr().err
-    assert served.server.seen == 0

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 
 from bench.clients.answers import CROWDED
-from bench.clients.measure import Plan, Rules, measure, objections
+from bench.clients.measure import Rules, objections
 from bench.clients.metrics import Window
 from bench.clients.results import Outcome
 from bench.clients.sender import Run
-from bench.clients.target import Target, requests
-from bench.workloads.requests import Poisson
-from tests.bench.clients.known_server import Known, KnownServer
 from tests.bench.clients.made import failed, row
 
 WINDOW = Window(0.0, 100.0)
@@ -69,21 +64,3 @@ def test_what_was_said_goes_with_what_went_wrong():
 
 def test_rules_can_be_told():
     assert found([row()], rules=Rules(min_samples=1)) == []
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-async def test_how_a_run_stands_is_shown_on_a_terminal_alone_and_taken_away_again(monkeypatch):
-    monkeypatch.setattr("bench.clients.measure.SHOWN_EVERY_S", 0.001)
-    terminal, file = Terminal(), io.StringIO()
-    async with KnownServer(Known(first_s=0.1)).serving() as server:
-        for out in (terminal, file):
-            plan = Plan(Poisson(1000.0), count=3)
-            await measure(Target(server.url), requests([{}]), plan, label="r", dues=[0.0] * 3, progress=out)
-
-    assert "r  0 s  sent 3  under way 3  ok 0  not ok 0  no first token yet" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r\x1b[K")
-    assert file.getvalue() == ""

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
-from bench.micro.cores import alike, confined, core_us
-
-SAY_CORES = "import os; print(*sorted(os.sched_getaffinity(0)))"
+from bench.micro.cores import alike, core_us
 
 
 def test_each_core_is_read_and_the_thread_has_all_of_them_again():
@@ -25,14 +21,3 @@ def test_each_core_is_read_and_the_thread_has_all_of_them_again():
 @pytest.mark.parametrize(("readings", "same"), [((22.0, 24.0, 21.5, 22.0), True), ((22.0, 40.0, 22.0, 40.0), False)])
 def test_cores_at_full_speed_and_shared_ones_are_told_apart(readings: tuple[float, ...], same: bool):
     assert alike(readings) is same
-
-
-def test_what_is_started_meanwhile_has_these_cores_alone():
-    own = os.sched_getaffinity(0)
-    last = max(own)
-
-    with confined({last}):
-        said = subprocess.run([sys.executable, "-c", SAY_CORES], capture_output=True, text=True, check=True).stdout
-
-    assert said.split() == [str(last)]
-    assert os.sched_getaffinity(0) == own

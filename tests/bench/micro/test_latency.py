@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.micro.latency import GOALS, MEASUREMENT, figures, measure, tables
+from bench.micro.latency import GOALS, MEASUREMENT, figures, measure
 from bench.micro.measurement import Row, resolve
 from bench.micro.over_vllm import OURS, times
 from tests.bench.clients.made import row
@@ -23,8 +23,7 @@ def every_row() -> list[Row]:
     rows: list[Row] = []
     for turn, slow in enumerate((1.0, 1.0, 9.0)):  # a machine that is busy in one round
         load: Row = {"round": turn, "load": 0.1}
-        for what, seconds in (("(E-P)-D", 30.0), ("E", 10.0), ("P", 20.0), ("D", 15.0)):
-            rows.append({"part": "ready", "what": what, **load, "seconds": seconds * slow})
+        rows.append({"part": "ready", **load, "seconds": 30.0 * slow})
         for what, loaded in itertools.product(("E0", "P0"), (False, True)):
             seconds = (4.0 + (what == "P0")) * (2 if loaded else 1) * slow
             rows.append({"part": "restart", "what": what, "round": turn, "loaded": loaded, "seconds": seconds})
@@ -42,11 +41,6 @@ def every_row() -> list[Row]:
             one: Row = {"what": server, "round": turn, "starved": False, "core_us": [9.0, 9.0]}
             for kind, ttft_ms in (("new image", 20.0), ("repeated image", 15.0 * slower), ("text", 10.0)):
                 rows.append({"part": "epd", "kind": kind, **one, "ttft_ms": ttft_ms * slower, "token_ms": slower})
-            rows.append({"part": "bench", "kind": "new image", **one, "ttft_ms": 900.0 * slower, "token_ms": 200.0})
-        rows += [{**row, "part": "core", "ttft_ms": 8.0, "token_ms": 4.0} for row in rows if row["part"] == "tp1"]
-        for encodes, token_ms in ((True, 6.0), (False, 5.0)):
-            speed: Row = {"core_us": [9.0, 9.0], "token_ms": token_ms * slow}
-            rows.append({"part": "beside", "round": turn, "encodes": encodes, **speed})
     return rows
 
 
@@ -54,7 +48,6 @@ def test_figures_are_medians_of_the_worst_kind_and_ratios_within_a_round():
     assert figures(every_row()) == pytest.approx(
         {
             "ready_s": 30.0,
-            "ready_over_slowest": 1.5,
             "restart_s": 5.0,
             "restart_loaded_s": 10.0,
             "waiting_core_share": 0.02,
@@ -62,18 +55,13 @@ def test_figures_are_medians_of_the_worst_kind_and_ratios_within_a_round():
             "tp1_ttft_over_vllm": 10.0,  # eight at once are worse
             "tp1_tpot_over_vllm": 1.2,  # of the setting that is best per token
             "hops_exposed_ms": 3.0,
-            "core_ttft_over_vllm": 1.0,
-            "core_tpot_over_vllm": 1.0,
-            "decode_beside_encode": 1.2,
             "epd_ttft_new_over_vllm": 2.0,
             "epd_ttft_repeat_over_vllm": 4.0,
             "epd_ttft_text_over_vllm": 2.0,
             "epd_token_over_vllm": 2.0,
-            "bench_ttft_over_vllm": 2.0,
         }
     )
     assert figures(every_row()).keys() == {goal.figure for goal in GOALS}
-    assert len(list(tables(every_row()))) == 12
 
 
 def test_where_enough_rounds_met_cores_of_one_speed_only_those_count():

@@ -19,7 +19,7 @@ from bench.micro.measurement import (
     several,
     whole,
 )
-from bench.micro.rows import grouped, ratios, table_of
+from bench.micro.rows import grouped, ratios
 from bench.statistic import Spread
 from epd_serve.errors import StageError
 
@@ -29,7 +29,6 @@ def counted(measure, **more):
         quick="less",
         measure=measure,
         figures=lambda rows: {"count": len(rows)},
-        tables=lambda rows: [table_of(rows, {"number": "{n}"})],
         **more,
     )
 
@@ -40,7 +39,7 @@ def arguments(measurement, *argv):
     return parser.parse_args(argv)
 
 
-def test_rows_become_figures_tables_and_a_result(tmp_path, capsys):
+def test_rows_become_figures_and_a_result_and_all_are_printed(tmp_path, capsys):
     measurement = counted(lambda arguments: iter([{"n": 1}, {"n": 2}]), goals=(Goal("count", ">=", 2),))
     path = tmp_path / "r.json"
 
@@ -50,7 +49,7 @@ def test_rows_become_figures_tables_and_a_result(tmp_path, capsys):
     assert (saved["figures"], saved["rows"]) == ({"count": 2}, [{"n": 1}, {"n": 2}])
     assert saved["env"]["kind"] == "real" and "incomplete" not in saved["env"]
     printed = capsys.readouterr().out
-    assert "number" in printed and "met" in printed
+    assert "n 1" in printed and "count" in printed and "met" in printed
 
 
 @pytest.mark.parametrize("ends", [StageError("E0 is gone", stage="E0"), KeyboardInterrupt(), SystemExit(143)])

@@ -17,8 +17,7 @@ from bench.clients.measure import Plan
 from bench.clients.sender import Bounds
 from bench.clients.target import Request
 from bench.papers import ablations
-from bench.papers.ablations import both, warm_up
-from bench.papers.table2 import BASELINE, TABLE, VARIANTS, WHOLE, figures, tables
+from bench.papers.ablations import BASELINE, TABLE, VARIANTS, WHOLE, both, figures, warm_up
 from bench.record import ROOT
 from bench.served import Served as Launch
 from bench.workloads.requests import Poisson
@@ -87,10 +86,6 @@ def test_the_baselines_one_packet_leaves_when_the_prompt_is_computed() -> None:
     assert exposed_s(parse_grouping("layerwise", 0).cuts(step, cost), step, cost) < 0.1 * transfer_s
 
 
-def test_the_papers_numbers_give_the_papers_percentages() -> None:
-    assert [one.paper for one in TABLE] == ["-", "-16.6%, -21.7%", "-16.0%, -11.9%", "-31.6%, -26.1%"]
-
-
 def test_what_is_taken_away_is_all_that_differs_from_the_whole() -> None:
     away = {
         name: set(VARIANTS[name].flags) ^ set(WHOLE.flags) for name in ("demand", "pixels", "all-images", "mooncake")
@@ -137,15 +132,6 @@ def test_figures_are_of_what_both_answered_and_ratios_have_intervals() -> None:
     assert "0.5 rps/both/ttft_over_baseline_low" not in figures(rows(count=5))
     assert found["both/whole"] == 40 / 41
     assert figures([]) == {}
-
-
-def test_the_table_has_the_paper_beside_it_and_says_where_nothing_shows() -> None:
-    text = "\n".join(tables([*rows("prefetch"), *rows("both", factor=1.1)]))
-
-    assert "w/ E-P asynchronous prefetching  40        95.6" in text
-    assert "-20.0% (-20.0 to -20.0)" in text and "+10.0% (+10.0 to +10.0)" in text
-    assert "no difference shown" in text
-    assert "-16.6%, -21.7%" in text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from bench.change.kills import Kill, Victim, kill
 from bench.ray import deployed
-from bench.ray.command import figures, tables
+from bench.ray.command import figures
 from bench.ray.deployed import NODE, RAYLET, victims
 from bench.ray.nodes import RayNode
 from deploy.host.processes import stat
@@ -125,20 +125,6 @@ def test_figures_follow_from_rows() -> None:
 def test_a_part_alone_has_its_figures_alone() -> None:
     assert figures([row for row in ROWS if row["part"] == "ready"]) == {"local_ready_s": 4.0, "ray_ready_s": 9.0}
     assert not any(name.startswith("ray_kill") for name in figures([row for row in ROWS if row["part"] != "kills"]))
-
-
-def test_what_came_to_nothing_is_shown() -> None:
-    bad = {
-        "part": "kills",
-        "bad": "errors",
-        "kind": "text",
-        "due": 3.2,
-        "took": 0.1,
-        "fault": "broken",
-        "error": "gone",
-    }
-    shown = "\n".join(tables([*ROWS, bad]))
-    assert "gone" in shown and RAYLET in shown and "failed" in shown
 
 
 @pytest.mark.parametrize(

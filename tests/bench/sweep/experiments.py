@@ -27,7 +27,6 @@ class Scripted:
     """A backend whose runs cost nothing. By (deployment, label) an event happens instead of a run."""
 
     kind = "simulated"
-    scripts: Mapping[str, Any] = {}
     served: Mapping[str, Any] = {}
 
     def __init__(self, events: Mapping[tuple[str, str], Callable[[], None]] | None = None) -> None:

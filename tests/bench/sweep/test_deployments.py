@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bench.sweep.experiment import Deployment, ServedBy, deployments
+from bench.sweep.experiment import Deployment, deployments
 from epd_serve.errors import ConfigError, LayoutError
 
 SIX = "TP1x2,(E-PD)x2,EP-D,(E-P)-D,(E-D)-P,E-P-D"
@@ -58,19 +58,6 @@ def test_a_layout_is_compared_once_whatever_it_is_called():
         deployments(" , ")
 
 
-def test_an_example_proxy_is_measured_over_each_layout_that_it_can_drive():
-    found = [one for one in deployments(f"{SIX},E-PD", peers=(ServedBy.PEER_VLLM,)) if one.baseline]
-
-    assert [one.name for one in found] == ["vLLM's example proxy over (E-PD)x2", "vLLM's example proxy over E-PD"]
-    assert [one.devices for one in found] == [2, 2]
-
-
-def test_an_example_proxy_that_can_drive_none_is_refused_with_the_reason():
-    with pytest.raises(ConfigError, match="compute every prompt again") as refused:
-        deployments("EP-D,E-P-D", peers=(ServedBy.PEER_ASCEND,))
-    assert refused.value.param == "--peer-ascend"
-
-
 def test_a_deployment_is_itself_again_when_it_is_read_from_a_file():
-    for one in deployments(f"{SIX},E-PD", vllm=True, vllm_flags=("--x",), peers=(ServedBy.PEER_VLLM,)):
+    for one in deployments(f"{SIX},E-PD", vllm=True, vllm_flags=("--x",)):
         assert msgspec.json.decode(msgspec.json.encode(one), type=Deployment) == one

@@ -1,38 +1,27 @@
-"""What stages run while they are loaded, and that a stage which was lost is noticed."""
+"""A stage that is lost while stages are loaded is noticed."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.sweep.running import StageStatus, sampled
+from bench.sweep.running import StageStatus, watched
 from epd_serve.errors import StageError
 from tests.waiting import wait_for
-
-
-def test_what_the_stages_run_is_told_by_role():
-    def look():
-        return [StageStatus("P0", "P", "a", running=2, waiting=1), StageStatus("P1", "P", "b", running=4)]
-
-    with sampled(look) as samples:
-        wait_for(lambda: len(samples.seen.get("P", ())) >= 4)
-
-    assert samples.figures() == {"P": {"running": {"mean": 3.0, "p10": 2.0, "p90": 4.0}, "waiting": 0.5}}
-    assert samples.died == {}
 
 
 @pytest.mark.parametrize(
     ("later", "why"),
     [
-        (StageStatus("P0", "P", "b"), "it was restarted"),
-        (StageStatus("P0", "P", "a", down="killed"), "killed"),
+        (StageStatus("P0", "b"), "it was restarted"),
+        (StageStatus("P0", "a", down="killed"), "killed"),
     ],
 )
 def test_a_stage_that_was_lost_is_noticed_even_at_the_very_end(later, why):
-    now = [StageStatus("P0", "P", "a")]
-    with sampled(lambda: now) as samples:
-        wait_for(lambda: samples.seen)
+    now = [StageStatus("P0", "a")]
+    with watched(lambda: now) as found:
+        wait_for(lambda: found.incarnations)
         now[0] = later
-    assert samples.died["P0"].startswith(why)
+    assert found.died["P0"].startswith(why)
 
 
 def test_nobody_who_answers_is_no_sample():
@@ -42,6 +31,6 @@ def test_nobody_who_answers_is_no_sample():
         asked.append(1)
         raise StageError("nobody is there", stage="x")
 
-    with sampled(look) as samples:
+    with watched(look) as found:
         wait_for(lambda: asked)
-    assert samples.died == {} and samples.figures() == {}
+    assert found.died == {}

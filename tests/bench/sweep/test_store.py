@@ -10,7 +10,7 @@ import pytest
 
 from bench.clients.measure import Rules
 from bench.sweep.experiment import deployments
-from bench.sweep.store import PHASES, RESULT, ROWS, ResultStore, opened
+from bench.sweep.store import PHASES, RESULT, ROWS, ResultStore, difference, opened
 from epd_serve.errors import ConfigError
 from epd_serve.slo import Slo
 from tests.bench.sweep.experiments import ENV, experiment, run_row
@@ -134,3 +134,16 @@ def test_two_processes_do_not_measure_into_one_folder(tmp_path):
         opened(tmp_path, experiment()),
     ):
         pass
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"figures": {}, "env": {}, "rows": [1]}'])
+def test_a_file_that_is_no_result_is_refused(tmp_path, text):
+    (tmp_path / RESULT).write_text(text)
+    with pytest.raises(ConfigError, match=r"result\.json"):
+        ResultStore(tmp_path, DEPLOYMENT)
+
+
+def test_the_first_field_that_differs_is_named_with_both_values():
+    assert difference({"a": 1, "slo": ["1:2"]}, {"a": 1, "slo": ["1:2"]}) == ""
+    assert difference({"warm_up": None}, {"warm_up": 2.0}) == "warm_up was not given, is 2.0"
+    assert difference({"gone": 1}, {}) == "gone was 1, is not given"

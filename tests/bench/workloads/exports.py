@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.workloads.requests import ImageRef, RequestSpec
 
-SHOWN = (ImageRef(32, 24, "jpeg", seed=11), ImageRef(24, 32, "jpeg", seed=12))
+SHOWN = (ImageRef(32, 24, 11), ImageRef(24, 32, 12))
 
 REQUESTS = (
     RequestSpec("w-0", "Which one is “left”?", SHOWN, 64, 4, arrival_s=0.25),

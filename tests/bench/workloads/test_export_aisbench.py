@@ -13,7 +13,7 @@ from PIL import Image
 
 from bench.workloads.export_aisbench import export_aisbench
 from bench.workloads.images import Images
-from bench.workloads.requests import ClosedLoop, ImageRef, RequestSpec
+from bench.workloads.requests import ClosedLoop
 from epd_serve.errors import ConfigError
 from tests.bench.workloads.exports import REQUESTS, SHOWN, UNTIMED, rows
 
@@ -115,20 +115,6 @@ def test_without_arrivals_there_is_no_timestamp(tmp_path, monkeypatch):
     assert all("timestamp" not in row for row in rows(tmp_path / "out"))
     assert "timestamp" not in entry(done.files[1], monkeypatch)["reader_cfg"]["input_columns"]
     assert any("batch_size=7" in note for note in done.notes)
-
-
-def test_the_type_of_pictures_is_that_of_their_bytes(tmp_path, monkeypatch):
-    requests = []
-    for number, form in enumerate(("png", "png", "jpeg")):
-        path = tmp_path / f"{number}.jpg"
-        Image.new("RGB", (8, 8)).save(path, form)
-        requests.append(RequestSpec(f"{number}", "q", (ImageRef(8, 8, form, path=path),), 4, 1))
-    done = export_aisbench(requests, Images(tmp_path / "cache"), tmp_path / "out")
-
-    (turn,) = entry(done.files[1], monkeypatch)["infer_cfg"]["prompt_template"]["template"]["round"]
-    assert turn["prompt_mm"]["image"]["image_url"]["url"] == "data:image/png;base64,{image}"
-    assert any("1 of 3 are sent as image/png" in note for note in done.notes)
-    assert rows(tmp_path / "out")[1]["path"] == [str(tmp_path / "0.jpg")]
 
 
 def test_nothing_to_export_is_an_error_and_leaves_no_file(tmp_path):

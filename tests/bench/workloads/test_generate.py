@@ -8,10 +8,10 @@ import itertools
 
 import pytest
 
-from bench.workloads.command import summarise
 from bench.workloads.generate import Knobs, Words, requests
 from bench.workloads.profiles import PROFILES, profile
 from epd_serve.errors import ConfigError
+from tests.bench.workloads.summary import summarise
 
 
 def take(name, count, **knobs):
@@ -29,7 +29,7 @@ def test_a_workload_is_the_same_on_every_machine():
     """Written down once: whoever changes this changes what earlier results were measured with."""
     parts = [str(take(name, 64, seed=1, reuse=0.3)) for name in PROFILES]
 
-    assert hashlib.sha256("".join(parts).encode()).hexdigest()[:16] == "e9525d8114599671"
+    assert hashlib.sha256("".join(parts).encode()).hexdigest()[:16] == "f8700e7a99df090c"
 
 
 def test_requests_are_made_when_they_are_asked_for():

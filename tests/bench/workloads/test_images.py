@@ -18,13 +18,11 @@ from bench.workloads.images import Images, default_cache, encode, render
 from bench.workloads.requests import ImageRef
 from epd_serve.errors import ConfigError
 
-SMALL = ImageRef(60, 40, "jpeg", seed=5)
+SMALL = ImageRef(60, 40, 5)
 
 
 def bits_per_pixel(width, height, count):
-    return statistics.fmean(
-        len(encode(render(seed, width, height), "jpeg")) * 8 / width / height for seed in range(count)
-    )
+    return statistics.fmean(len(encode(render(seed, width, height))) * 8 / width / height for seed in range(count))
 
 
 def test_pixels_follow_from_seed_and_size():
@@ -44,7 +42,7 @@ def test_pictures_are_as_large_as_photographs(width, height):
 
 
 def test_pictures_differ_in_size_on_the_wire():
-    sizes = [len(encode(render(seed, 320, 240), "jpeg")) for seed in range(12)]
+    sizes = [len(encode(render(seed, 320, 240))) for seed in range(12)]
 
     assert max(sizes) > 1.3 * min(sizes)
 
@@ -54,12 +52,9 @@ def test_any_size_can_be_drawn(width, height):
     assert render(1, width, height).size == (width, height)
 
 
-@pytest.mark.parametrize("form", ["jpeg", "png", "webp"])
-def test_bytes_are_of_the_format_and_size_that_were_asked_for(tmp_path, form):
-    data = Images(tmp_path).data(ImageRef(60, 40, form, seed=1))
-
-    with Image.open(io.BytesIO(data)) as picture:
-        assert (picture.format.lower(), picture.size) == (form, (60, 40))
+def test_bytes_are_of_the_size_that_was_asked_for(tmp_path):
+    with Image.open(io.BytesIO(Images(tmp_path).data(SMALL))) as picture:
+        assert (picture.format, picture.size) == ("JPEG", (60, 40))
 
 
 def test_a_picture_is_drawn_once(tmp_path, monkeypatch):
@@ -75,19 +70,6 @@ def test_a_data_url_carries_the_same_bytes(tmp_path):
 
     assert head == "data:image/jpeg;base64"
     assert base64.b64decode(body) == Images(tmp_path).data(SMALL)
-
-
-def test_a_picture_of_the_user_is_read_where_it_lies(tmp_path):
-    file = tmp_path / "a.png"
-    file.write_bytes(b"anything")
-    own = Images(tmp_path / "cache")
-    picture = ImageRef(1, 1, "png", path=file)
-
-    assert own.file(picture) == file and own.data(picture) == b"anything"
-    assert not (tmp_path / "cache").exists()
-    file.unlink()
-    with pytest.raises(ConfigError, match=r"a\.png cannot be read"):
-        own.data(picture)
 
 
 def test_a_cache_that_cannot_be_made_is_named(tmp_path):

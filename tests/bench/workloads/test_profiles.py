@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from bench.workloads.command import summarise
 from bench.workloads.generate import Knobs, requests
 from bench.workloads.profiles import PROFILES, profile
 from epd_serve.errors import ConfigError
+from tests.bench.workloads.summary import summarise
 
 ALL = [pytest.param(one, id=one.name) for one in PROFILES.values()]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from bench.micro.pd.figures import cell_table, cells
+from bench.micro.pd.figures import cells
 from bench.micro.pd.stages import ANSWER_S, FROM_DECODE, SPARE, Turns, take_turns
 from bench.served import LOGS_ENV, Served, served
 from bench.workloads.synthetic import demo_image
@@ -57,7 +57,6 @@ def run(rig: Rig) -> None:
     with rig.layout(LAYOUT), served(LAYOUT, flags) as launch, client:
         rig.row("ready_s", round(launch.ready_s, 1))
         found = cells(take_turns(launch, client, mode, "shm", turns))
-        print(cell_table(found), flush=True)
         for cell in found:
             about = {"tokens": cell.tokens, "at_once": cell.concurrency, "mode": cell.mode}
             told = {name: round(spread.median, 4) for name, spread in cell.measures.items()}

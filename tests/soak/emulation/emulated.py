@@ -30,7 +30,7 @@ PICTURE = 100  # tokens of 280x280 pixels
 
 
 def request(number: int, at_s: float, *, pictures: int = 1, text: int = 10, tokens: int = 4) -> RequestSpec:
-    drawn = tuple(ImageRef(280, 280, "png", seed=number * 100 + one) for one in range(pictures))
+    drawn = tuple(ImageRef(280, 280, number * 100 + one) for one in range(pictures))
     return RequestSpec(f"r{number}", "", drawn, tokens, text, arrival_s=at_s)
 
 

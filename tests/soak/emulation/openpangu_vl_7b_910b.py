@@ -20,9 +20,8 @@ from dataclasses import replace
 from statistics import linear_regression
 
 from bench.micro.ep.command import TABLE_3
-from bench.papers.table2 import TABLE_2
 from tests.soak.emulation.device import StageDevice
-from tests.soak.emulation.printed import OUTPUT_TOKENS, TABLE_2_RATES, TABLE_4_GROUPED
+from tests.soak.emulation.printed import OUTPUT_TOKENS, TABLE_2, TABLE_2_RATES, TABLE_4_GROUPED
 
 # --- the workload -------------------------------------------------------------------------------------------------
 # Moments of `sharegpt4o-like` (bench/workloads/profiles.py: EPD-Serve §4.1 prints the averages), 16 seeds of 512

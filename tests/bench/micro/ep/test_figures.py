@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.micro.ep.command import BUSY, cells, figures, tables
+from bench.micro.ep.command import BUSY, cells, figures
 from bench.micro.ep.links import WAITING
 from bench.micro.measurement import Row
 
@@ -54,12 +54,3 @@ def test_modes_and_models_do_not_mix():
 
 def test_exposed_time_below_the_resolution_is_none():
     assert figures([row(WAITING, 20.0), row(BUSY, -0.2)])["exposed_ms_4k_arena"] == 0.0
-
-
-def test_the_paper_stands_beside_its_own_model_of_p_only():
-    (table,) = tables([row(WAITING, 20.0), row(BUSY, 1.0), row("idle", 9.0)])
-
-    head, *lines = table.splitlines()
-    assert head.index("exposed ms") < head.index("overlap")
-    assert lines[0].split()[0] == BUSY and lines[0].split()[-3:] == ["729.7", "1.615", "99.78%"]
-    assert lines[1].split()[0] == "idle" and "729.7" not in lines[1]

@@ -73,7 +73,6 @@ def test_what_is_asked_can_be_named(played):
         ("--lengths 256,1e3", "--lengths: '1e3'"),
         ("--lengths 100000", "--lengths: '100000'"),
         ("--concurrency 0", "--concurrency: '0'"),
-        ("--plot timeline.gif", "--plot timeline.gif"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_a_launch(played, capsys, flags, message):
@@ -120,11 +119,3 @@ def test_what_was_measured_before_a_stage_failed_is_kept(played, monkeypatch, tm
     saved = json.loads((tmp_path / "r.json").read_text())
     assert {one["transport"] for one in saved["rows"]} == {"shm"}
     assert "P0 is gone" in saved["env"]["incomplete"]
-
-
-def test_the_chart_is_drawn_from_the_rows(played, tmp_path):
-    pytest.importorskip("matplotlib", reason="epd-serve[bench] is not installed")
-    path = tmp_path / "t.png"
-
-    assert main(["transfer", "pd", "--lengths", "256,900", "--modes", "bulk,adaptive", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
-from bench import cli
 from bench.clients.process import SenderProcess
 from bench.micro.proxy import rivals
 from bench.micro.proxy.rivals import bare_relay, closed_loop
-from bench.started import ASCEND, VLLM, running
+from bench.started import running
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
 from tests.proxy.fakes import DONE, FakeStage, chunk, served, streams
-
-
-def test_peers_without_a_script_are_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["proxy", "--only", "peers"]) == 1
-    assert "--peer-vllm" in capsys.readouterr().err
-    assert cli.main(["proxy", "--peer-ascend", str(tmp_path / "missing.py")]) == 1
-    assert "--peer-ascend" in capsys.readouterr().err
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -56,17 +45,3 @@ async def test_the_bare_relay_passes_answers_on() -> None:
 def test_a_rival_that_does_not_start_shows_its_log() -> None:
     with pytest.raises(StageError, match="no such luck"), running("it", 1, ["sh", "-c", "echo no such luck; exit 1"]):
         pass
-
-
-def test_the_peers_get_the_urls_of_e_and_pd_in_their_own_flags() -> None:
-    copy = Path("copy.py")
-    argv = VLLM.argv(copy, 8000, ["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
-    assert argv[2:] == [
-        *("--host", "127.0.0.1", "--port", "8000", "--encode-servers-urls", "http://127.0.0.1:1"),
-        *("--prefill-servers-urls", "disable", "--decode-servers-urls", "http://127.0.0.1:2"),
-    ]
-    argv = ASCEND.argv(copy, 8000, ["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
-    assert argv[2:] == [
-        *("--host", "127.0.0.1", "--port", "8000", "--encoder-hosts", "127.0.0.1", "--encoder-ports", "1"),
-        *("--pd-hosts", "127.0.0.1", "--pd-ports", "2"),
-    ]

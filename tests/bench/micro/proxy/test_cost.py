@@ -28,10 +28,6 @@ def test_shares_are_of_what_was_measured_and_without_imports() -> None:
         ("HTTP with the client", 75.0),
         ("records, metrics, traces", 25.0),
     ]
-    assert (
-        "75.0"
-        in cost.tables([*rows, *({"kind": "whole", "to": to, "cpu_us_per_request": 9} for to in ("proxy", "relay"))])[0]
-    )
 
 
 @pytest.mark.parametrize("module", [module for modules in cost.STEPS.values() for module in modules])
