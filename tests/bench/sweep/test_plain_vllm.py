@@ -33,6 +33,7 @@ def test_a_plain_server_has_the_cores_and_the_flags_of_a_monolith_of_ours(monkey
         assert len(bound) == threads["count"] and set(map(int, bound)) <= set(threads["cores"])
         added = {"epd_serve.engine.stage_main", *words_of("--scheduler-cls", ours.argv), "--scheduling-policy"}
         added |= {*WORKER_IN_ENGINE, *CACHE_EVENTS, *words_of("--logits-processors", ours.argv)}
+        added |= {*words_of("--uds", ours.argv)}  # it answers on a port
         left = [word for word in ours.argv if word not in added and word != "priority"]
         assert [word for word in left if word not in argv] == []
         ours_in = [word for word in argv if word.startswith("epd")]  # the paths in it may be anything
