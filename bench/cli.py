@@ -34,7 +34,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("layouts", "bench.layouts", "layouts and baselines against each other: started, loaded, drawn"),
         Command("report", "bench.analysis.page", "draw a comparison of layouts: charts, tables, one HTML page"),
         Command("load", "bench.clients.command", "requests to any OpenAI endpoint: TTFT, TPOT, attainment, goodput"),
-        Command("plan", "bench.planned", "what the planner predicts, beside what real stages do"),
+        Command("plan", "bench.planner.planned", "what the planner predicts, beside what real stages do"),
         Command("aisbench", "bench.aisbench.command", "AISBench loads an endpoint, judged by the terms of `load`"),
         Command("workload", "bench.workloads.command", "what the workloads consist of, and as files of other clients"),
         Command(
@@ -61,7 +61,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     PAPERS: (
         Command("ablations", "bench.papers.ablations", "what parts of the transfers are worth (EPD-Serve, Table 2)"),
         Command("memory-tables", "bench.papers.memory_tables", "what fits with and without the encoder (EPD, 2 to 4)"),
-        Command("papers", "bench.papers.presets", "figures of papers, simulated, beside what they print"),
+        Command("papers", "bench.planner.presets", "figures of papers, simulated, beside what they print"),
     ),
 }
 """What a user needs comes first."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.planned import BELOW, VLLM, compared
+from bench.planner.planned import BELOW, VLLM, compared
 
 
 def row(layout: str, predicted: float, measured: float, *, spread: float = 0.01, **more: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 
-from bench.papers.preset_file import Preset, Row, profile_of
+from bench.planner.preset_file import Preset, Row, profile_of
 from deploy.planner.profile import DECODE, ENCODE
 
 SATURATED = 0.9

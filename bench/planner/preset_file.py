@@ -93,7 +93,7 @@ class Preset(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         shows: what the paper shows there. source: its section.
-        reading: see the first lines of `readings.py` and `arithmetic.py`. profile: of `bench/papers/profiles`.
+        reading: see the first lines of `readings.py` and `arithmetic.py`. profile: of `bench/planner/profiles`.
         tokens: the model's rule for images.
         traffic, methods: all pairs are simulated. slos, rates: of traffic that has none of its own.
         requests: of a run. share: of them within the SLO, for goodput.

@@ -1,7 +1,7 @@
 """`epd-bench papers`: figures of papers, simulated as far as the planner's simulator can, beside what they print.
 
-Each is a preset, a file of data in `bench/papers/presets`: layouts of equal devices, traffic, objectives, and the
-profile of a device, written by hand from data sheets and printed points (`bench/papers/profiles`). Without names the
+Each is a preset, a file of data in `bench/planner/presets`: layouts of equal devices, traffic, objectives, and the
+profile of a device, written by hand from data sheets and printed points (`bench/planner/profiles`). Without names the
 presets are listed. Nothing is started.
 
 What comes out is *unvalidated* unless the preset names a record of real runs of layouts of the same shape, and the
@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.micro.rows import grouped
-from bench.papers.preset_file import COMPUTED, Preset, Printed, Row, profile_of, read_preset
-from bench.papers.readings import HIGHER, rows_of
+from bench.planner.preset_file import COMPUTED, Preset, Printed, Row, profile_of, read_preset
+from bench.planner.readings import HIGHER, rows_of
 from bench.record import ROOT, Record, environment, read_json, write
 from bench.record import add_arguments as add_record_arguments
 from deploy.memory.placement_table import table

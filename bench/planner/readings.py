@@ -21,8 +21,8 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from bench.papers.arithmetic import ARITHMETIC
-from bench.papers.preset_file import Method, Preset, Row, Traffic, profile_of
+from bench.planner.arithmetic import ARITHMETIC
+from bench.planner.preset_file import Method, Preset, Row, Traffic, profile_of
 from bench.statistic import percentile
 from bench.workloads.generate import Knobs
 from bench.workloads.profiles import PROFILES

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from bench.cli import main
-from bench.papers import presets
-from bench.papers.preset_file import COMPUTED, PROFILES_DIR, Printed, profile_of, read_preset
-from bench.papers.presets import PRESETS_DIR, here, report, shape, values, verdict
-from bench.papers.readings import cases, rows_of
+from bench.planner import presets
+from bench.planner.preset_file import COMPUTED, PROFILES_DIR, Printed, profile_of, read_preset
+from bench.planner.presets import PRESETS_DIR, here, report, shape, values, verdict
+from bench.planner.readings import cases, rows_of
 from deploy.planner.simulate import check_simulated
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
