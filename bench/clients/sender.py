@@ -303,12 +303,13 @@ def ask(target: Target | str, body: Mapping[str, Any], limit_s: float = 120.0) -
 
 
 async def answered(target: Target | str, body: Mapping[str, Any], limit_s: float = 120.0) -> RequestRecord:
-    """Send one request, alone; returns its record with the text of its answer.
+    """Send one request; returns its record with the text of its answer. Many may be under way in one event loop, so it
+    leaves the thread's priority alone: the last one to end would give back what another had taken.
 
     Raises:
         StageError: nobody is there, or the answer is not whole.
     """
-    sender = Sender(target, bounds=Bounds(limit_s), keep_text=True)
+    sender = Sender(target, bounds=Bounds(limit_s), keep_text=True, realtime=False)
     (record,) = (await sender.run(Flow([Request.of(body)], dues=[0.0]))).rows
     if not record.ok:
         where = target if isinstance(target, str) else str(target.endpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from bench.clients.answers import CROWDED
 from bench.clients.process import SenderProcess
 from bench.clients.results import Outcome, RequestRecord
-from bench.clients.sender import Bounds, Flow, Run, Sender
+from bench.clients.sender import Bounds, Flow, Run, Sender, answered
 from bench.clients.sender import ask as ask_alone
 from bench.clients.target import Request, Target, requests
 from deploy.host.ports import free_ports
@@ -290,6 +291,17 @@ async def test_one_request_alone_has_its_text_or_is_an_error() -> None:
         assert (record.text, record.fault) == ("a bc", "") and record.ttft_s > 0
         with pytest.raises(StageError, match="status 500"):
             await asyncio.to_thread(ask_alone, url, text_body(stream=True))
+
+
+async def test_requests_that_overlap_leave_the_thread_at_its_priority() -> None:
+    fake = FakeStage("PD0", Role.PD)
+    fake.usual = streams(chunk("a"), DONE)
+    before = os.sched_getscheduler(0)
+    async with served(fake) as url:
+        first, *others = [asyncio.create_task(answered(url, text_body(stream=True))) for _ in range(3)]
+        await first
+        await asyncio.gather(*others)
+    assert os.sched_getscheduler(0) == before
 
 
 async def test_a_sender_in_a_process_of_its_own_keeps_every_request() -> None:
