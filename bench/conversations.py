@@ -112,7 +112,8 @@ async def _conversation(launch: Served, seed: int, arguments: argparse.Namespace
         messages.append({"role": "assistant", "content": record.text})
         held = (prompt + answer - 1) // BLOCK_TOKENS * BLOCK_TOKENS if prompt else 0
         oracle = prompt // BLOCK_TOKENS * BLOCK_TOKENS
-        prompt, answer = record.prompt_tokens or 0, record.output_tokens
+        assert record.prompt_tokens is not None, "usage was asked for"
+        prompt, answer = record.prompt_tokens, record.output_tokens
         turn = {"number": number, "ttft_s": record.ttft_s, "tpot_s": record.tpot_s}
         turns.append({**turn, "new_tokens": prompt - held, "oracle_tokens": oracle})
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.record import ROOT
 from deploy.host.processes import signal_group
 from deploy.host.started import started
-from epd_serve.errors import ConfigError
+from epd_serve.errors import ConfigError, StageError
 
 PINS = ROOT / "requirements" / "aisbench.txt"
 PACKAGE = "ais_bench_benchmark"
@@ -89,12 +89,15 @@ def check_tokenizer(bench: AisBench, tokenizer: Path) -> None:
     """AISBench loads the tokenizer after the whole load was sent, and fails then: better before.
 
     Raises:
-        ConfigError: it is no folder with a tokenizer.
+        ConfigError: it is no folder with a tokenizer. StageError: that takes longer than `CHECK_S`.
     """
     if not tokenizer.is_dir():
         raise ConfigError(f"--tokenizer {tokenizer} is no folder", param="--tokenizer")
     command, env = [str(bench.python), "-c", _LOOKS_AT_TOKENIZER, str(tokenizer)], variables("127.0.0.1")
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=CHECK_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=CHECK_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise StageError(f"no tokenizer from {tokenizer} within {CHECK_S:g} s", stage="AISBench") from error
     if done.returncode:
         said = "\n".join(f"  {line}" for line in (done.stdout + done.stderr).strip().splitlines()[-TAIL_LINES:])
         raise ConfigError(f"--tokenizer {tokenizer}: AISBench cannot load it:\n{said}", param="--tokenizer")

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from proxy.page.routes import Page
     from proxy.registry.table import InstanceTable
 
-LOOPBACK = "127.0.0.1"
-
 
 @dataclass(frozen=True)
 class Admin:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from epd_serve.core_shares import FLAG, neighbours_shares, share_cores
 from epd_serve.errors import ConfigError
@@ -55,12 +55,6 @@ def plan_cores(
         if shares:
             orders[plan.id] = CoreOrder(device, plan.id, shares, _cores(plan, shares, cores), enforced=not why_not)
     return CorePlan(shared, orders, tuple(warnings))
-
-
-def order_for(orders: Mapping[str, CoreOrder], instance: str, report: str) -> CoreOrder | None:
-    """Of one instance, with where its workers leave their grants; None for one without a share."""
-    order = orders.get(instance)
-    return replace(order, report=report) if order is not None else None
 
 
 def _cores(plan: InstancePlan, shares: Mapping[str, float], cores: CoreSets | None) -> tuple[int, ...]:

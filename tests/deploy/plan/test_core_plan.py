@@ -12,7 +12,7 @@ from deploy.launch.ready_message import ready_message
 from deploy.options.config import DeployConfig, build_config
 from deploy.plan import core_plan
 from deploy.plan.blueprint import Blueprint, draw
-from deploy.plan.core_plan import CorePlan, order_for, plan_cores
+from deploy.plan.core_plan import CorePlan, plan_cores
 from deploy.plan.machines import Machine, Machines
 from epd_serve.cpu_threads import CPU_THREADS_ENV
 from epd_serve.engine.argv import stage_command
@@ -78,11 +78,9 @@ def test_shares_that_concern_nobody_are_pointed_out() -> None:
 def test_on_npus_the_workers_find_their_cores_themselves() -> None:
     found = planned("(E-P)-D", "E=0.3,P=0.7", "npu")
     assert set(found.orders) == {"E0", "P0"} and found.warnings == ()
-    order = order_for(found.orders, "P0", "/run/P0.cores{rank}.json")
-    assert order is not None
+    order = found.orders["P0"]
     assert (order.device, order.share, order.shares) == ("npu", 0.7, {"E0": 0.3, "P0": 0.7})
-    assert (order.cores, order.enforced, order.report) == ((), True, "/run/P0.cores{rank}.json")
-    assert order_for(found.orders, "D0", "x") is None
+    assert (order.cores, order.enforced) == ((), True)
 
 
 @pytest.mark.parametrize("why", ["", "no MPS control daemon at /tmp/nvidia-mps"])
