@@ -118,7 +118,6 @@ def killed(
             kills.append(kill(victims(deployment.status()), kills, draw))
             victim, at_s = kills[-1].victim, round(kills[-1].at_s - begun, 3)
             row = {"part": part, "kill": victim.name, "kind": victim.kind, "process": victim.process, "at": at_s}
-            print(row, flush=True)
             yield row
             mend(victim)
         deployment.whole(WHOLE_S)

@@ -48,7 +48,6 @@ def walked(
         begun = time.perf_counter()
         sender.start(url, *flows, limit_s=LIMIT_S, decode=True, keep_text=keep_text)
         for row in _steps(deployment, layouts, begun + seconds):
-            print(f"{part}: {row}", flush=True)
             yield {"part": part, **row}
         run = sender.finish()
         asked = {flow.kind: flow for flow in flows}
