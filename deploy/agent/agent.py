@@ -1,8 +1,8 @@
 """Runs the instances of this machine: a `deploy.runtime.protocol.Runtime`.
 
 Owns what they share here: arena, template, ports, the second tier's master. What an instance is comes with its order;
-whether all of them together make sense is decided elsewhere. Its processes are the keeper's children and what it knows
-of them is noted there, so that it may be killed at any moment: the next agent goes on with all of them.
+whether all of them together make sense is decided elsewhere. Its processes outlive it and what it knows of them is
+written down, so that it may be killed at any moment: the next agent goes on with all of them.
 """
 
 from __future__ import annotations
@@ -10,30 +10,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 
 from deploy.agent.host_arena import HostArena
-from deploy.agent.instances import KNOWN, Instances, Kept
-from deploy.agent.records import Records
+from deploy.agent.instances import Instances, Kept
 from deploy.agent.second_tier import SecondTier
 from deploy.agent.setup import AgentSetup
 from deploy.agent.specs import orders
-from deploy.agent.stage_life import Process, Spawn, executed
+from deploy.agent.stage_life import Spawn, executed
 from deploy.agent.supervisor import StageSpec, Supervisor
 from deploy.agent.template import NAME as TEMPLATE
-from deploy.agent.template import stage_starts
+from deploy.agent.template import Template, common_environment, is_wanted
 from deploy.agent.wiring import wire
+from deploy.host.children import Child, Children
 from deploy.host.environment import stage_environment
 from deploy.host.logs import keep_bounded
 from deploy.host.ports import PortBlocks
-from deploy.keeper.interface import Entry, Keeper
+from deploy.host.state import State
 from deploy.options.mm_store import MASTER_PROGRAM
 from deploy.runtime.protocol import Node, Observed, Order
 from epd_serve.engine.stage_guard import KEY_ENV
 from epd_serve.errors import ConfigError
 from epd_serve.key_files import read_key, stage_key
-from epd_serve.packets import close_all
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
@@ -43,41 +42,41 @@ class Agent:
     """Use as `async with agent.running():`; calls are for inside.
 
     Args:
-        keeper: has the processes.
+        children: starts and watches the processes. state: has what an agent before this one has known.
         say: takes a line for the operator.
     """
 
-    def __init__(self, setup: AgentSetup, keeper: Keeper, *, say: Callable[[str], None]) -> None:
+    def __init__(self, setup: AgentSetup, children: Children, state: State, *, say: Callable[[str], None]) -> None:
         self._setup = setup
-        self._keeper = keeper
+        self._children = children
+        self._state = state
         self._say = say
-        self._records = Records(keeper, self._tags, self._noted)
-        self._tier = SecondTier(setup.run, keeper, say, setup.master, setup.master_address, self._records.changed)
-        self._instances = Instances(setup.site, say, self._records.changed)
+        self._tier = SecondTier(setup.run, children, state, say, setup.master, setup.master_address)
+        self._instances = Instances(setup.site, say, state)
         self._ports = PortBlocks(setup.net.host, setup.net.ports)
         self._arena = HostArena(setup.run.arena, setup.arena_bytes)
+        self._template: Template | None = None
         self._stops: dict[str, asyncio.Task[None]] = {}
         parallel = setup.blueprint.config.parallel_starts if setup.blueprint.device == "cpu" else 0
-        self._supervisor = Supervisor(self._instances, setup.patience, parallel, start=executed(keeper))
+        self._supervisor = Supervisor(self._instances, setup.patience, parallel, start=executed(children))
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Goes on with whatever an agent before this one has left. Whoever wants all to end says `close` before."""
         blueprint, run = self._setup.blueprint, self._setup.run
         a_stage = self._spawn(wire(orders(blueprint)[0], self._setup.site, 0, ""))
-        setting, device = blueprint.config.stage_template, blueprint.device
-        starts = stage_starts(setting, device, a_stage, blueprint.model, run.log(TEMPLATE), self._say, self._keeper)
-        async with starts as self._supervisor.start:
-            await self._adopt()
-            tasks = [
-                asyncio.create_task(self._records.run(), name="records"),
-                asyncio.create_task(keep_bounded(run.path), name="logs"),
-            ]
+        async with contextlib.AsyncExitStack() as stack:
+            if is_wanted(blueprint.config.stage_template, blueprint.device, a_stage):
+                env = common_environment(a_stage.env)
+                template = Template(blueprint.model, env, run.path, self._say, self._children, self._state)
+                await stack.enter_async_context(template.running())
+                self._template, self._supervisor.start = template, template.start
+            self._adopt()
+            bounding = asyncio.create_task(keep_bounded(run.path), name="logs")
             try:
                 yield
             finally:
-                for task in tasks:
-                    task.cancel()
+                bounding.cancel()
 
     async def close(self) -> None:
         """End all instances, and all that they share. Any number of calls."""
@@ -87,12 +86,11 @@ class Agent:
                 group.create_task(self.stop(name, grace_s))
         await self._tier.close()
         await self._arena.settled()
-        await self._records.write()
 
     async def groups(self) -> dict[str, int]:
         """Process groups that run now: of the instances, and of what they share, by name."""
-        running = (entry for entry in await self._entries() if entry.code is None)
-        return {entry.name: entry.pid for entry in running if entry.pid is not None}
+        shared = {MASTER_PROGRAM: self._tier.pid, TEMPLATE: self._template.pid if self._template is not None else 0}
+        return {**self._supervisor.groups(), **{name: pid for name, pid in shared.items() if pid}}
 
     # --- Runtime --------------------------------------------------------------------------------------------------
 
@@ -108,7 +106,6 @@ class Agent:
             self._begin(Kept(order, kept.port))
         else:
             self._drains(kept, False)
-        await self._records.write()
 
     async def flip(self, id: str, role: Role) -> None:
         kept = self._instances.kept.get(id)
@@ -119,24 +116,20 @@ class Agent:
             if kept.instance is not None:
                 kept.instance = replace(kept.instance, role=role)
             self._instances.note()
-        await self._records.write()
 
     async def drain(self, id: str) -> None:
         if (kept := self._instances.kept.get(id)) is not None:
             self._drains(kept, True)
-        await self._records.write()
 
     async def stop(self, id: str, grace_s: float) -> None:
         if (kept := self._instances.kept.get(id)) is not None:
             self._stops_with(kept, grace_s)
         if (stop := self._stops.get(id)) is not None:
             await asyncio.shield(stop)
-        await self._records.write()
 
     async def know(self, peers: tuple[Peer, ...]) -> None:
         """These, and nobody else, are there on other nodes."""
-        if self._instances.know(peers):
-            await self._records.write()
+        self._instances.know(peers)
 
     def watch(self) -> AsyncGenerator[tuple[Observed, ...]]:
         return self._instances.watch()
@@ -160,13 +153,13 @@ class Agent:
         self._instances.note()
         self._supervise(kept, None)
 
-    def _supervise(self, kept: Kept, process: Process | None) -> None:
+    def _supervise(self, kept: Kept, process: Child | None) -> None:
         name, spec = kept.order.id, kept.order.spec
         ports = self._setup.site.ports_of(kept.order)
 
         def command(incarnation: str) -> Spawn:
             assert kept.stage is not None, "wired before"
-            return replace(self._spawn(kept.stage), name=name, tag=kept.tag)
+            return self._spawn(kept.stage)
 
         async def prepare() -> None:
             if spec.featured:
@@ -198,7 +191,6 @@ class Agent:
             self._stops[name] = asyncio.create_task(self._end(name, kept.stop_by), name=f"stop {name}")
 
     async def _end(self, name: str, by: float) -> None:
-        await self._records.write()  # whoever comes after us must not take its end for a death
         await self._supervisor.remove(name, max(0.0, by - time.monotonic()))
         self._setup.run.clear_instance(name)
         kept = self._instances.kept.pop(name)
@@ -208,47 +200,27 @@ class Agent:
 
     def _spawn(self, stage: StagePlan) -> Spawn:
         made, device = self._setup.command_of(stage), self._setup.blueprint.device
-        env = stage_environment(made.env, self._setup.run.path, device, self._keeper.pid)
+        env = stage_environment(made.env, self._setup.run.path, device, self._children.root)
         if stage.guarded:
             env[KEY_ENV] = stage_key(read_key(self._setup.net.key_file, "key_file"))
         return Spawn(made.argv, env)
 
-    async def _entries(self) -> tuple[Entry, ...]:
-        entries = await self._keeper.entries()
-        close_all([entry.descriptor for entry in entries if entry.descriptor is not None])  # for others to take up
-        return entries
-
-    # --- from one agent to the next -------------------------------------------------------------------------------
-
-    def _tags(self) -> Mapping[str, bytes]:
-        return {**self._tier.tags(), **self._instances.tags()}
-
-    def _noted(self) -> None:
-        self._instances.tell()
-
-    async def _adopt(self) -> None:
-        """Go on with what is noted. Nothing is told before all of it is known."""
-        entries = {entry.name: entry for entry in await self._entries() if entry.name != TEMPLATE}
-        self._records.adopt({name: entry.tag for name, entry in entries.items()})
-        if (master := entries.pop(MASTER_PROGRAM, None)) is not None:
-            self._tier.adopt(master)
-        if (known := entries.pop(KNOWN, None)) is not None:
-            self._instances.adopt_known(known.tag)
-        adopted = [(Kept.of_tag(entry.tag), entry) for entry in entries.values()]
-        for kept, _ in adopted:
-            self._instances.adopt(kept)
+    def _adopt(self) -> None:
+        """Go on with what is written down. Nothing is told before all of it is known."""
+        self._tier.adopt()
+        adopted = [*self._instances.kept.values()]
+        for kept in adopted:
             self._ports.adopt(kept.port, self._setup.site.ports_of(kept.order))
         # Those that run come first: they have had their turn to start.
-        for kept, entry in sorted(adopted, key=lambda one: one[1].pid is None or one[1].code is not None):
+        for kept in sorted(adopted, key=lambda one: not one.record.pid):
             if kept.record.over:
                 continue
-            name, process = kept.order.id, kept.record.process_of(entry)
-            if process is not None:
-                self._setup.run.record_group(name, process.pid)
+            name, record, process = kept.order.id, kept.record, None
+            if record.pid:
+                process = self._children.adopt(record.pid, record.born_ticks)
             self._supervise(kept, process)
             self._supervisor.retire(name, kept.draining)
-        for kept, _ in adopted:
+        for kept in adopted:
             if kept.stop_by is not None:
                 self._stops_with(kept, 0.0)
         self._instances.note()
-        await self._records.write()

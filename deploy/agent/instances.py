@@ -1,4 +1,4 @@
-"""What an agent knows of each instance that is to run, and tells those who watch. Fed by its supervisor."""
+"""What an agent knows of each instance that is to run: written down, then told to those who watch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 
 from deploy.agent.record import Record
 from deploy.agent.wiring import Site, instance_of, wire
+from deploy.host.state import State
 from deploy.runtime.protocol import Observed, Order, Phase
 from epd_serve.instances import Instance
 from epd_serve.peers import Peer, peer_of, write_peers
@@ -17,8 +18,8 @@ from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
 from npu_ops.core_grants import read_grants
 
-KNOWN = "known peers"
-"""The keeper's entry of those who are on other nodes."""
+INSTANCES, KNOWN = "instances", "known peers"
+"""Sections of the state: of what runs here, and of those who are on other nodes."""
 
 _RECENT = 8  # starts of a role whose mean is told
 
@@ -41,15 +42,6 @@ class Kept:
     stage: StagePlan | None = None
     instance: Instance | None = None
     progress: str = ""
-
-    def tag(self) -> bytes:
-        """For the keeper."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def of_tag(cls, tag: bytes) -> Kept:
-        """Raises msgspec.DecodeError: an agent of another version has written it."""
-        return msgspec.msgpack.decode(tag, type=cls)
 
     def copy(self) -> Kept:
         """As it is now."""
@@ -87,57 +79,43 @@ class Instances:
 
     Args:
         say: takes a line for the operator.
-        changed: called after each change; whoever has noted it calls `tell`.
+        state: has what an agent before this one has known.
     """
 
-    def __init__(self, site: Site, say: Callable[[str], None], changed: Callable[[], None] = lambda: None) -> None:
-        self.kept: dict[str, Kept] = {}
+    def __init__(self, site: Site, say: Callable[[str], None], state: State) -> None:
+        noted = msgspec.msgpack.decode(state.read(INSTANCES) or b"\x90", type=list[Kept])
+        self.kept = {kept.order.id: kept for kept in noted}
         self._site = site
         self._say = say
-        self._record_changed = changed
+        self._state = state
         self._starts: dict[Role, list[float]] = {}
-        self._known: tuple[Peer, ...] = ()  # on other nodes
+        for kept in noted:
+            if kept.record.start_s:
+                self._note_start(kept)
+        self._known = msgspec.msgpack.decode(state.read(KNOWN) or b"\x90", type=tuple[Peer, ...])  # on other nodes
         self._peers: list[Peer] = []  # as they were written
-        self._noted: tuple[Kept, ...] = ()
         self._told: tuple[Kept, ...] | None = None
         self._changed = asyncio.Event()
 
-    def adopt(self, kept: Kept) -> None:
-        """An agent before this one has had it."""
-        self.kept[kept.order.id] = kept
-        if kept.record.start_s:
-            self._note_start(kept)
-
-    def know(self, peers: tuple[Peer, ...]) -> bool:
-        """These are on other nodes, and nobody else. Returns whether that is new."""
-        new = peers != self._known
-        if new:
+    def know(self, peers: tuple[Peer, ...]) -> None:
+        """These are on other nodes, and nobody else."""
+        if peers != self._known:
             self._known = peers
             self.note()
-        return new
-
-    def adopt_known(self, tag: bytes) -> None:
-        """As an agent before this one has known it."""
-        self._known = msgspec.msgpack.decode(tag, type=tuple[Peer, ...])
 
     def start_s(self) -> Mapping[Role, float]:
         """How long the last starts took, on average."""
         return {role: sum(lately) / len(lately) for role, lately in self._starts.items()}
 
     def note(self) -> None:
-        """Something has changed."""
+        """Something has changed. It is written down before anybody who watches hears of it."""
         self._tell_stages()
-        self._record_changed()
+        self._state.write(INSTANCES, msgspec.msgpack.encode(list(self.kept.values())))
+        self._state.write(KNOWN, msgspec.msgpack.encode(self._known))
+        self._tell()
 
-    def tags(self) -> Mapping[str, bytes]:
-        """For the keeper. What they say is told to those who watch by the next `tell`."""
-        self._noted = tuple(kept.copy() for kept in self.kept.values())
-        known = {KNOWN: msgspec.msgpack.encode(self._known)} if self._known else {}
-        return {**known, **{kept.order.id: kept.tag() for kept in self._noted}}
-
-    def tell(self) -> None:
-        """To those who watch: the tags are noted."""
-        self._told = self._noted
+    def _tell(self) -> None:
+        self._told = tuple(kept.copy() for kept in self.kept.values())
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -179,7 +157,7 @@ class Instances:
 
     def phase(self, stage: str, phase: str) -> None:
         self.kept[stage].progress = phase
-        self.note()
+        self._tell()
 
     def up(self, stage: str, incarnation: str, seconds: float) -> None:
         kept = self.kept[stage]

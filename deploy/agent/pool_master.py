@@ -10,14 +10,12 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deploy.agent.record import Record
 from deploy.agent.stage_life import Spawn
 from deploy.agent.supervisor import StageSpec
 from deploy.agent.waits import Patience
 from deploy.agent.wiring import Net
-from deploy.host.environment import module_command, module_path, stage_environment
+from deploy.host.environment import stage_environment
 from deploy.host.listeners import listeners
-from deploy.host.parent_death_exec import parent_death_exec
 from deploy.host.ports import free_ports
 from deploy.host.processes import group_members
 from deploy.host.rundir import RunDir
@@ -44,7 +42,7 @@ class PoolMaster:
     """The master of one launch.
 
     Attributes:
-        command: its argv without the wrapper that ties it to the keeper; tests put a stand-in here.
+        command: its argv; tests put a stand-in here.
     """
 
     settings: MasterSettings
@@ -60,14 +58,12 @@ class PoolMaster:
         """Base URL of its HTTP port."""
         return f"http://{authority(self.settings.host, self.settings.metrics_port)}"
 
-    def spec(self, keeper_pid: int, record: Record) -> StageSpec:
-        """`keeper_pid`: of the process that it dies with."""
+    def spec(self, root: int) -> StageSpec:
+        """`root`: pid of the process that it dies with."""
         log = self.run.log(MASTER_PROGRAM)
 
         def command(incarnation: str) -> Spawn:
-            argv = module_command(*parent_death_exec(self.command(self.settings), parent=keeper_pid))
-            env = {**stage_environment({}, self.run.path, "cpu", keeper_pid), "PYTHONPATH": module_path()}
-            return Spawn(argv, env, MASTER_PROGRAM, record.tag)
+            return Spawn(self.command(self.settings), stage_environment({}, self.run.path, "cpu", root))
 
         return StageSpec(MASTER_PROGRAM, self.metrics, log, command, what="the")
 

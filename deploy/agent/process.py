@@ -1,20 +1,18 @@
-"""The agent as a process of its own: serves its `Runtime` over a socket, until it is killed.
+"""The agent of a node as others ask it: its `Runtime` over a socket, for those who are on other machines.
 
 Whoever asked may go and come again, or be another one: what was accepted goes on.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
-import os
 import socket
-import sys
+from collections.abc import AsyncIterator
 
 from deploy.agent.agent import Agent
 from deploy.agent.setup import AgentSetup
-from deploy.keeper.interface import Keeper
+from deploy.host.children import Children
+from deploy.host.state import State
 from deploy.runtime.answering import Answering, Asker
 from deploy.runtime.messages import (
     Call,
@@ -32,47 +30,24 @@ from deploy.runtime.messages import (
     to_agent,
 )
 
-logger = logging.getLogger(__name__)
-CRASHED = 70
 
-
-async def run_agent(setup: AgentSetup, keeper: Keeper, listening: socket.socket, *, controls: bool = False) -> int:
-    """An agent in the process that is made for it. Does not return.
+@contextlib.asynccontextmanager
+async def served_agent(
+    setup: AgentSetup, children: Children, state: State, listening: socket.socket
+) -> AsyncIterator[Agent]:
+    """An agent that goes on with what there is, and answers there as long as this is open.
 
     Args:
         listening: the Unix socket on which it is asked. Whoever connects before it listens waits.
-        controls: with a signal it ends its stages, and then everything: there is nobody else who would.
     """
-    try:
-        await serve_agent(setup, keeper, listening, controls=controls)
-    except BaseException:  # not by unwinding: that would end the stages, with which the next agent goes on
-        logger.exception("the agent has failed")
-    sys.stderr.flush()
-    os._exit(CRASHED)
-
-
-async def serve_agent(setup: AgentSetup, keeper: Keeper, listening: socket.socket, *, controls: bool = False) -> None:
-    """Adopt what is there, then serve, until cancelled. `controls`: as of `run_agent`."""
 
     async def carry_out(number: int, call: Call, asker: Asker) -> Done:
         return await _carry_out(agent, number, call, asker)
 
     answering = Answering(to_agent, setup.run.path, carry_out)
-    agent = Agent(setup, keeper, say=answering.say)
-    async with agent.running(), answering.served(listening) as server:
-        ending = asyncio.create_task(_end_by_signal(agent, keeper)) if controls else None
-        await keeper.ready()
-        try:
-            await server.serve_forever()
-        finally:
-            if ending is not None:
-                ending.cancel()
-
-
-async def _end_by_signal(agent: Agent, keeper: Keeper) -> None:
-    async for _ in keeper.signals():
-        await agent.close()
-        await keeper.over(0)
+    agent = Agent(setup, children, state, say=answering.say)
+    async with agent.running(), answering.served(listening):
+        yield agent
 
 
 async def _carry_out(agent: Agent, number: int, call: Call, asker: Asker) -> Done:

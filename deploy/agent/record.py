@@ -6,10 +6,7 @@ import time
 import uuid
 from dataclasses import dataclass
 
-import msgspec
-
 from deploy.agent.stage_life import StageLife
-from deploy.keeper.interface import Child, Entry
 from deploy.runtime.protocol import Phase
 
 
@@ -25,6 +22,7 @@ class Record:
         up_at: when this life answered; 0 until then. start_s: how long that took.
         ever_up: it has answered once. over: it is not started again.
         reason: why it was down last. lives: begun so far.
+        short_lives: in a row that did not settle.
         delay_s: between the last two lives, or from the end of this one to the next.
         next_at: when the next life begins; 0 where that is not decided.
     """
@@ -41,30 +39,19 @@ class Record:
     over: bool = False
     reason: str = ""
     lives: int = 0
+    short_lives: int = 0
     delay_s: float = 0.0
     next_at: float = 0.0
 
-    def tag(self) -> bytes:
-        """For the keeper, where it is all that is to be known."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def of_tag(cls, tag: bytes) -> Record:
-        """Raises msgspec.DecodeError."""
-        return msgspec.msgpack.decode(tag, type=cls)
-
-    def process_of(self, entry: Entry) -> Child | None:
-        """That of the life that is recorded, which may have ended since; None where nothing of it can be left."""
-        runs = entry.pid is not None and entry.code is None
-        return entry.child if runs or (entry.pid is not None and entry.pid == self.pid) else None
-
     def begins(self, log_start: int) -> None:
         """Another life is about to be spawned."""
-        self.phase, self.incarnation, self.lives = Phase.STARTING, uuid.uuid4().hex[:12], self.lives + 1
+        self.phase, self.incarnation = Phase.STARTING, uuid.uuid4().hex[:12]
         self.pid, self.born_ticks, self.log_start, self.began_at = 0, 0, log_start, 0.0
         self.up_at = self.start_s = self.next_at = 0.0
 
     def spawned(self, life: StageLife) -> None:
+        """It is there, and has done nothing yet."""
+        self.lives += 1
         self.pid, self.born_ticks, self.began_at = life.pid, life.born_ticks, life.started
 
     def answers(self) -> None:
@@ -80,6 +67,7 @@ class Record:
     def falls(self, reason: str, delay_s: float) -> None:
         """This life ends, or has ended, or could not begin."""
         self.phase, self.reason, self.delay_s = Phase.DOWN, reason, delay_s
+        self.short_lives = self.short_lives + 1 if delay_s else 0
         self.up_at = self.start_s = self.next_at = 0.0
 
     def waits(self) -> None:

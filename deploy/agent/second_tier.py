@@ -8,17 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+
+import msgspec
 
 from deploy.agent.pool_master import PATIENCE, MasterNews, PoolMaster, mooncake_command, plan_master
 from deploy.agent.record import Record
-from deploy.agent.stage_life import Process, executed
+from deploy.agent.stage_life import executed
 from deploy.agent.supervisor import Supervisor
 from deploy.agent.wiring import Net
+from deploy.host.children import Child, Children
 from deploy.host.ports import PortBlocks
 from deploy.host.rundir import RunDir
-from deploy.keeper.interface import Entry, Keeper
+from deploy.host.state import State
 from deploy.options.addresses import host_and_port
 from deploy.options.mm_store import MASTER_PROGRAM, choose_pool
 from deploy.plan.blueprint import Blueprint
@@ -34,28 +37,27 @@ class SecondTier:
     """What a launch has of it, or would have once features travel. Use as `async with tier.running():`.
 
     Args:
-        keeper: has our master.
+        children: starts our master. state: has the record of its lives, if an agent before this one has begun it.
         tell: takes a line for the operator.
         master: to be run by us, or None.
         address: `host:port` of the master, ours or a given one; "" where there is no second tier.
-        changed: called when what `tags` says has changed.
     """
 
     def __init__(
         self,
         run: RunDir,
-        keeper: Keeper,
+        children: Children,
+        state: State,
         tell: Callable[[str], None],
         master: PoolMaster | None = None,
         address: str = "",
-        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
         self._run = run
-        self._keeper = keeper
+        self._children = children
+        self._state = state
         self._tell = tell
         self._master = master
-        self._changed = changed
         self._begun = False
         self._turn = asyncio.Lock()
         self._record: Record | None = None
@@ -96,12 +98,13 @@ class SecondTier:
                 _record_pool(self._run, self.address, self._master.metrics)
             self._begun = True
 
-    def adopt(self, entry: Entry) -> None:
-        """Go on with the master that somebody before us has begun."""
-        assert self._master is not None, "the plan of a launch does not change"
-        record = Record.of_tag(entry.tag)
-        if not record.over:
-            self._supervise(self._master, record, record.process_of(entry))
+    def adopt(self) -> None:
+        """Go on with the master that somebody before us has begun, if any."""
+        noted = msgspec.msgpack.decode(self._state.read(MASTER_PROGRAM) or b"\xc0", type=Record | None)
+        if noted is not None and not noted.over:
+            assert self._master is not None, "the plan of a launch does not change"
+            process = self._children.adopt(noted.pid, noted.born_ticks) if noted.pid else None
+            self._supervise(self._master, noted, process)
 
     async def close(self) -> None:
         """End our master."""
@@ -111,15 +114,19 @@ class SecondTier:
         self._begun = False
         self._changed()
 
-    def tags(self) -> Mapping[str, bytes]:
-        """For the keeper."""
-        return {MASTER_PROGRAM: self._record.tag()} if self._record is not None else {}
+    @property
+    def pid(self) -> int:
+        """Of our master; 0 while none runs."""
+        return self._record.pid if self._record is not None else 0
 
-    def _supervise(self, master: PoolMaster, record: Record, process: Process | None) -> None:
+    def _changed(self) -> None:
+        self._state.write(MASTER_PROGRAM, msgspec.msgpack.encode(self._record))
+
+    def _supervise(self, master: PoolMaster, record: Record, process: Child | None) -> None:
         news = MasterNews(master, self._tell, record.ever_up, self._changed)
-        self._supervisor = Supervisor(news, PATIENCE, start=executed(self._keeper))
+        self._supervisor = Supervisor(news, PATIENCE, start=executed(self._children))
         self._record = record
-        self._supervisor.add(master.spec(self._keeper.pid, record), record, process)
+        self._supervisor.add(master.spec(self._children.root), record, process)
         self._changed()
 
     async def _answered(self) -> None:

@@ -8,11 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from deploy.agent.stage_log import failure_reason
 from deploy.host import processes
-from deploy.keeper.interface import Keeper
+from deploy.host.children import Child, Children
 
 EXIT_POLL_S = 0.05
 KILL_TIMEOUT_S = 5.0
@@ -21,39 +21,24 @@ _LOG_TAIL_BYTES = 512 << 10
 
 @dataclass(frozen=True)
 class Spawn:
-    """What to start: argv and the complete environment.
-
-    Attributes:
-        name: under which the keeper has it. tag: makes that of its entry, at the moment in which it is made.
-    """
+    """What to start: argv and the complete environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    name: str = ""
-    tag: Callable[[], bytes] = bytes
 
 
-class Process(Protocol):
-    """The leader of a life: of its own session and process group."""
+Noted = Callable[[Child], None]
+"""Told of a process before it does anything."""
 
-    pid: int
-
-    def poll(self) -> int | None:
-        """Its exit code, minus a signal's number where one ended it; None while it runs."""
-
-    async def exited(self) -> int:
-        """Wait for its end."""
-
-
-Start = Callable[[Spawn, BinaryIO], Awaitable[Process]]
+Start = Callable[[Spawn, BinaryIO, Noted], Awaitable[Child]]
 """Starts a process that writes to the log; OSError when it cannot."""
 
 
-def executed(keeper: Keeper) -> Start:
-    """Starts a command as a program of its own, a child of the keeper's."""
+def executed(children: Children) -> Start:
+    """Starts a command as a program of its own."""
 
-    async def start(command: Spawn, log: BinaryIO) -> Process:
-        return await keeper.spawn(command.name, command.argv, command.env, output=log.fileno(), tag=command.tag())
+    async def start(command: Spawn, log: BinaryIO, noted: Noted) -> Child:
+        return await children.spawn(command.argv, command.env, output=log.fileno(), noted=noted)
 
     return start
 
@@ -64,31 +49,17 @@ class StageLife:
     Args:
         log_start: where its part of the log begins.
         started: when, by the monotonic clock; 0: now.
-        born_ticks: when the system has begun its leader, for one that may have ended; 0: it runs.
     """
 
-    def __init__(
-        self, process: Process, log_path: Path, log_start: int, started: float = 0.0, born_ticks: int = 0
-    ) -> None:
+    def __init__(self, process: Child, log_path: Path, log_start: int, started: float = 0.0) -> None:
         self.pid = process.pid
         self.started = started or time.monotonic()
-        self.born_ticks = born_ticks or _born_ticks(process.pid)
+        self.born_ticks = process.born_ticks
         self._process = process
         self._log_path = log_path
         self._log_start = log_start
         self._read_to = log_start
         self._torn = b""
-
-    @classmethod
-    async def begin(cls, command: Spawn, log_path: Path, start: Start) -> StageLife:
-        """Start the process; its output is appended to the log.
-
-        Raises:
-            OSError: the executable cannot be run.
-        """
-        with log_path.open("ab") as log:
-            log_start = log.tell()  # first: the process shares the position, and may fail before it is asked for
-            return cls(await start(command, log), log_path, log_start)
 
     @property
     def exit_code(self) -> int | None:
@@ -152,8 +123,3 @@ class StageLife:
         """Whether the leader's pid is another process's by now, which it can be once all of the group have gone."""
         leader = processes.stat(self.pid)
         return leader is not None and leader.start_ticks != self.born_ticks
-
-
-def _born_ticks(pid: int) -> int:
-    found = processes.stat(pid)
-    return found.start_ticks if found is not None else 0

@@ -12,14 +12,17 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from deploy.agent.health import health_status
 from deploy.agent.record import Record
-from deploy.agent.stage_life import Process, Spawn, StageLife, Start
-from deploy.agent.waits import Patience, until_ready, until_trouble
+from deploy.agent.stage_life import Spawn, StageLife, Start
+from deploy.agent.waits import Health, Patience, until_ready, until_trouble
+from deploy.host.children import Child
+from deploy.host.spawned import NOT_BEGUN
 from deploy.runtime.protocol import Phase
 from epd_serve.errors import ConfigError, EpdError, StageError
 
@@ -43,6 +46,7 @@ class StageSpec:
         prepare: awaited before each life; raises OSError or ConfigError where there can be none.
         turns: stages that have one in common start one after the other (their memory is profiled).
         what: what messages call it, before its id.
+        health: asks it how it is.
     """
 
     id: str
@@ -52,6 +56,7 @@ class StageSpec:
     prepare: Callable[[], Awaitable[None]] = _nothing
     turns: Sequence[str] = ()
     what: str = "stage"
+    health: Health = health_status
 
 
 class StageEvents(Protocol):
@@ -60,7 +65,8 @@ class StageEvents(Protocol):
     def before_spawn(self, stage: str, incarnation: str) -> None:
         """A life is about to start: clear what the previous one left."""
 
-    def spawned(self, stage: str, pid: int) -> None: ...
+    def spawned(self, stage: str, pid: int) -> None:
+        """A process has been made, and does nothing before this returns."""
 
     def phase(self, stage: str, phase: str) -> None:
         """Progress of a start."""
@@ -82,7 +88,7 @@ class _Supervised:
     Attributes:
         record: of its lives, kept up to date before anything of them is told.
         answered: set when it has answered once; a StageError where it never will.
-        life: that of now.
+        life: that of now. code: how the last one ended by itself. found: it has been begun by a supervisor before this.
         retired: it is not started again.
         grace_s: of its end, where it is ended by us.
     """
@@ -91,6 +97,8 @@ class _Supervised:
     record: Record
     answered: asyncio.Future[None]
     life: StageLife | None = None
+    code: int | None = None
+    found: bool = False
     retired: bool = False
     grace_s: float = 0.0
     task: asyncio.Task[None] = field(init=False)
@@ -116,7 +124,7 @@ class Supervisor:
             asyncio.Semaphore(parallel_starts) if parallel_starts else contextlib.nullcontext()
         )
 
-    def add(self, stage: StageSpec, record: Record | None = None, process: Process | None = None) -> None:
+    def add(self, stage: StageSpec, record: Record | None = None, process: Child | None = None) -> None:
         """Start it, and keep it running. The id is nobody else's, or of one that is over.
 
         Args:
@@ -129,8 +137,8 @@ class Supervisor:
         if record.ever_up:
             one.answered.set_result(None)
         if process is not None:
-            one.life = StageLife(process, stage.log_path, record.log_start, record.began_at, record.born_ticks)
-            record.spawned(one.life)  # whoever had it started may not have come to say so
+            one.life = StageLife(process, stage.log_path, record.log_start, record.began_at)
+            one.found = True
         one.task = asyncio.create_task(self._supervise(one), name=f"{stage.what} {stage.id}")
 
     def retire(self, stage_id: str, retired: bool = True) -> None:
@@ -184,9 +192,17 @@ class Supervisor:
             except Exception as error:  # a defect of ours costs this life of this stage, and no more
                 logger.exception("supervising %s %s failed", stage.what, stage.id)
                 reason = f"cannot be supervised: {type(error).__name__}: {error}"
-            if self._refuse(one, f"{stage.what} {stage.id} did not start: {reason}") or one.retired:
+            found, one.found = one.found, False
+            if found and one.code == NOT_BEGUN:  # whoever had begun it was killed before it could do anything
+                record.lives -= 1
+                continue
+            if not ((one.code or 0) < 0 and record.lives < self.patience.first_starts) and self._refuse(
+                one, f"{stage.what} {stage.id} did not start: {reason}"
+            ):
                 break
             self._falls(record, reason)
+            if one.retired or 0 < self.patience.short_lives <= record.short_lives:
+                break
             record.waits()
             try:
                 self.events.down(stage.id, record.incarnation, reason, record.delay_s)
@@ -218,7 +234,7 @@ class Supervisor:
                     return trouble
             if record.phase is Phase.UP:
                 assert one.life is not None, "it has started"
-                self._falls(record, await until_trouble(stage.url, one.life, self.patience))
+                self._falls(record, await until_trouble(stage.url, one.life, self.patience, stage.health))
                 # At once, before the group is cleared away: the proxy must send nothing more.
                 self.events.down(stage.id, record.incarnation, record.reason, None)
             return record.reason
@@ -227,6 +243,7 @@ class Supervisor:
             raise
         finally:
             if one.life is not None:
+                one.code = one.life.exit_code
                 await one.life.stop(grace_s)
                 one.life = None
 
@@ -239,18 +256,29 @@ class Supervisor:
                 stage.log_path.touch()
                 record.begins(stage.log_path.stat().st_size)
                 self.events.before_spawn(stage.id, record.incarnation)
-                command = replace(stage.command(record.incarnation), name=stage.id)
-                one.life = await StageLife.begin(command, stage.log_path, self.start)
-                record.spawned(one.life)
-                self.events.spawned(stage.id, one.life.pid)
+                await self._spawn(one)
+            assert one.life is not None, "it has been spawned"
             phase = partial(self.events.phase, stage.id)
-            trouble = await until_ready(stage.url, one.life, self.patience, phase)
+            trouble = await until_ready(stage.url, one.life, self.patience, stage.health, phase)
         if trouble is None:
             record.answers()
             self.events.up(stage.id, record.incarnation, record.start_s)
             if not one.answered.done():
                 one.answered.set_result(None)
         return trouble
+
+    async def _spawn(self, one: _Supervised) -> None:
+        """Raises OSError, ConfigError."""
+        stage, record = one.stage, one.record
+
+        def noted(process: Child) -> None:
+            one.life = StageLife(process, stage.log_path, record.log_start)
+            record.spawned(one.life)
+            self.events.spawned(stage.id, process.pid)
+
+        command = stage.command(record.incarnation)
+        with stage.log_path.open("ab") as log:
+            await self.start(command, log, noted)
 
     @contextlib.asynccontextmanager
     async def _turn(self, stage: StageSpec) -> AsyncIterator[None]:

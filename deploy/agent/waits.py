@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from deploy.agent.health import health_status
 from deploy.agent.stage_life import StageLife
 from deploy.agent.stage_log import FIRST_PHASE, phase_of
 
 ENGINE_DEAD = 503  # what vLLM's /health answers once its engine has died, and for nothing else
+
+
+Health = Callable[[str, float], Awaitable[int | None]]
+"""Asks who has this URL, within seconds: an HTTP status, or None where nobody answers. Raises TimeoutError."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,9 @@ class Patience:
             one is enough where it says that the engine is dead.
         hung_s: silence that means hung; long, for a stage under load may answer late.
         stop_grace_s: from SIGTERM to SIGKILL.
+        first_starts: so many may be ended by a signal, which says nothing of the next. One that fails otherwise is the
+            last.
+        short_lives: so many in a row that did not settle are enough; 0: they never are.
         links_s: from its first 200 until a stage is used although its KV links are not up
             (`proxy/registry/warm_links.py`).
     """
@@ -41,6 +47,8 @@ class Patience:
     sick_after: int = 3
     hung_s: float = 120.0
     stop_grace_s: float = 8.0
+    first_starts: int = 1
+    short_lives: int = 0
     links_s: float = 15.0
 
     def next_delay_s(self, up_s: float, last_s: float) -> float:
@@ -50,7 +58,9 @@ class Patience:
         return min(self.backoff_max_s, 2.0 * last_s or self.backoff_s)
 
 
-async def until_ready(url: str, life: StageLife, patience: Patience, phase: Callable[[str], None]) -> str | None:
+async def until_ready(
+    url: str, life: StageLife, patience: Patience, health: Health, phase: Callable[[str], None]
+) -> str | None:
     """None once it answers 200; else why it never will. `phase`: takes what the start is at."""
     phase(FIRST_PHASE)
     deadline = life.started + patience.start_s
@@ -61,16 +71,16 @@ async def until_ready(url: str, life: StageLife, patience: Patience, phase: Call
         if life.exit_code is not None:
             return life.failure_reason()
         with contextlib.suppress(TimeoutError):  # busy: ask again until the deadline
-            if await health_status(url, patience.health_timeout_s) == 200:
+            if await health(url, patience.health_timeout_s) == 200:
                 return None
         await asyncio.sleep(patience.poll_s)
     return f"not ready within {patience.start_s:.0f} s (--startup-timeout-s); {life.failure_reason()}"
 
 
-async def until_trouble(url: str, life: StageLife, patience: Patience) -> str:
+async def until_trouble(url: str, life: StageLife, patience: Patience, health: Health) -> str:
     """Why a stage that was up is to be restarted."""
     exited = asyncio.create_task(life.exited())
-    sick = asyncio.create_task(_until_sick(url, patience))
+    sick = asyncio.create_task(_until_sick(url, patience, health))
     try:
         await asyncio.wait({exited, sick}, return_when=asyncio.FIRST_COMPLETED)
         return life.failure_reason() if exited.done() else sick.result()
@@ -79,12 +89,12 @@ async def until_trouble(url: str, life: StageLife, patience: Patience) -> str:
             watch.cancel()
 
 
-async def _until_sick(url: str, patience: Patience) -> str:
+async def _until_sick(url: str, patience: Patience, health: Health) -> str:
     last_answer, refusals = time.monotonic(), 0
     while True:
         await asyncio.sleep(patience.health_every_s)
         try:
-            status = await health_status(url, patience.health_timeout_s)
+            status = await health(url, patience.health_timeout_s)
         except TimeoutError:
             if time.monotonic() - last_answer > patience.hung_s:
                 return f"hung: no answer on /health for {patience.hung_s:.0f} s"

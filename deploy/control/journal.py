@@ -6,8 +6,9 @@ import time
 
 import msgspec
 
-from deploy.control.notes import Notes
-from deploy.control.progress import Change, State
+from deploy.control import progress
+from deploy.control.progress import Change
+from deploy.host.state import State
 
 WANTED = "wanted.json"
 """The name of the note."""
@@ -28,7 +29,7 @@ class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before: str
     layout: str
     pause_s: float
-    state: State
+    state: progress.State
     reason: str
     began: float
     seconds: float | None
@@ -63,7 +64,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Journal:
     """The note."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: State) -> None:
         self._notes = notes
 
     def read(self) -> Record | None:

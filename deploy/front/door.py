@@ -1,7 +1,7 @@
 """One front door: a row of the shared counters, which one process after the other fills.
 
-The processes are the keeper's children, so they live on when whoever looks after them here has died; the next one finds
-them by the keeper's entries and goes on. What holds for a process beyond one life of ours stands in its entry's tag.
+The processes live on when whoever looks after them here has died; the next one finds them by what is written down and
+goes on. What holds for a process beyond one life of ours is its mark.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from deploy.front.shared import Shared
+from deploy.host.children import PASSED_FROM, Child, Children
 from deploy.host.environment import module_command
-from deploy.keeper.children import PASSED_FROM
-from deploy.keeper.interface import Child, Keeper
 
 if TYPE_CHECKING:
     from proxy.workers.hub import Worker, WorkerHub
@@ -38,12 +37,12 @@ ENDING_S = 5.0
 STDERR = 2
 
 
-class Mark(bytes, Enum):
-    """What is to become of a process: the tag of its entry."""
+class Mark(StrEnum):
+    """What is to become of a process."""
 
-    STAYS = b"stays"
-    OUTDATED = b"outdated"  # another one is to take its place
-    RETIRED = b"retired"  # it was told to end when its requests have, and nobody follows it
+    STAYS = "stays"
+    OUTDATED = "outdated"  # another one is to take its place
+    RETIRED = "retired"  # it was told to end when its requests have, and nobody follows it
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,16 @@ class House:
 
     Attributes:
         environment: of the processes. grace_s: how long requests may go on in one that is told to end.
+        note: writes down who is there, and what is to become of each.
     """
 
-    keeper: Keeper
+    children: Children
     hub: WorkerHub
     shared: Shared
     counters: SharedCounters
     environment: Mapping[str, str]
     grace_s: float
+    note: Callable[[], None] = lambda: None
 
 
 class Door:
@@ -85,14 +86,14 @@ class Door:
     def name(self) -> str:
         return f"{NAME}{self.row}"
 
-    async def becomes(self, mark: Mark) -> None:
+    def becomes(self, mark: Mark) -> None:
         """Noted before anything is done about it."""
         self.mark = mark
-        await self._house.keeper.note(self.name, mark)
+        self._house.note()
 
-    async def retire(self) -> None:
+    def retire(self) -> None:
         """Its requests may end, and nobody is to follow."""
-        await self.becomes(Mark.RETIRED)
+        self.becomes(Mark.RETIRED)
         self.retired.set()
         self._signal(signal.SIGTERM)
 
@@ -133,8 +134,8 @@ class Door:
         finally:
             house.hub.ended(worker)
         settle(house.counters, self.row)
-        await house.keeper.forget(self.name)
         self.child = self.worker = None
+        house.note()
         return ended
 
     async def end(self) -> None:
@@ -156,16 +157,20 @@ class Door:
 
     async def _spawn(self) -> Child:
         house = self._house
+
+        def noted(child: Child) -> None:
+            self.child = child
+            house.note()
+
         feed = house.shared.feed.getsockname()
         passed = (house.shared.listening.fileno(), house.shared.memory)
         numbers = [str(PASSED_FROM + at) for at in range(len(passed))]
-        return await house.keeper.spawn(
-            self.name,
+        return await house.children.spawn(
             module_command("deploy.front.process", feed, str(self.row), *numbers),
             house.environment,
             output=STDERR,
             passed=passed,
-            tag=self.mark,
+            noted=noted,
         )
 
     async def _until_trouble(self, child: Child, worker: Worker) -> tuple[float, str]:
@@ -188,7 +193,7 @@ class Door:
             elif now > parted_at + ENDING_S:
                 reason = "it has closed its feed and does not end"
             else:
-                # The feed ends a moment before its process, and the keeper's word takes a moment, too.
+                # The feed ends a moment before its process, and the word of that takes a moment, too.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S if worker.parted else LOOK_S):
                         await worker.changed.wait()

@@ -19,8 +19,9 @@ from deploy.front.occupancy import until_empty, until_quiet
 from deploy.front.shared import Shared, pausable_s
 from deploy.front.told import Told
 from deploy.front.traced import NodeTrace
+from deploy.host.children import Children
 from deploy.host.environment import LAUNCH_ENV, LAUNCHER_PID_ENV, module_environment
-from deploy.keeper.interface import Keeper
+from deploy.host.state import State
 from deploy.runtime.protocol import Observed
 from epd_serve.instances import IncarnationId
 from epd_serve.phases.stamps import Stamp, stamps_about
@@ -43,7 +44,7 @@ class FrontDoors:
 
     Args:
         shared: what they have in common.
-        keeper: of their processes. Those that it has already go on as they are.
+        children: starts their processes. state: says which there are already, which go on as they are.
         grace_s: how long requests in flight may go on at the end. drain_s: at the end of one of them.
         say: takes a line for the operator.
         launch_id: marks the processes as those of a launch, or "".
@@ -60,7 +61,8 @@ class FrontDoors:
         self,
         settings: ProxySettings,
         shared: Shared,
-        keeper: Keeper,
+        children: Children,
+        state: State,
         *,
         grace_s: float,
         drain_s: float,
@@ -79,7 +81,8 @@ class FrontDoors:
         self._settings = settings
         self._api_keys = settings.api_keys
         self._shared = shared
-        self._keeper = keeper
+        self._children = children
+        self._state = state
         self._counters = counters = shared.counters()
         self._setup = Setup(share_of(settings, shared.workers), counters.rows, grace_s, drain_s, link_grace_s)
         self._say = say
@@ -106,7 +109,7 @@ class FrontDoors:
         from proxy.workers.hub import WorkerHub
         from proxy.workers.stage_scrape import StageScrape
 
-        environment = {**module_environment(), LAUNCHER_PID_ENV: str(self._keeper.pid)}
+        environment = {**module_environment(), LAUNCHER_PID_ENV: str(self._children.root)}
         if self._launch_id:
             environment[LAUNCH_ENV] = self._launch_id
         scrape = StageScrape(self.table, self.registry, self._settings.bearer_of_stages())
@@ -119,8 +122,8 @@ class FrontDoors:
             scrape.text,
             self._api_keys,
         )
-        house = House(self._keeper, hub, self._shared, self._counters, environment, self._setup.grace_s)
-        lives = self._lives = FrontLives(house, self._setup, say=self._say)
+        house = House(self._children, hub, self._shared, self._counters, environment, self._setup.grace_s)
+        lives = self._lives = FrontLives(house, self._state, self._setup, say=self._say)
         try:
             self._started.set()
             await lives.run()

@@ -11,13 +11,20 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.front.door import ENDING_S, NAME, POLL_S, Door, House, Mark
+import msgspec
+
+from deploy.front.door import ENDING_S, POLL_S, Door, House, Mark
+from deploy.host.state import State
 from epd_serve.errors import EpdError
 
 if TYPE_CHECKING:
     from proxy.workers.wire import Setup
+
+SECTION = "front doors"
+"""Of the state."""
 
 SETTLED_S = 10.0
 BACKOFF_S, BACKOFF_MAX_S = 0.1, 10.0
@@ -25,19 +32,28 @@ PROMPT_S = 2.0
 """Within which a front door takes in what it is told, or is taken for hung."""
 
 
+class _Noted(msgspec.Struct, frozen=True, array_like=True):
+    row: int
+    pid: int
+    born_ticks: int
+    mark: Mark
+
+
 class FrontLives:
     """Keeps a number of front doors alive.
 
     Args:
+        state: has what is known of the processes from one life of this one to the next.
         say: takes a line for the operator.
 
     Attributes:
         setup: what those are told that start from now on.
     """
 
-    def __init__(self, house: House, setup: Setup, *, say: Callable[[str], None]) -> None:
+    def __init__(self, house: House, state: State, setup: Setup, *, say: Callable[[str], None]) -> None:
         self.setup = setup
-        self._house = house
+        self._house = replace(house, note=self._note)
+        self._state = state
         self._say = say
         self._doors: dict[Door, asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
@@ -53,7 +69,7 @@ class FrontLives:
         """
         try:
             async with self._group:
-                await self._find()
+                self._find()
                 await self._house.hub.start()  # not before: who is found says hello
                 while len(self._staying) < self._house.shared.workers:
                     self._open()
@@ -77,7 +93,7 @@ class FrontLives:
         """
         await self._found.wait()
         for door in self._staying:
-            await door.becomes(Mark.OUTDATED)
+            door.becomes(Mark.OUTDATED)
         await self._replace_outdated()
 
     @property
@@ -120,22 +136,24 @@ class FrontLives:
     def _staying(self) -> list[Door]:
         return [door for door in self._doors if door.mark is not Mark.RETIRED]
 
-    async def _find(self) -> None:
+    def _find(self) -> None:
         """Those that an earlier life of this process has started. Who of them has ended meanwhile is settled."""
         from proxy.workers.shared_ledger import settle
 
-        for entry in await self._house.keeper.entries():
-            if not entry.name.startswith(NAME):
-                continue
-            row = int(entry.name.removeprefix(NAME))
-            if entry.child is None or entry.code is not None:
-                settle(self._house.counters, row)
-                await self._house.keeper.forget(entry.name)
+        noted = msgspec.msgpack.decode(self._state.read(SECTION) or b"\x90", type=list[_Noted])
+        for one in noted:
+            child = self._house.children.adopt(one.pid, one.born_ticks)
+            if child.poll() is not None:
+                settle(self._house.counters, one.row)
             else:
-                door = Door(self._house, row, entry.child, Mark(entry.tag))
-                self._keep(door)
-                if door.mark is Mark.RETIRED:
-                    await door.retire()  # it may not have been told
+                self._keep(Door(self._house, one.row, child, one.mark))
+        for door in self._marked(Mark.RETIRED):
+            door.retire()  # it may not have been told
+
+    def _note(self) -> None:
+        there = [(door, door.child) for door in self._doors if door.child is not None]
+        noted = [_Noted(door.row, child.pid, child.born_ticks, door.mark) for door, child in there]
+        self._state.write(SECTION, msgspec.msgpack.encode(noted))
 
     def _open(self) -> Door:
         taken = {door.row for door in self._doors}
@@ -174,18 +192,17 @@ class FrontLives:
                     if len(self._staying) <= self._house.shared.workers:
                         self._open()
                     await asyncio.gather(*(asyncio.shield(door.begun) for door in self._marked(Mark.STAYS)))
-                    await outdated[0].retire()
+                    outdated[0].retire()
                     await self._end_retired()
             except EpdError:
                 for door in self._marked(Mark.OUTDATED):
-                    await door.becomes(Mark.STAYS)
+                    door.becomes(Mark.STAYS)
                 raise
 
     async def _end_retired(self) -> None:
         """Wait until there is a free row: one that was retired has been collected."""
         for door in self._marked(Mark.RETIRED):
             await asyncio.wait([self._doors[door]])
-            await self._house.keeper.forget(door.name)
 
     async def _go_on_replacing(self) -> None:
         try:

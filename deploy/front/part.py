@@ -1,7 +1,7 @@
-"""The front doors of one node, in a process of the keeper's that is told everything over a socket.
+"""The front doors of one node, told everything over a socket by whoever controls the deployment.
 
-It may be killed, as they may: they go on, and the next life finds them by the keeper's entries. What it was told last
-is noted there, so that a front door that has to be started meanwhile knows of the instances, too.
+Whoever looks after them may be killed, as they may: they go on, and the next life finds them by what is written down.
+What it was told last is, too, so that a front door that has to be started meanwhile knows of the instances.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from deploy.front.messages import (
     to_front,
 )
 from deploy.front.shared import Shared
+from deploy.host.children import Children
 from deploy.host.rundir import RunDir
-from deploy.keeper.interface import Keeper
+from deploy.host.state import State as Noted
 from deploy.runtime.answering import Answering, Asker
 from epd_serve.errors import EpdError
 from proxy.registry.warm_links import GRACE_S
@@ -51,9 +52,8 @@ if TYPE_CHECKING:
 LOOK_S = 0.25
 """Between two looks at what has changed, for those who watch: people, in the end."""
 
-FAILED = 1
-STATE, ENDED = "state", "ended"
-"""The keeper's entries: what was told last, and that there are to be no front doors any more."""
+STATE, ENDED = "front state", "front ended"
+"""Sections of the state: what was told last, and that there are to be no front doors any more."""
 
 
 @dataclass(frozen=True)
@@ -90,28 +90,40 @@ class _Noted(msgspec.Struct):
 
 
 async def run_front(
-    setup: FrontSetup, run: RunDir, shared: Shared, key_file: str, keeper: Keeper, listening: socket.socket
-) -> int:
-    """Until all ends, or the front doors do not start.
+    setup: FrontSetup,
+    run: RunDir,
+    shared: Shared,
+    key_file: str,
+    children: Children,
+    state: Noted,
+    listening: socket.socket,
+) -> None:
+    """Until cancelled.
 
     Args:
         key_file: of the deployment's key, here.
         listening: the Unix socket on which it is asked. Whoever connects before it listens waits.
+
+    Raises:
+        EpdError: the front doors do not start.
     """
-    return await _FrontPart(setup, run, shared, key_file, keeper).live(listening)
+    await _FrontPart(setup, run, shared, key_file, children, state).live(listening)
 
 
 class _FrontPart:
-    def __init__(self, setup: FrontSetup, run: RunDir, shared: Shared, key_file: str, keeper: Keeper) -> None:
+    def __init__(
+        self, setup: FrontSetup, run: RunDir, shared: Shared, key_file: str, children: Children, state: Noted
+    ) -> None:
         self._key_file = key_file
-        self._keeper = keeper
+        self._noted = state
         self._packed_settings = b""
         self._begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answering = Answering(to_front, run.path, self._carry_out)
         self._doors = FrontDoors(
             self._own(setup.settings),
             shared,
-            keeper,
+            children,
+            state,
             grace_s=setup.grace_s,
             drain_s=setup.drain_s,
             say=self._answering.say,
@@ -119,15 +131,14 @@ class _FrontPart:
             link_grace_s=setup.link_grace_s,
         )
 
-    async def live(self, listening: socket.socket) -> int:
-        noted = {entry.name: entry.tag for entry in await self._keeper.entries()}
+    async def live(self, listening: socket.socket) -> None:
         async with self._answering.served(listening) as server:
-            await self._keeper.ready()  # front doors serve once they have been told what there is
-            if ENDED in noted:
+            if self._noted.read(ENDED) is not None:
                 await server.serve_forever()
             tasks = []
-            if STATE in noted:  # first of all: front doors that are there are told nothing else meanwhile
-                state = msgspec.msgpack.decode(noted[STATE], type=_Noted).now()
+            if (noted := self._noted.read(STATE)) is not None:
+                # first of all: front doors that are there are told nothing else meanwhile
+                state = msgspec.msgpack.decode(noted, type=_Noted).now()
                 tasks.append(asyncio.create_task(self._take_in(state), name="what was told last"))
             tasks.append(asyncio.create_task(self._doors.serve(), name="front doors"))
             tasks.append(asyncio.create_task(self._begin(), name="beginning"))
@@ -137,11 +148,11 @@ class _FrontPart:
                     task.result()
             except EpdError as error:
                 await self._fail(error)
+                raise
             finally:  # which leaves the front doors as they are
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
-        return FAILED
 
     async def _begin(self) -> None:
         await self._doors.ready()
@@ -162,7 +173,7 @@ class _FrontPart:
         match call:
             case State():
                 await self._take_in(call)
-                await self._keeper.note(STATE, msgspec.msgpack.encode(_Noted.of(call)))
+                self._noted.write(STATE, msgspec.msgpack.encode(_Noted.of(call)))
             case Ready():
                 await asyncio.shield(self._begun)
                 await doors.seen()
@@ -187,7 +198,7 @@ class _FrontPart:
             case Idle():
                 await doors.idle()
             case End():
-                await self._keeper.note(ENDED, b"")
+                self._noted.write(ENDED, b"")
                 await doors.end()
             case Watch():
                 await self._watch(number, asker)

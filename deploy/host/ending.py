@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -65,11 +65,6 @@ class Ending:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self.take, number)
-
-    async def heed(self, signals: AsyncIterator[int]) -> None:
-        """Take those that somebody else has got, until cancelled."""
-        async for number in signals:
-            self.take(number)
 
     def take(self, number: int) -> None:
         """A signal has come."""

@@ -1,9 +1,9 @@
 """The composition root: turns a blueprint into running stages and front doors, and takes all of it down again.
 
 Order: what can be wrong cheaply (blueprint) → every port and socket → run directory → what is decided once for all
-lives of agent and controller → those two, forked and kept (`deploy/keeper`). Whatever ends it, the same path back
-removes processes, sockets, files and shared memory, within 15 s; before that, SIGTERM lets requests in flight finish
-(`deploy/host/ending.py`).
+lives of the process that controls it → that one, forked and kept (`deploy/host/root.py`). Whatever ends it, the same
+path back removes processes, sockets, files and shared memory, within 15 s; before that, SIGTERM lets requests in flight
+finish (`deploy/host/ending.py`).
 """
 
 from __future__ import annotations
@@ -15,32 +15,26 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from deploy.agent.pool_master import mooncake_command
-from deploy.agent.process import run_agent
 from deploy.agent.setup import AgentSetup
 from deploy.agent.waits import Patience
-from deploy.control.notes import FileNotes
 from deploy.front.shared import Shared
 from deploy.host.environment import is_terminal
 from deploy.host.ports import BACKLOG, listen, private_socket
 from deploy.host.reaper import kill_leftovers, reap_dead
+from deploy.host.root import keep
 from deploy.host.rundir import RunDir
 from deploy.host.running_launches import ADMIN_SOCKET
-from deploy.keeper.interface import Keeper
-from deploy.keeper.keeper import keep
-from deploy.keeper.part import Part
 from deploy.launch.admin import open_admin
-from deploy.launch.controller import ControlSetup, run_controller
-from deploy.launch.life import API_KEYS, checked_keys
+from deploy.launch.controller import ControlSetup, run_control
+from deploy.launch.life import READY, checked_keys
 from deploy.launch.screen import Screen
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
 from deploy.plan.proxy_settings import build_proxy_settings, check_certificate
-from deploy.runtime.client import AgentClient
-from deploy.runtime.messages import AGENT_SOCKET
-from deploy.runtime.stream import unix_socket
 from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake.master import MasterSettings
 
@@ -82,42 +76,25 @@ class Launch:
                 screen.line(f"cleaned up after launch {launch_id}, which was killed")
             run = RunDir.create(root)
             stack.callback(run.remove)
-            FileNotes(run.path).write(API_KEYS, keys.encode())
-            feed, commands, asked = (
-                stack.enter_context(private_socket(path))
-                for path in (run.feed, run.socket(ADMIN_SOCKET), run.socket(AGENT_SOCKET))
+            feed, commands = (
+                stack.enter_context(private_socket(path)) for path in (run.feed, run.socket(ADMIN_SOCKET))
             )
-            asked.listen(BACKLOG)
             commands.listen(BACKLOG)
-            setup = AgentSetup.of(run, self.blueprint, self.command_of, self.master_command_of, self.patience)
-            control = ControlSetup(
-                self.blueprint,
-                run,
-                Shared.of(listening, feed, config.workers),
-                admin,
-                commands,
-                bool(setup.master_address) or config.kv_transport == "mooncake",
-                self.patience,
-                screen,
-                started,
-            )
-
-            async def controller(keeper: Keeper) -> int:
-                agent = AgentClient(unix_socket(run.socket(AGENT_SOCKET)), screen.line)
-                return await run_controller(control, keeper, agent)
-
-            async def agent(keeper: Keeper) -> int:
-                return await run_agent(setup, keeper, asked)
+            agent = AgentSetup.of(run, self.blueprint, self.command_of, self.master_command_of, self.patience)
+            shared = Shared.of(listening, feed, config.workers)
+            mooncake = bool(agent.master_address) or config.kv_transport == "mooncake"
+            setup = ControlSetup(agent, keys, shared, admin, commands, mooncake, screen, started)
 
             def take_down() -> None:
-                control.shared.refuse()
+                shared.refuse()
                 kill_leftovers(run.path)
                 run.remove()
 
             return keep(
-                [Part("controller", controller, controls=True), Part("agent", agent)],
+                partial(run_control, setup),
                 drain_s=config.lame_duck_s + config.drain_s,
                 say=_say,
+                was_ready=lambda sections: READY in sections,
                 take_down=take_down,
                 owned=run.held,
             )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -27,12 +27,12 @@ from deploy.control.doors import Doors
 from deploy.control.failure import Deadlines
 from deploy.control.journal import Journal
 from deploy.control.metrics import ControlMetrics
-from deploy.control.notes import Notes
 from deploy.control.reconciler import Reconciler
 from deploy.front.key_watch import KeyMetrics, KeyWatch, Read, api_keys_of, of_this_machine, read_key_text
 from deploy.front.traced import NodeTrace
 from deploy.host.ending import Draining, Ending
 from deploy.host.event_loop import together
+from deploy.host.state import State
 from deploy.launch.screen import Shown
 from deploy.launch.stage_news import StageNews
 from deploy.options.config import proxy_values
@@ -58,9 +58,10 @@ GRACE_S = 2.0
 CLOSE_S, PARTS_S = 12.0, 1.0
 """How long front doors may take to end, and then the runtime to end the stages; and to say what runs."""
 
-READY, OPTIONS, API_KEYS = "ready", "front-options.json", "api-keys.json"
-"""Notes that say that the deployment has been ready, what front doors go by beside its `--proxy`, and the text of the
-clients' keys that they go by, empty where nobody needs one; written before the first life."""
+READY, OPTIONS, API_KEYS, ENDING = "ready", "front-options.json", "api-keys.json", "ending"
+"""Notes that say that the deployment has been ready, what front doors go by beside its `--proxy`, the text of the
+clients' keys that they go by, empty where nobody needs one, which is written before anything begins; and that all is
+being taken down, with which exit code."""
 
 KILLED = 130
 """The exit code after a second Ctrl-C."""
@@ -119,11 +120,8 @@ class Fronts(Doors, Draining, Protocol):
 class Process(Protocol):
     """The process that a controller is: what it hears, and what it says of itself."""
 
-    def signals(self) -> AsyncIterator[int]:
-        """Those of the operator, at once and ever after: also what an earlier life was told."""
-
-    async def ready(self) -> None:
-        """It does its work."""
+    def heed(self, take: Callable[[int], None]) -> None:
+        """Have the operator's signals taken, at once and ever after: also what an earlier life was told."""
 
     async def over(self, code: int) -> None:
         """All that is left is to be killed, and the deployment to end with this exit code."""
@@ -155,7 +153,7 @@ class Deployment:
         return replace(settings, observed=self.observed)
 
 
-def front_options(notes: Notes) -> tuple[str, ...]:
+def front_options(notes: State) -> tuple[str, ...]:
     """What front doors go by beside the `--proxy` of the launch."""
     return msgspec.json.decode(notes.read(OPTIONS) or b"[]", type=tuple[str, ...])
 
@@ -168,7 +166,7 @@ def checked_keys(path: str) -> str:
     return text
 
 
-def noted_keys(notes: Notes, path: str) -> ApiKeys | None:
+def noted_keys(notes: State, path: str) -> ApiKeys | None:
     """The clients' keys by which front doors go."""
     return api_keys_of((notes.read(API_KEYS) or b"").decode(), path) if path else None
 
@@ -182,7 +180,7 @@ class Life(ABC):
     """
 
     def __init__(
-        self, deployment: Deployment, host: Host, doors: Fronts, notes: Notes, process: Process, screen: Shown, aim: Aim
+        self, deployment: Deployment, host: Host, doors: Fronts, notes: State, process: Process, screen: Shown, aim: Aim
     ) -> None:
         self.deployment = deployment
         self.blueprint = deployment.blueprint
@@ -225,7 +223,10 @@ class Life(ABC):
 
     async def run(self) -> int:
         """Until the deployment is over. Returns its exit code, which the process has been told, too."""
-        heeding = asyncio.create_task(self.ending.heed(self.process.signals()))
+        if (noted := self.notes.read(ENDING)) is not None:  # what is left has had its time
+            await self.process.over(int(noted))
+            return int(noted)
+        self.process.heed(self.ending.take)
         fronts = asyncio.create_task(self.doors.serve(), name="front doors")
         code = 0
         try:
@@ -242,12 +243,13 @@ class Life(ABC):
                 code = 1
                 self.screen.close()
                 self.screen.line(f"epd-serve: {await self.explain(error)}")
+            self.notes.write(ENDING, str(code).encode())
+            await self.notes.kept()
             await self._take_down(control)
             await self.process.over(code)
         finally:
-            for task in (fronts, heeding):
-                task.cancel()
-            await asyncio.wait([fronts, heeding])
+            fronts.cancel()
+            await asyncio.wait([fronts])
         return code
 
     async def _control(self) -> None:
@@ -359,7 +361,6 @@ class Life(ABC):
             await self.notes.kept()
             self.screen.close()
             await self.announce()
-        await self.process.ready()
 
     async def _until_stopped(self, *parts: asyncio.Task[None]) -> None:
         """Show progress, and wait. Returns on a signal, raises what ended a part."""

@@ -1,14 +1,16 @@
-"""`python -m deploy.node [--owner FD] [--listening FD] <SETUP`: the node process, keeper of two parts, agent and front.
+"""`python -m deploy.node [--owner FD] [--listening FD] <SETUP`: the node process, which runs what others decide.
 
-It leaves whoever starts it behind: in a session of its own, a child of nobody, found again by its run directory. Once
-its parts are ready it answers with one line on stdout (`NodeRun`, or `Failed`). It ends with its owner, at once; by
-SIGTERM, when its stages have ended; and by itself when its agent never gets ready. A node has one process: who is
-started beside it answers for the other one.
+It leaves whoever starts it behind: in a session of its own, a child of nobody, found again by its run directory. Below
+it is, as in a launch of one machine, a process that may die (`deploy/host/root.py`), with agent and front doors. Once
+these can be asked it answers with one line on stdout (`NodeRun`, or `Failed`). It ends with its owner, at once; by
+SIGTERM, when its stages have ended; and by itself when it never gets ready. A node has one: who is started beside it
+answers for the other one.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -17,26 +19,27 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from deploy.agent.process import run_agent
+from deploy.agent.agent import Agent
+from deploy.agent.process import served_agent
 from deploy.agent.setup import AgentSetup
 from deploy.agent.wiring import Net
 from deploy.front.messages import FRONT_SOCKET
 from deploy.front.part import FrontSetup, run_front
 from deploy.front.shared import Shared
+from deploy.host import root
+from deploy.host.children import Children
 from deploy.host.environment import run_root
 from deploy.host.ports import BACKLOG, address_of, listen, private_socket
 from deploy.host.reaper import kill_leftovers, reap_dead
 from deploy.host.rundir import RunDir
-from deploy.keeper.interface import Keeper
-from deploy.keeper.keeper import keep
-from deploy.keeper.part import Part
 from deploy.node.setup import NodeSetup
 from deploy.node.start import LOOK_S, START_S, Failed, NodeError, NodeRun, end_node, find_node
 from deploy.runtime.messages import AGENT_SOCKET
@@ -45,7 +48,11 @@ from epd_serve.errors import ConfigError, EpdError
 LOG, KEY = "node", "key"
 """Names in the run directory: of its log, and of the file with the deployment's key."""
 
+BEGUN = "begun"
+"""The section of the state that says that it can be asked."""
+
 NOBODY = 1
+FRONT_RETRY_S = 1.0
 
 
 def main() -> int:
@@ -94,6 +101,16 @@ def _answer(answers: BinaryIO, line: bytes) -> None:
     """Raises OSError: nobody hears it."""
     answers.write(line + b"\n")
     answers.close()
+
+
+@dataclass(frozen=True)
+class _Front:
+    """Front doors of this node. `asked`: where whoever controls the deployment asks about them."""
+
+    setup: FrontSetup
+    run: RunDir
+    shared: Shared
+    asked: socket.socket
 
 
 class _Node:
@@ -168,56 +185,78 @@ class _Node:
     def _keep(self, stack: contextlib.ExitStack, run: RunDir, setup: AgentSetup, told: NodeRun) -> int:
         asked = stack.enter_context(private_socket(run.socket(AGENT_SOCKET)))
         asked.listen(BACKLOG)
+        front = self._front(stack, run, self._setup.front) if self._setup.front is not None else None
 
-        async def agent(keeper: Keeper) -> int:
-            return await run_agent(setup, keeper, asked, controls=True)
-
-        parts, shared = [Part("agent", agent, controls=True)], None
-        if self._setup.front is not None:
-            shared = self._shared(stack, run, self._setup.front)
-            parts.append(self._front(stack, run, self._setup.front, shared))
+        async def control(life: root.Life) -> int:
+            children = life.children()
+            async with served_agent(setup, children, life.state, asked) as agent:
+                return await root.crash_only(self._control(life, children, agent, front))
 
         def take_down() -> None:
-            if shared is not None:
-                shared.refuse()
+            if front is not None:
+                front.shared.refuse()
             kill_leftovers(run.path)
             if not self._answers.closed:
                 self._last += f"; its log: {run.keep_log(LOG)}"
             run.remove()
 
-        def begun(given_up: Sequence[str]) -> None:
-            ready = replace(told, ready=True, failed=tuple(given_up))
-            ready.write()
-            _answer(self._answers, ready.packed())
-
-        code = keep(
-            parts,
+        code = root.keep(
+            control,
             drain_s=0.0,
             say=self._say,
+            was_ready=lambda sections: BEGUN in sections,
             take_down=take_down,
             owned=[*run.held, self._answers],
-            owner=self._owner,
-            begun=begun,
-            begin_s=START_S,
+            look=partial(self._look, replace(told, ready=True), time.monotonic() + START_S),
         )
         if not self._answers.closed:
             raise NodeError(f"node {self._setup.node}: {self._last}")
         return code
 
-    def _shared(self, stack: contextlib.ExitStack, run: RunDir, front: FrontSetup) -> Shared:
+    def _look(self, ready: NodeRun, by: float, sections: Mapping[str, bytes]) -> str:
+        """Why all has to end, or "". Whoever has started it is answered once."""
+        if self._owner is not None and select.select([self._owner], [], [], 0)[0]:
+            return "whom it belongs to has gone: everything is killed"
+        if self._answers.closed:
+            return ""
+        if BEGUN in sections:
+            try:
+                ready.write()
+                _answer(self._answers, ready.packed())
+            except OSError as error:
+                return f"nobody hears that it has begun: {error}"
+        return "it is not ready in time" if time.monotonic() >= by else ""
+
+    async def _control(self, life: root.Life, children: Children, agent: Agent, front: _Front | None) -> int:
+        """Until a signal; then its stages end, and everything: there is nobody else who would."""
+        signalled = asyncio.Event()
+        life.heed(lambda number: signalled.set())
+        serving = asyncio.create_task(self._serve_front(front, life, children)) if front is not None else None
+        life.state.write(BEGUN, b"")
+        await signalled.wait()
+        await agent.close()
+        if serving is not None:
+            serving.cancel()
+        root.end_now(0)
+
+    async def _serve_front(self, front: _Front, life: root.Life, children: Children) -> None:
+        """Again, where front doors do not start: whoever waits for them has been told."""
+        while True:
+            try:
+                await run_front(
+                    front.setup, front.run, front.shared, str(front.run.path / KEY), children, life.state, front.asked
+                )
+            except EpdError as error:
+                self._say(f"front doors: {error}; tried again in {FRONT_RETRY_S:g} s")
+            await asyncio.sleep(FRONT_RETRY_S)
+
+    def _front(self, stack: contextlib.ExitStack, run: RunDir, front: FrontSetup) -> _Front:
         listening = self._listening or listen(front.host, front.port)
         stack.enter_context(listening)
         feed = stack.enter_context(private_socket(run.feed))
-        return Shared.of(listening, feed, front.workers)
-
-    def _front(self, stack: contextlib.ExitStack, run: RunDir, front: FrontSetup, shared: Shared) -> Part:
         asked = stack.enter_context(private_socket(run.socket(FRONT_SOCKET)))
         asked.listen(BACKLOG)
-
-        async def main(keeper: Keeper) -> int:
-            return await run_front(front, run, shared, str(run.path / KEY), keeper, asked)
-
-        return Part("front", main, vital=False)
+        return _Front(front, run, Shared.of(listening, feed, front.workers), asked)
 
     def _say(self, line: str) -> None:
         """To the log. A disk that is full holds nobody up."""

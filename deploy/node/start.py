@@ -43,8 +43,7 @@ class NodeRun:
     Attributes:
         path: its run directory.
         owner_pid: of the process with whose end it ends.
-        ready: its parts do their work.
-        failed: parts that were given up.
+        ready: it can be asked.
         warnings: for the operator, a line each.
         master: `host:port` of the second tier's master that is to run here, or that it was told of, or "".
     """
@@ -55,7 +54,6 @@ class NodeRun:
     pid: int
     owner_pid: int = 0
     ready: bool = False
-    failed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     master: str = ""
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from deploy.control.aim import Aim
 from deploy.control.controller import PartJson
 from deploy.front.all_doors import AllDoors
 from deploy.front.key_watch import Read
-from deploy.keeper.interface import Signals
 from deploy.launch.admin import admin_page, open_admin, serve_admin
 from deploy.launch.life import API_KEYS, GRACE_S, READY, Deployment, Life, noted_keys
 from deploy.launch.ready_message import ready_message
@@ -124,11 +123,12 @@ class ControllerActor:
 
     # --- what its life asks of it: `deploy.launch.life.Process` -----------------------------------------------------
 
-    def signals(self) -> AsyncIterator[int]:
-        return self._signals.follow()
+    def heed(self, take: Callable[[int], None]) -> None:
+        async def heed() -> None:
+            async for number in self._signals.follow():
+                take(number)
 
-    async def ready(self) -> None:
-        """Ray starts it again in any case."""
+        self._heeding = asyncio.create_task(heed(), name="signals")
 
     async def over(self, code: int) -> None:
         """Noted first: what is left is then ended by whichever life."""
@@ -304,6 +304,28 @@ class RayLife(Life):
             **await self.nodes.parts(),
             **{name: {"pid": pid, "restarts": None} for name, pid in others.items()},
         }
+
+
+class Signals:
+    """Those that have come, for whoever asks whenever."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._come = asyncio.Event()
+
+    def add(self, number: int) -> None:
+        self._numbers.append(number)
+        self._come.set()
+
+    async def follow(self) -> AsyncIterator[int]:
+        """For one who asks at a time."""
+        told = 0
+        while True:
+            while told < len(self._numbers):
+                told += 1
+                yield self._numbers[told - 1]
+            self._come.clear()
+            await self._come.wait()
 
 
 async def _superseded(life: RayLife) -> None:

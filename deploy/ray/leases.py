@@ -19,7 +19,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from deploy.control.notes import Notes
+from deploy.host.state import State
 from deploy.ray.cluster import nodes_alive
 from deploy.ray.private import available_resources_per_node, placement_group
 from deploy.runtime.leases import LeaseError, Place, Wish
@@ -53,7 +53,7 @@ class RayLeases:
         deployment: str,
         kind: str,
         placement: str,
-        notes: Notes,
+        notes: State,
         left_out: Collection[str] = (),
         acquire_s: float = ACQUIRE_S,
     ) -> None:

@@ -19,11 +19,11 @@ from ray.exceptions import RayError
 
 from deploy.control.aim import Aim
 from deploy.control.controller import PartJson
-from deploy.control.notes import Notes
 from deploy.front.all_doors import AllDoors
 from deploy.front.messages import FRONT_SOCKET
 from deploy.front.part import FrontSetup
 from deploy.front.remote import RemoteDoors
+from deploy.host.state import State
 from deploy.launch.life import Deployment, front_options
 from deploy.memory.placement_table import short_node
 from deploy.node.facts import NodeFacts, differences
@@ -76,7 +76,7 @@ class Nodes:
     """
 
     def __init__(
-        self, config: DeployConfig, begun_on: str, notes: Notes, epoch: int, say: Callable[[str], None]
+        self, config: DeployConfig, begun_on: str, notes: State, epoch: int, say: Callable[[str], None]
     ) -> None:
         self._config = config
         self._begun_on = begun_on

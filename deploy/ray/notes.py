@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class GcsNotes:
-    """`Notes` of one deployment, which one controller at a time writes. They are fetched once (`load`) and then read
+    """`State` of one deployment, which one controller at a time writes. They are fetched once (`load`) and then read
     from memory: the head may be away, and neither a read nor a write holds up the event loop."""
 
     def __init__(self, deployment: str) -> None:

@@ -1,9 +1,8 @@
-"""What an agent and the template say to each other, over a pair of sockets. No vLLM, no torch.
+"""What an agent and the template say to each other, over a socket of packets. No vLLM, no torch.
 
-The template says `READY`, or why it cannot be one. That is all it ever says, and nobody takes it off the socket, so
-that an agent which comes later sees it, too. The agent sends requests, each with two descriptors: the file that gets
-the stage's output, and a socket of the stage's root. There the root says its pid and waits for `GO`: until then it has
-done nothing, and ends when the other end is closed.
+A template that listens is ready. It serves one agent at a time, for as long as that one stays. The agent sends
+requests, each with two descriptors: the file that gets the stage's output, and a socket of the stage's root. There the
+root says its pid and waits for `GO`: until then it has done nothing, and ends when the other end is closed.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from dataclasses import asdict, dataclass
 
 from epd_serve.packets import receive_packet, send_packet
 
-READY = b"ready\n"
 GO = b"go\n"
 NUMBER = struct.Struct("=i")
+NOT_BEGUN = 71  # exit code of a root that was not told to go; as in deploy/host/spawned.py
 TEMPLATE_NAME = "stage template"  # what the kernel calls it: arguments are those of its forks, too
 API_SERVER_NAME = "API server"  # and the process that a root forks first
 

@@ -1,6 +1,6 @@
 """Forks stages on request. No vLLM, no torch: whatever a stage needs of them has been imported by then.
 
-A stage's root is forked twice, so that it is an orphan: it comes to the keeper of the launch (the nearest process that
+A stage's root is forked twice, so that it is an orphan: it comes to the root of the launch (the nearest process that
 takes in orphans), which collects it whoever else ends meanwhile, the template among them.
 """
 
@@ -14,36 +14,54 @@ from collections.abc import Callable
 
 from epd_serve.engine.template.context import RootContext, be_forked_process
 from epd_serve.engine.template.fresh import begin_afresh, native_environment, obey_openmp
-from epd_serve.engine.template.messages import API_SERVER_NAME, GO, NUMBER, StageRequest, receive_request
+from epd_serve.engine.template.messages import API_SERVER_NAME, GO, NOT_BEGUN, NUMBER, StageRequest, receive_request
 from epd_serve.engine.template.stage_root import StageRoot
 from epd_serve.lifeline import die_with_parent, name_process
 from epd_serve.packets import packet_pair
 
 ORPHANED_S = 1.0
-"""Within which a root is its keeper's child."""
+"""Within which it is a child of the launch's root."""
 
 
-def serve(agent: socket.socket, api_server: Callable[[], int]) -> int:
-    """Serve until nobody has the other end.
+def listen(path: str) -> socket.socket:
+    """The socket there, which is whole from when it has its name."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(unnamed := f"{path}.new")
+    listening.listen()
+    os.rename(unnamed, path)
+    return listening
+
+
+def serve(listening: socket.socket, api_server: Callable[[], int]) -> int:
+    """Serve whoever connects, one after the other, until killed.
 
     Args:
         api_server: what the first process of a stage does, with the stage's flags in `sys.argv`.
 
     Returns:
-        Exit code: in this process, and in each that is forked from a stage's root. They return the whole way, so that
-        each ends as a program of its own would, with what has been registered for its exit.
+        Exit code, in each process that is forked from a stage's root. They return the whole way, so that each ends as a
+        program of its own would, with what has been registered for its exit.
     """
     while True:
-        try:
-            request, log, root = receive_request(agent)
-        except EOFError:
-            return 0
-        if _fork_twice():
-            agent.close()
-            _begin(request, log, socket.socket(fileno=root))
-            return _be_root(request, api_server)
-        os.close(log)
-        os.close(root)
+        agent, _ = listening.accept()
+        with agent:
+            while (asked := _request(agent)) is not None:
+                request, log, root = asked
+                if _fork_twice():
+                    listening.close()
+                    agent.close()
+                    _begin(request, log, socket.socket(fileno=root))
+                    return _be_root(request, api_server)
+                os.close(log)
+                os.close(root)
+
+
+def _request(agent: socket.socket) -> tuple[StageRequest, int, int] | None:
+    """The next one; None when the agent has gone."""
+    try:
+        return receive_request(agent)
+    except EOFError:
+        return None
 
 
 def _fork_twice() -> bool:
@@ -84,7 +102,7 @@ def _begin(request: StageRequest, log: int, agent: socket.socket) -> None:
         except OSError:
             told = b""
     if told != GO:
-        os._exit(0)
+        os._exit(NOT_BEGUN)
 
 
 def _be_root(request: StageRequest, api_server: Callable[[], int]) -> int:
