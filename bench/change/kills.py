@@ -1,4 +1,4 @@
-"""Parts of a deployment killed (SIGKILL) under load, in random order: stages, front doors, controller, agent."""
+"""Parts of a deployment killed (SIGKILL) under load, in random order: stages, front doors, control."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Victim:
     """What may be killed.
 
     Attributes:
-        kind: of those that are drawn from alike. name: an instance's id, `front.0`, `controller`, …
+        kind: of those that are drawn from alike. name: an instance's id, `front.0`, `control`, …
         pid: its process; with `group` that of its whole group.
         front: connections of clients end with it. decodes: streams go on at another one.
         process: what the kernel calls it, where it is one of a group.
@@ -148,9 +148,9 @@ def kill(victims: Sequence[Victim], before: Sequence[Kill], draw: random.Random)
 
 
 def local_victims(status: Mapping[str, Any]) -> list[Victim]:
-    """Stages (their process groups), front doors, controller and agent of one machine."""
+    """Stages (their process groups), front doors and the process that controls all, of one machine."""
     parts = (process(name, one["pid"]) for name, one in status["parts"].items() if one["pid"] is not None)
-    return [*stages(status), *(one for one in parts if one.kind in ("controller", "agent", "front"))]
+    return [*stages(status), *(one for one in parts if one.kind in ("control", "front"))]
 
 
 def stages(status: Mapping[str, Any]) -> list[Victim]:
@@ -165,12 +165,12 @@ def stages(status: Mapping[str, Any]) -> list[Victim]:
 def stage_processes(status: Mapping[str, Any]) -> list[Victim]:
     """All processes of all stages, each alone and of the kind of its stage, and the template that forks stages."""
     leaders = {one.pid: one for one in stages(status)}
-    keepers = {leader.parent for leader in map(stat, leaders) if leader is not None}
+    roots = {leader.parent for leader in map(stat, leaders) if leader is not None}
     found = []
     for one in running():
         if (stage := leaders.get(one.group)) is not None:
             found.append(replace(stage, kind=stage.name, pid=one.pid, group=False, process=one.name))
-        elif one.name == TEMPLATE_NAME and one.parent in keepers:
+        elif one.name == TEMPLATE_NAME and one.parent in roots:
             found.append(Victim("template", "template", one.pid, process=one.name))
     return found
 

@@ -96,6 +96,6 @@ def _down(arguments: dict[str, Any]) -> int:
         raise EpdError(f"launch {launch.id} runs in another container: end it there")
     signal_process(owner_of(launch.path), signal.SIGINT if now else signal.SIGTERM)
     print(f"launch {launch.id} ends", flush=True)
-    while is_held(launch.path / HELD):  # its keeper has a deadline of its own
+    while is_held(launch.path / HELD):  # its root has a deadline of its own
         time.sleep(LOOK_S)
     return 0

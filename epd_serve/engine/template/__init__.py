@@ -11,6 +11,6 @@ It never touches a device nor runs a thread, because neither survives a fork.
 
 The *stage root* (`stage_root.py`) leads the stage's process group. It stays single-threaded, so that what it forks for
 the others, which have threads, is as clean as what the template forked. It is forked twice, and so no child of the
-template but of the launch's keeper (`deploy/keeper`): a stage that runs needs neither template nor agent. Whatever the
+template but of the launch's root: a stage that runs needs neither template nor agent. Whatever the
 template is not sure to do right is done the ordinary way: by a new interpreter.
 """

@@ -3,7 +3,7 @@
 It forks vLLM's API server first, then whatever the stage's processes ask for (`context.py`): EngineCore, workers. An
 end costs what the kernel's chain of parents costs in an ordinary start: that of the API server ends the stage, that of
 any other process ends those that it had asked for. The root's own end ends all of them, because each has asked the
-kernel for that, and the root's parent, the keeper of the launch, ends the root in the same way. How the API server
+kernel for that, and the root's parent, the root of the launch, ends it in the same way. How the API server
 ended is how the root ends. Signals to stop are for the group; the root lets them pass.
 """
 
