@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.front.door import POLL_S, House
-from deploy.front.lives import FrontLives
+from deploy.front.lives import POLL_S, FrontLives, House
 from deploy.front.occupancy import until_empty, until_quiet
 from deploy.front.shared import Shared, pausable_s
 from deploy.front.told import Told
@@ -122,8 +121,8 @@ class FrontDoors:
             scrape.text,
             self._api_keys,
         )
-        house = House(self._children, hub, self._shared, self._counters, environment, self._setup.grace_s)
-        lives = self._lives = FrontLives(house, self._state, self._setup, say=self._say)
+        house = House(self._children, self._state, hub, self._shared, self._counters, environment, self._setup.grace_s)
+        lives = self._lives = FrontLives(house, self._setup, say=self._say)
         try:
             self._started.set()
             await lives.run()
@@ -291,7 +290,6 @@ class FrontDoors:
 
         counters = self._counters
         while self._lives is not None and not all(  # noqa: ASYNC110 - other processes write there
-            counters.obeyed(worker.row) is Asked.DRAIN and not counters.requests(worker.row)
-            for worker in self._lives.serving
+            counters.obeyed(row) is Asked.DRAIN and not counters.requests(row) for row in self._lives.serving
         ):
             await asyncio.sleep(POLL_S)
