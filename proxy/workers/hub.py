@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
@@ -20,17 +21,17 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from epd_serve.wire import Announcement
 from proxy.background import Background
 from proxy.config.keys import ApiKeys
 from proxy.page.observed import Observe
 from proxy.records.records import Question, RecordsAnswer, merged
 from proxy.registry.announcements import Announcements, take_in
 from proxy.registry.stage_metrics import register_stage_metrics
+from proxy.registry.table import InstanceTable
 from proxy.server.uvicorn_server import serve
 from proxy.workers.ask import TooLargeError, ask
 from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed
-from proxy.workers.roster import ParentTable
+from proxy.workers.roster import Publisher
 from proxy.workers.wire import Family, Keys, Setup, frame
 
 TELL_EVERY_S = 2.0
@@ -87,6 +88,7 @@ class WorkerHub:
     """Of one set of workers. In the event loop of `table`, between `start` and `stop`.
 
     Args:
+        published: what they are told.
         feed: bound to the path that workers connect to; closed at the end.
         background: of this process; what is down in it the workers are told.
         observe: answers what the pages of the workers show.
@@ -97,7 +99,8 @@ class WorkerHub:
 
     def __init__(
         self,
-        table: ParentTable,
+        table: InstanceTable,
+        published: Publisher,
         feed: socket.socket,
         background: Background,
         observe: Observe,
@@ -105,7 +108,7 @@ class WorkerHub:
         more_metrics: Callable[[], Awaitable[bytes]] = _no_more,
         api_keys: ApiKeys | None = None,
     ) -> None:
-        self._table = table
+        self._published = published
         self._feed = feed
         self._background = background
         self._observe = observe
@@ -119,8 +122,9 @@ class WorkerHub:
         self._ended = 0
         self._registry = CollectorRegistry()
         register_stage_metrics(self._registry, table)
-        self._announcements = Announcements(table, self._on_announcement, background, key_file)
-        table.on_change = background.changed = self._changed
+        # This process routes nothing, but says when all is ready, and knows which links are in use.
+        self._announcements = Announcements(table, partial(take_in, table), background, key_file)
+        published.on_change = background.changed = self._changed
 
     async def start(self) -> None:
         routes = [
@@ -173,9 +177,9 @@ class WorkerHub:
                 if self._api_keys is not None and self._api_keys is not keys:  # before instances: with those it serves
                     keys = self._api_keys
                     yield frame(Keys(keys))
-                if self._table.number:  # or nothing is known yet: what a worker goes by is better than nothing
+                if self._published.number:  # or nothing is known yet: what a worker goes by is better than nothing
                     worker.told = True
-                    yield frame(self._table.roster(self._background.down))
+                    yield frame(self._published.roster(self._background.down))
                 await stale.wait()
         finally:
             self._stale.discard(stale)
@@ -227,10 +231,6 @@ class WorkerHub:
         while True:
             await asyncio.gather(*(one.tell() for one in self._serving))
             await asyncio.sleep(TELL_EVERY_S)
-
-    def _on_announcement(self, message: Announcement) -> None:
-        """The parent routes nothing, but says when all is ready, and knows which links are in use."""
-        take_in(self._table, message)
 
 
 def worker_metrics(serving: int, ended: int) -> list[Family]:

@@ -40,15 +40,17 @@ class Row(msgspec.Struct, frozen=True):
 
     Attributes:
         healthy: it answers. reason: why not.
-        served: the parent has seen its KV links used, so a worker that starts later need not wait for them.
         draining: it is given nothing new.
+        served: the parent has seen its KV links used, so a worker that starts later need not wait for them.
+        slot: of the shared counters, where its present life is counted.
     """
 
     instance: Instance
     healthy: bool
-    reason: str
-    served: bool
+    reason: str = ""
     draining: bool = False
+    served: bool = False
+    slot: int = 0
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True):

@@ -304,6 +304,8 @@ async def _serve(
     answers = Answering()
 
     def take_in(roster: Roster) -> None:
+        for one in roster.rows:
+            ledger.place(one.instance.incarnation_id, one.slot)
         worker_roster.take_in(roster)
         counters.say_roster(row, roster.number)
 
