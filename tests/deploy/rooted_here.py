@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from deploy.host import processes
-from deploy.host.children import Child, Children
+from deploy.host.children import Child, Children, be_root
 from deploy.host.state import SharedState, StateFiles
-from epd_serve.lifeline import adopt_orphans
 
 
 class ChildrenHere(Children):
@@ -51,7 +50,7 @@ class RootHere:
 
 @contextlib.contextmanager
 def root_here() -> Iterator[RootHere]:
-    adopt_orphans()
+    be_root()
     root = RootHere()
     try:
         yield root
