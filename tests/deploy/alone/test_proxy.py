@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from deploy.options.config import ProxyConfig
 from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
+from proxy.workers.wire import Row
 from tests.deploy.alone.test_stages import stages_file
 from tests.deploy.client_keys import client_keys
 from tests.stage_http import stage_client
@@ -140,26 +141,27 @@ def test_a_stage_on_a_port_has_a_key_of_its_own_and_one_on_a_socket_needs_none(t
             process.wait(PATIENCE_S)
 
 
-class Seen:
-    """A status table that notes what it is told, and ends the watch when it was told enough."""
+class Told:
+    """Front doors that note what they are told of their stages, when it is another word than before."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.said: list[str] = []
 
-    def mark_up(self, _: str) -> None:
-        self.told.append("up")
-
-    def mark_down(self, _: str, why: str) -> None:
-        self.told.append(why)
+    def tell(self, rows: Iterable[Row], wanted: Iterable[Role]) -> None:
+        (row,) = rows
+        assert (row.instance.id, set(wanted)) == ("PD0", {Role.PD})
+        word = "up" if row.healthy else row.reason
+        if word != (self.said or [""])[-1]:
+            self.said.append(word)
 
 
 @pytest.mark.parametrize(
     ("answers", "told"),
     [
-        ([200, TimeoutError, TimeoutError, TimeoutError, 200], ["up", "up"]),
-        ([200, *[TimeoutError] * 4], ["up", "hung: no answer on /health, 4 times in a row"]),
-        ([200, None], ["up", "/health answers nothing"]),
-        ([200, 503, 200], ["up", "/health answers 503", "up"]),
+        ([200, TimeoutError, TimeoutError, TimeoutError, 200], ["starting", "up"]),
+        ([200, *[TimeoutError] * 4], ["starting", "up", "hung: no answer on /health, 4 times in a row"]),
+        ([200, None], ["starting", "up", "/health answers nothing"]),
+        ([200, 503, 200], ["starting", "up", "/health answers 503", "up"]),
     ],
     ids=["a busy stage", "one that hangs", "one that is gone", "one that is ill"],
 )
@@ -176,7 +178,7 @@ async def test_a_stage_is_down_when_it_says_so_or_is_gone_and_not_for_one_late_a
 
     monkeypatch.setattr(proxy, "health_status", asked)
     monkeypatch.setattr(proxy, "HEALTH_EVERY_S", 0.0)
-    table = Seen()
+    doors, instance = Told(), Instance("PD0", Role.PD, "http://127.0.0.1:1", "static")
     with pytest.raises(asyncio.CancelledError):
-        await proxy._watch(Instance("PD0", Role.PD, "http://127.0.0.1:1", "static"), table)
-    assert table.told == told
+        await proxy._Health([instance], doors).watch(instance)  # type: ignore[arg-type]
+    assert doors.said == told
