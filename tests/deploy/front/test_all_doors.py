@@ -14,26 +14,31 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from deploy.front import doors as front_doors
 from deploy.front.all_doors import AllDoors
+from deploy.front.door import Mark
+from deploy.front.lives import SECTION
 from deploy.front.messages import FRONT_SOCKET
-from deploy.front.part import FAILED, FrontSetup, run_front
+from deploy.front.part import FrontSetup, run_front
 from deploy.front.remote import FrontError, RemoteDoors
 from deploy.front.shared import Shared
 from deploy.front.traced import about_requests
+from deploy.host import processes
 from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
-from deploy.keeper.in_process import InProcess
 from deploy.runtime.protocol import Observed, Order, Phase, Spec
 from deploy.runtime.stream import Writer, unix_socket
+from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.config.limits import Timeouts
 from proxy.config.settings import ProxySettings
 from proxy.records.records import Question
 from proxy.registry.instance_state import Work
+from tests.deploy.rooted_here import RootHere, root_here
 from tests.proxy.fakes import FakeStage, answer, bound, once, served, settings, text_body
 from tests.waiting import PATIENCE_S, until
 
@@ -42,25 +47,25 @@ PATIENT = settings(timeouts=Timeouts())
 
 @dataclass
 class Node:
-    """One node's front part, which this process plays as well as its keeper."""
+    """One node's front part, which this process plays as well as its root."""
 
     name: str
     run: RunDir
     shared: Shared
-    keeper: InProcess
+    root: RootHere
     url: str
     asked: socket.socket
     config: ProxySettings = PATIENT
     cut: bool = False
     writers: list[Writer] = field(default_factory=list)
-    living: asyncio.Task[int] | None = None
+    living: asyncio.Task[None] | None = None
 
     def live(self) -> None:
         """Another life of it."""
         shared = replace(self.shared, feed=self.shared.feed.dup())
         setup = FrontSetup(self.config, grace_s=1.0, drain_s=PATIENCE_S)
         self.living = asyncio.create_task(
-            run_front(setup, self.run, shared, "", self.keeper, self.asked.dup())  # type: ignore[arg-type]
+            run_front(setup, self.run, shared, "", self.root.children, self.root.state(), self.asked.dup())
         )
 
     async def die(self) -> None:
@@ -81,7 +86,11 @@ class Node:
             writer.close()
 
     async def pids(self) -> set[int]:
-        return {entry.pid for entry in await self.keeper.entries() if entry.name.startswith("front.") and entry.pid}
+        noted = msgspec.msgpack.decode(
+            self.root.state().read(SECTION) or b"\x90", type=list[tuple[int, int, int, Mark]]
+        )
+        found = [(pid, ticks, processes.stat(pid)) for _, pid, ticks, _ in noted]
+        return {pid for pid, ticks, now in found if now and not now.dead and now.start_ticks == ticks}
 
     async def ask(self) -> httpx.Response:
         async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, trust_env=False) as client:
@@ -138,10 +147,9 @@ async def made(count: int, config: ProxySettings = PATIENT) -> AsyncIterator[Hou
             stack.callback(shared.close)
             asked = stack.enter_context(private_socket(run.socket(FRONT_SOCKET)))
             asked.listen()
-            keeper = InProcess()
-            stack.callback(keeper.close)
+            node_root = stack.enter_context(root_here())
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            nodes.append(Node(f"n{number}", run, shared, keeper, url, asked, config))
+            nodes.append(Node(f"n{number}", run, shared, node_root, url, asked, config))
             nodes[-1].live()
         doors = AllDoors(say=lines.append)
         serving = asyncio.create_task(doors.serve())
@@ -318,4 +326,6 @@ async def test_front_doors_that_do_not_start_are_said_to(monkeypatch: pytest.Mon
         with pytest.raises(FrontError, match="did not start"):
             async with asyncio.timeout(PATIENCE_S):
                 await h.doors.ready()
-        assert await asyncio.wait_for(h.nodes[0].living, PATIENCE_S) == FAILED
+        assert h.nodes[0].living is not None
+        with pytest.raises(EpdError, match="did not start"):
+            await asyncio.wait_for(h.nodes[0].living, PATIENCE_S)

@@ -22,7 +22,6 @@ from deploy.front.doors import FrontDoors
 from deploy.front.shared import Shared
 from deploy.host import processes
 from deploy.host.ports import private_socket
-from deploy.keeper.in_process import InProcess
 from deploy.runtime.protocol import Observed, Order, Phase, Spec
 from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
@@ -31,6 +30,7 @@ from proxy.config.limits import AdmissionLimits, Timeouts
 from proxy.config.settings import ProxySettings
 from proxy.registry.instance_state import Work
 from proxy.workers.shared_counters import Asked
+from tests.deploy.rooted_here import RootHere, root_here
 from tests.proxy.fakes import FakeStage, answer, bound, once, served, settings, text_body
 from tests.waiting import PATIENCE_S, until
 
@@ -48,7 +48,7 @@ class House:
     serving: asyncio.Task[None]
     lines: list[str]
     shared: Shared
-    keeper: InProcess
+    root: RootHere
     config: ProxySettings
 
     async def die(self) -> None:
@@ -57,8 +57,8 @@ class House:
         await asyncio.wait([self.serving])
 
     def follow(self) -> None:
-        """Another one goes on, and knows nothing but what the keeper does."""
-        self.doors = made(self.config, life_of(self.shared), self.keeper, self.lines)
+        """Another one goes on, and knows nothing but what is written down."""
+        self.doors = made(self.config, life_of(self.shared), self.root, self.lines)
         self.serving = asyncio.create_task(self.doors.serve())
 
     def publish(self) -> None:
@@ -97,8 +97,8 @@ def life_of(shared: Shared) -> Shared:
     return replace(shared, feed=shared.feed.dup())
 
 
-def made(config: ProxySettings, shared: Shared, keeper: InProcess, lines: list[str]) -> FrontDoors:
-    return FrontDoors(config, shared, keeper, grace_s=1.0, drain_s=PATIENCE_S, say=lines.append)
+def made(config: ProxySettings, shared: Shared, root: RootHere, lines: list[str]) -> FrontDoors:
+    return FrontDoors(config, shared, root.children, root.state(), grace_s=1.0, drain_s=PATIENCE_S, say=lines.append)
 
 
 @asynccontextmanager
@@ -115,11 +115,10 @@ async def house(*names: str, workers: int = 1, config: ProxySettings = PATIENT) 
         lines: list[str] = []
         shared = Shared.of(listening, stack.enter_context(private_socket(Path(folder) / "feed")), workers)
         stack.callback(shared.close)
-        keeper = InProcess()
-        stack.callback(keeper.close)
-        doors = made(config, life_of(shared), keeper, lines)
+        root = stack.enter_context(root_here())
+        doors = made(config, life_of(shared), root, lines)
         serving = asyncio.create_task(doors.serve())
-        one = House(doors, url, stages, observed, serving, lines, shared, keeper, config)
+        one = House(doors, url, stages, observed, serving, lines, shared, root, config)
         one.publish()
         try:
             await doors.ready()
@@ -362,8 +361,8 @@ async def test_the_end_waits_for_what_is_under_way_in_all_of_them() -> None:
 async def test_one_that_does_not_start_ends_the_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = {"PYTHONHOME": "/nonexistent"}  # installed or not, Python itself does not start
     monkeypatch.setattr(front_doors, "module_environment", lambda: {**os.environ, **broken})
-    with bound() as listening, private_socket(tmp_path / "feed") as feed:
-        doors = made(PATIENT, Shared.of(listening, feed, 1), InProcess(), [])
+    with bound() as listening, private_socket(tmp_path / "feed") as feed, root_here() as root:
+        doors = made(PATIENT, Shared.of(listening, feed, 1), root, [])
         with pytest.raises(EpdError, match=r"front\.0 did not start: exit code 1"):
             async with asyncio.timeout(PATIENCE_S):
                 await doors.serve()
