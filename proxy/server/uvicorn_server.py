@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from proxy.background import Background
 from proxy.redact import redact_logs
@@ -70,7 +70,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: FastAPI,
+    app: Starlette,
     *,
     sockets: Sequence[socket.socket] = (),
     shared: SharedListener | None = None,

@@ -120,7 +120,7 @@ async def nodes(
             at = replace(blueprint, config=replace(blueprint.config, mooncake_master=master))
             setup = made.setup(folder, at, Net(name, host, made.key_file, PORTS))
             made.agents[name] = await stack.enter_async_context(_running(setup))
-            master = setup.master_address
+            master = setup.tier.address
         following = [asyncio.create_task(made.follow(name)) for name in hosts]
         stack.callback(lambda: [task.cancel() for task in following])
         app = create_app(replace(build_proxy_settings(blueprint), key_file=str(key), explain=True), made.table)
