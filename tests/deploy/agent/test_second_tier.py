@@ -117,13 +117,14 @@ async def test_the_master_of_a_layout_without_features_begins_with_the_first_ins
             await asyncio.gather(*map(agent.start, first))
             await until(lambda: run_all(*(one.id for one in first)))
             assert recorded_pool(run.path) == ("", "")
-            assert setup.master is not None
-            for port in (setup.master.settings.rpc_port, setup.master.settings.metrics_port):
+            master = setup.tier.master
+            assert master is not None
+            for port in (master.rpc_port, master.metrics_port):
                 with socket.socket() as other, pytest.raises(OSError, match="in use"):
-                    other.bind((setup.master.settings.host, port))
+                    other.bind((master.host, port))
             await agent.start(encoder)
             await until(lambda: run_all("mooncake_master", encoder.id, *(one.id for one in first)))
-            assert recorded_pool(run.path)[0] == setup.master_address
+            assert recorded_pool(run.path)[0] == setup.tier.address
             assert answers(f"{recorded_pool(run.path)[1]}/health")
             await agent.close()
             assert not await agent.groups()

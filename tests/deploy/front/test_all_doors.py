@@ -19,8 +19,7 @@ import pytest
 
 from deploy.front import doors as front_doors
 from deploy.front.all_doors import AllDoors
-from deploy.front.door import Mark
-from deploy.front.lives import SECTION
+from deploy.front.lives import SECTION, Door
 from deploy.front.messages import FRONT_SOCKET
 from deploy.front.part import FrontSetup, run_front
 from deploy.front.remote import FrontError, RemoteDoors
@@ -86,10 +85,9 @@ class Node:
             writer.close()
 
     async def pids(self) -> set[int]:
-        noted = msgspec.msgpack.decode(
-            self.root.state().read(SECTION) or b"\x90", type=list[tuple[int, int, int, Mark]]
-        )
-        found = [(pid, ticks, processes.stat(pid)) for _, pid, ticks, _ in noted]
+        section = self.root.state().read(SECTION) or b"\x90"
+        records = [door.record for door in msgspec.msgpack.decode(section, type=list[Door])]
+        found = [(one.pid, one.born_ticks, processes.stat(one.pid)) for one in records if one.pid]
         return {pid for pid, ticks, now in found if now and not now.dead and now.start_ticks == ticks}
 
     async def ask(self) -> httpx.Response:
