@@ -138,7 +138,7 @@ class _Node:
             stack.callback(run.remove)
             _log_to(run.log(LOG))
             agent = self._agent_setup(run)
-            told = replace(self._told(run), warnings=warnings, master=agent.master_address)
+            told = replace(self._told(run), warnings=warnings, master=agent.tier.address)
             return self._keep(stack, run, agent, told)
 
     def _run_of_our_own(self) -> RunDir | NodeRun:
@@ -231,13 +231,13 @@ class _Node:
         """Until a signal; then its stages end, and everything: there is nobody else who would."""
         signalled = asyncio.Event()
         life.heed(lambda number: signalled.set())
-        serving = asyncio.create_task(self._serve_front(front, life, children)) if front is not None else None
         life.state.write(BEGUN, b"")
-        await signalled.wait()
-        await agent.close()
-        if serving is not None:
-            serving.cancel()
-        root.end_now(0)
+        async with asyncio.TaskGroup() as group:
+            if front is not None:
+                group.create_task(self._serve_front(front, life, children), name="front part")
+            await signalled.wait()
+            await agent.close()
+            root.end_now(0)
 
     async def _serve_front(self, front: _Front, life: root.Life, children: Children) -> None:
         """Again, where front doors do not start: whoever waits for them has been told."""

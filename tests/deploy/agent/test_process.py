@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,18 @@ from typing import Any
 import pytest
 
 from deploy.agent.agent import Agent
-from deploy.agent.process import serve_agent
+from deploy.agent.process import served_agent
 from deploy.agent.setup import AgentSetup
 from deploy.agent.specs import orders
+from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
-from deploy.keeper.in_process import InProcess
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.runtime.client import AgentClient, AgentError
 from deploy.runtime.messages import AGENT_SOCKET
 from deploy.runtime.protocol import Order
 from deploy.runtime.stream import unix_socket
+from tests.deploy.rooted_here import root_here
 from tests.waiting import PATIENCE_S, until
 
 LAYOUT = draw(DeployConfig(layout="PD", device="cpu", arena_mib=8, kv_staging_mib=4))
@@ -31,14 +31,21 @@ LAYOUT = draw(DeployConfig(layout="PD", device="cpu", arena_mib=8, kv_staging_mi
 @contextlib.asynccontextmanager
 async def served(folder: Path) -> AsyncIterator[Callable[[], asyncio.Task[None]]]:
     """Begins an agent on the same socket, any number of times one after the other."""
-    run, keeper, serving = RunDir.create(folder / "run"), InProcess(), list[asyncio.Task[None]]()
-    setup = AgentSetup.of(run, LAYOUT)
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(folder / AGENT_SOCKET))
+    serving = list[asyncio.Task[None]]()
+    with contextlib.ExitStack() as stack:
+        root = stack.enter_context(root_here())
+        run = RunDir.create(folder / "run")
+        stack.callback(run.remove)
+        listening = stack.enter_context(private_socket(folder / AGENT_SOCKET))
         listening.listen()
+        setup = AgentSetup.of(run, LAYOUT)
+
+        async def serve() -> None:
+            async with served_agent(setup, root.children, root.state(), listening.dup()):
+                await asyncio.Event().wait()
 
         def begin() -> asyncio.Task[None]:
-            serving.append(asyncio.create_task(serve_agent(setup, keeper, listening.dup())))
+            serving.append(asyncio.create_task(serve()))
             return serving[-1]
 
         try:
@@ -47,8 +54,6 @@ async def served(folder: Path) -> AsyncIterator[Callable[[], asyncio.Task[None]]
             for task in serving:
                 task.cancel()
             await asyncio.wait(serving)
-            keeper.close()
-            run.remove()
 
 
 async def ended(task: asyncio.Task[None]) -> None:

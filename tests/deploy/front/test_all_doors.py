@@ -84,12 +84,11 @@ class Node:
         for writer in self.writers:
             writer.close()
 
-    def pids(self) -> set[int]:
-        """Of its front doors that run, whoever knows of them."""
-        noted = self.root.state().read(SECTION)
-        doors = msgspec.msgpack.decode(noted, type=list[Door]) if noted is not None else []
-        found = {door.record.pid: processes.stat(door.record.pid) for door in doors if door.record.pid}
-        return {pid for pid, process in found.items() if process is not None and not process.dead}
+    async def pids(self) -> set[int]:
+        section = self.root.state().read(SECTION) or b"\x90"
+        records = [door.record for door in msgspec.msgpack.decode(section, type=list[Door])]
+        found = [(one.pid, one.born_ticks, processes.stat(one.pid)) for one in records if one.pid]
+        return {pid for pid, ticks, now in found if now and not now.dead and now.start_ticks == ticks}
 
     async def ask(self) -> httpx.Response:
         async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, trust_env=False) as client:
@@ -146,9 +145,9 @@ async def made(count: int, config: ProxySettings = PATIENT) -> AsyncIterator[Hou
             stack.callback(shared.close)
             asked = stack.enter_context(private_socket(run.socket(FRONT_SOCKET)))
             asked.listen()
-            root_of_node = stack.enter_context(root_here())
+            node_root = stack.enter_context(root_here())
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            nodes.append(Node(f"n{number}", run, shared, root_of_node, url, asked, config))
+            nodes.append(Node(f"n{number}", run, shared, node_root, url, asked, config))
             nodes[-1].live()
         doors = AllDoors(say=lines.append)
         serving = asyncio.create_task(doors.serve())
@@ -168,7 +167,7 @@ async def made(count: int, config: ProxySettings = PATIENT) -> AsyncIterator[Hou
                 await doors.end()
             for node in nodes:
                 await node.die()
-                assert not node.pids()
+                assert not await node.pids()
             serving.cancel()
             await asyncio.wait([serving])
 
@@ -227,7 +226,7 @@ async def test_stamps_of_nodes_that_share_a_folder_are_told_once_each_with_its_c
 
 async def test_a_front_part_that_dies_costs_no_front_door_and_knows_again_what_it_was_told() -> None:
     async with house(1) as h:
-        node, before = h.nodes[0], h.nodes[0].pids()
+        node, before = h.nodes[0], await h.nodes[0].pids()
         node.cut_off()  # nobody tells it anything more
         await node.die()
         assert (await node.ask()).status_code == 200
@@ -243,8 +242,8 @@ async def test_a_front_part_that_dies_costs_no_front_door_and_knows_again_what_i
         assert await node.health() == 503
 
 
-def _is_another(node: Node, victim: int) -> bool:
-    pids = node.pids()
+async def _is_another(node: Node, victim: int) -> bool:
+    pids = await node.pids()
     return bool(pids) and victim not in pids
 
 

@@ -165,7 +165,7 @@ async def test_one_that_is_killed_leaves_the_others_serving_and_is_followed_by_a
         assert True in answered and False in answered, "those of the one that was killed, and no others, were cut"
         assert (await h.ask()).status_code == 200
         assert h.pid(1) == other
-        assert any("killed by SIGKILL; another starts" in line for line in h.lines)
+        assert any("killed by SIGKILL" in line and "another starts" in line for line in h.lines)
 
 
 async def test_where_there_is_only_one_connections_wait_for_the_next() -> None:
@@ -357,7 +357,7 @@ async def test_those_there_are_stay_where_another_one_does_not_start(monkeypatch
         assert h.doors._lives is not None
         broken = {**os.environ, "PYTHONHOME": "/nonexistent"}
         monkeypatch.setattr(h.doors._lives, "_house", replace(h.doors._lives._house, environment=broken))
-        with pytest.raises(EpdError, match="did not start: exit code 1"):
+        with pytest.raises(EpdError, match="did not start: "):
             await h.doors.restart()
         assert h.doors.pids == before and (await h.ask()).status_code == 200
 
@@ -478,6 +478,6 @@ async def test_one_that_does_not_start_ends_the_launch(monkeypatch: pytest.Monke
     monkeypatch.setattr(front_doors, "module_environment", lambda: {**os.environ, **broken})
     with bound() as listening, private_socket(tmp_path / "feed") as feed, root_here() as root:
         doors = made(PATIENT, Shared.of(listening, feed, 1), root, [])
-        with pytest.raises(EpdError, match=r"front\.0 did not start: exit code 1"):
+        with pytest.raises(EpdError, match=r"front\.0 did not start: "):
             async with asyncio.timeout(PATIENCE_S):
                 await doors.serve()
