@@ -165,7 +165,7 @@ async def test_one_that_is_killed_leaves_the_others_serving_and_is_followed_by_a
         assert True in answered and False in answered, "those of the one that was killed, and no others, were cut"
         assert (await h.ask()).status_code == 200
         assert h.pid(1) == other
-        assert any("killed by SIGKILL" in line and "another starts" in line for line in h.lines)
+        assert any("killed by SIGKILL" in line and "another starts" in line for line in h.lines), h.lines
 
 
 async def test_where_there_is_only_one_connections_wait_for_the_next() -> None:
@@ -406,6 +406,21 @@ async def test_who_dies_while_nobody_looks_is_settled_and_followed_later() -> No
         await until(lambda: not h.doors.leases("PD0")[Work.DECODE])
 
 
+async def test_who_hangs_while_nobody_looks_goes_by_no_old_roster_later() -> None:
+    async with house("PD0", "PD1", workers=2) as h:
+        hung, other = h.pid(0), h.pid(1)
+        await h.die()
+        os.kill(hung, signal.SIGSTOP)
+        h.follow()
+        h.phase("PD0", Phase.DRAINING)
+        await h.doors.ready()
+        assert processes.stat(hung) is None and any("has not taken in the roster" in line for line in h.lines)
+        before = len(h.stages["PD0"].calls)
+        assert {(await h.ask()).status_code for _ in range(4)} == {200} and len(h.stages["PD0"].calls) == before
+        await until(lambda: h.doors.pids.get("front.0") not in (hung, None), "another one")
+        assert h.pid(1) == other
+
+
 async def test_they_go_on_being_replaced_by_who_follows() -> None:
     released = asyncio.Event()
     async with house("PD0", workers=2) as h:
@@ -471,6 +486,20 @@ async def test_the_end_waits_for_what_is_under_way_in_all_of_them() -> None:
         async with asyncio.timeout(PATIENCE_S):
             await idle
         await asyncio.gather(*held, return_exceptions=True)
+
+
+async def test_the_end_does_not_wait_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_lives, "ENDING_S", 0.5)
+    async with house("PD0", workers=2) as h:
+        h.stages["PD0"].usual = once(asyncio.Event(), answer)
+        held = [asyncio.create_task(h.is_answered()) for _ in range(4)]
+        await until(lambda: h.stages["PD0"].active == 4)
+        pids = set(h.doors.pids.values())
+        os.kill(h.pid(), signal.SIGSTOP)
+        async with asyncio.timeout(PATIENCE_S):
+            await h.doors.end()
+        assert not any(map(processes.stat, pids)) and not h.noted()
+        assert await asyncio.gather(*held) == [False] * 4, "their time was over"
 
 
 async def test_one_that_does_not_start_ends_the_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
