@@ -55,7 +55,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("interference", "bench.micro.interference.command", "how much operators of the stages slow each other"),
         Command("change", "bench.change.command", "what clients notice of changes, flips and kills"),
         Command("conversations", "bench.conversations", "what later turns cost, by how instances are chosen"),
-        Command("ray", "bench.ray.command", "what a deployment on Ray costs, and what clients notice of deaths there"),
         Command("proxy", "bench.micro.proxy.command", "what the proxy costs, over simulated stages"),
     ),
     PAPERS: (

@@ -21,10 +21,10 @@ import httpx
 import pytest
 
 from bench.cli import parser as bench_parser
-from bench.ray.nodes import ray_nodes
 from deploy.cli.command import parser as serve_parser
 from deploy.host.ports import free_ports
 from epd_serve.demo.presets import builtin_model_dir
+from tests.deploy.ray.nodes import ray_nodes
 from tests.docs.documents import ROOT, Command
 from tests.docs.test_commands import every_command, is_name
 from tests.waiting import PATIENCE_S, wait_for
@@ -41,7 +41,6 @@ SMALL: Mapping[str, str] = {
     "load": "--rate 2 --duration 3 --min-samples 1 --late-ms 1000",
     "memory-tables": "",
     "papers": "--quick",
-    "ray": "--quick --only ttft --rounds 2 --per-s 10",
     "workload": "--n 4",
 }
 """By the beginning of the command: what makes it short, with stages simulated or none at all."""

@@ -14,6 +14,7 @@ from tests.soak import (
     memory,
     neighbours,
     placement,
+    ray_kills,
     real_time,
     streams,
     table5,
@@ -41,3 +42,9 @@ def test_no_body_is_a_server_error_behind_simulated_and_real_stages() -> None:
 @pytest.mark.e2e
 def test_duplicates_through_two_proxies_are_encoded_once() -> None:
     assert duplicates.SOAK.missed(duplicates.SOAK.run(["--quick"]), speed=False) == []
+
+
+@pytest.mark.slow
+def test_nobody_notices_what_is_killed_or_changed_on_ray() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    assert ray_kills.SOAK.missed(ray_kills.SOAK.run(["--quick"]), speed=False) == []

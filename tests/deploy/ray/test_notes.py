@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from bench.ray.nodes import RayNodes
 from deploy.control.notes import FileNotes
 from deploy.options.config import DeployConfig
 from deploy.ray import nodes, notes
 from deploy.ray.nodes import Nodes
 from deploy.ray.notes import GcsNotes
 from epd_serve.errors import ConfigError
+from tests.deploy.ray.nodes import RayNodes
 
 pytestmark = pytest.mark.asyncio
 

@@ -1,4 +1,4 @@
-"""`epd-bench ray`: what of a deployment on Ray may be killed, what that excuses, and which figures follow from rows."""
+"""What of a deployment on Ray may be killed, what that excuses, and which figures of the soak test follow from rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from bench.change.kills import Kill, Victim, kill
-from bench.ray import deployed
-from bench.ray.command import figures
-from bench.ray.deployed import NODE, RAYLET, victims
-from bench.ray.nodes import RayNode
 from deploy.host.processes import stat
+from tests.deploy.ray import on_ray
+from tests.deploy.ray.nodes import RayNode
+from tests.deploy.ray.on_ray import NODE, RAYLET, victims
+from tests.soak.ray_kills import figures
 
 ME = os.getpid()
 PARENT = os.getppid()
@@ -70,27 +70,6 @@ def test_every_kind_has_its_turn_before_one_has_a_second(monkeypatch: pytest.Mon
 
 
 ROWS: list[dict[str, Any]] = [
-    {"part": "ready", "runtime": "local", "round": 0, "seconds": 4.0},
-    {"part": "ready", "runtime": "ray", "round": 0, "seconds": 9.0},
-    *(
-        {
-            "part": "ttft",
-            "runtime": runtime,
-            "round": turn,
-            "requests": 100,
-            "failed": failed,
-            "text_ttft_ms": text,
-            "image_ttft_ms": image,
-        }
-        for turn, runtime, text, image, failed in (
-            (0, "local", 10.0, 20.0, 0),
-            (0, "ray", 11.0, 21.0, 0),
-            (1, "ray", 24.0, 41.0, 1),
-            (1, "local", 20.0, 40.0, 0),
-        )
-    ),
-    {"part": "cpu", "state": "loaded", "round": 0, "gcs": 0.1, "raylet": 0.1, "actors": 0.1, "others": 0.1, "all": 0.4},
-    {"part": "cpu", "state": "idle", "round": 0, "gcs": 0.0, "raylet": 0.1, "actors": 0.0, "others": 0.1, "all": 0.2},
     {"part": "kills", "kill": "b", "kind": RAYLET, "at": 3.0},
     {"part": "kills", "kill": "controller", "kind": "controller", "at": 13.0},
     {"part": "kills", "held": 2},
@@ -112,19 +91,9 @@ ROWS: list[dict[str, Any]] = [
 
 def test_figures_follow_from_rows() -> None:
     named = figures(ROWS)
-    assert (named["local_ready_s"], named["ray_ready_s"]) == (4.0, 9.0)
-    assert named["ray_text_ttft_over_local"] == 1.15 and named["ray_image_ttft_over_local"] == pytest.approx(1.0375)
-    assert named["ray_ttft_over_local"] == 1.15, "the worse of the two"
-    assert named["ray_ttft_failed"] == 1
-    assert (named["ray_cpu_share"], named["ray_cpu_share_idle"]) == (0.4, 0.2)
     assert (named["ray_kills"], named["ray_kill_errors"], named["ray_kill_cut"], named["ray_kill_held"]) == (2, 3, 2, 2)
     assert named["ray_relayouts"] == 3
     assert named["ray_relayout_errors"] == 4, "an error, a cut stream, one that failed and one that was refused"
-
-
-def test_a_part_alone_has_its_figures_alone() -> None:
-    assert figures([row for row in ROWS if row["part"] == "ready"]) == {"local_ready_s": 4.0, "ray_ready_s": 9.0}
-    assert not any(name.startswith("ray_kill") for name in figures([row for row in ROWS if row["part"] != "kills"]))
 
 
 @pytest.mark.parametrize(
@@ -137,4 +106,4 @@ def test_a_part_alone_has_its_figures_alone() -> None:
     ],
 )
 def test_parts_of_a_status_have_a_node_and_a_kind(part: str, node: str, kind: str) -> None:
-    assert (deployed.node_of(part), deployed.kind_of(part)) == (node, kind)
+    assert (on_ray.node_of(part), on_ray.kind_of(part)) == (node, kind)

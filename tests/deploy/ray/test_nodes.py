@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from bench.ray.nodes import RayNodes, ray_nodes
 from deploy.host.processes import stat
+from tests.deploy.ray.nodes import RayNodes, ray_nodes
 from tests.waiting import wait_for
 
 pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = pytest.mark.slow
 MEASURES = """
 import sys
-from bench.ray.nodes import ray_nodes
+from tests.deploy.ray.nodes import ray_nodes
 if __name__ == "__main__":
     with ray_nodes(2, cpus=1) as ray:
         print(*(pid for pids in ray.parts().values() for pid in pids), flush=True)

@@ -16,9 +16,9 @@ from bench.change.deployment import ANSWER_S, Deployment
 from bench.change.kills import Victim, stages
 from bench.change.loads import PROFILE
 from bench.clients.process import Child
-from bench.ray.nodes import RayNodes
 from bench.served import Served, simulated
 from deploy.host.processes import stat
+from tests.deploy.ray.nodes import RayNodes
 
 LAYOUT = "2E-4P-6D"
 NAME = "bench"
