@@ -70,14 +70,3 @@ def closed_loop(
         first = f"{bad[0].fault}: {bad[0].error}"
         raise StageError(f"{url}: {len(bad)} of {len(records)} answers are not good, the first: {first}", stage=url)
     return records
-
-
-def seconds_of(records: Sequence[RequestRecord]) -> float:
-    """From the first request to the last answer."""
-    return max(one.ended_s for one in records) - min(one.due_s for one in records)
-
-
-def tpot_s(record: RequestRecord, tokens: int) -> float:
-    """(end - first byte) / (tokens - 1); vLLM's role comes with the first token."""
-    assert record.first_byte_s is not None, "a whole answer"
-    return (record.ended_s - record.first_byte_s) / (tokens - 1)

@@ -47,8 +47,6 @@ SMALL: Mapping[str, str] = {
 CLOSED_LOOP = "--n 8 --min-samples 1 --late-ms 1000"
 
 REAL: Mapping[str, str] = {
-    "colocation": "--quick",
-    "budgets": "--quick --rounds 1 --bursts 1 --only tp1",
     "interference": "--quick --operators norm,decode_attention",
     "transfer ep": "--quick",
     "transfer pd": "--quick",
