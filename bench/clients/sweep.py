@@ -80,13 +80,6 @@ def _objectives(figures: Mapping[str, Any], slos: Sequence[Slo]) -> list[str]:
     return [table(rows)] if len(rows) > 1 else []
 
 
-def goodput_text(met_rps: float, missed_rps: float | None, target: float, slo: Slo, devices: int | None) -> str:
-    """What a search found."""
-    each = f" ({met_rps / devices:.3f} per device)" if devices else ""
-    found = f"{met_rps:.3f} requests/s{each}" if met_rps else "no rate that was tried"
-    return f"goodput for {target:.0%} within {slo}: {found}; {'none' if missed_rps is None else missed_rps} misses"
-
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -146,8 +146,6 @@ def test_a_measurement_without_real_stages_runs(command, tmp_path, endpoint):
     words = [word.replace("http://127.0.0.1:8000", endpoint) for word in words]
     if "layouts-monday/" in words or "out/tp1x2" in words:
         pytest.skip("folders of two experiments of the reader's")
-    if "--find-goodput" in words:
-        pytest.skip("it looks for the rate at which the endpoint is full, which simulated stages never are")
 
     short = CLOSED_LOOP if "--concurrency" in words else SMALL[kind(command, SMALL)]
     run((*words, *shlex.split(short)), tmp_path)
