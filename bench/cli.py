@@ -52,7 +52,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("transfer pd", "bench.micro.pd.command", "KV from P to D, by mode of grouping"),
         Command("interference", "bench.micro.interference.command", "how much operators of the stages slow each other"),
         Command("change", "bench.change.command", "what clients notice of changes, flips and kills"),
-        Command("conversations", "bench.conversations", "what later turns cost, by how instances are chosen"),
         Command("proxy", "bench.micro.proxy.command", "what the proxy costs, over simulated stages"),
     ),
     PAPERS: (

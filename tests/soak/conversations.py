@@ -1,4 +1,4 @@
-"""`epd-bench conversations`: what a later turn of a conversation costs, over simulated stages.
+"""What a later turn of a conversation costs, over simulated stages, and what routing by cached prefixes is worth.
 
 Conversations of several turns about one to three images, sent whole in each turn as clients do, with time to think in
 between. Two ways to choose instances, each in a deployment of its own: by what is cached where (`prefixes`, as usual),
@@ -15,6 +15,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -22,11 +23,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.clients.sender import answered
 from bench.clients.target import Target
-from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, several, whole
+from bench.micro.measurement import Goal, Row
 from bench.micro.rows import grouped
 from bench.served import Served, simulated
 from bench.statistic import percentile
 from bench.workloads.synthetic import WORDS, image_body
+from tests.soak.harness import Result, Soak
 
 WAYS: Mapping[str, Sequence[str]] = {
     "prefixes": (),
@@ -47,12 +49,19 @@ PROFILE: Mapping[str, Any] = {
     "capacity": {"block_tokens": BLOCK_TOKENS, "kv_tokens": 120_000},
     "kv_bytes_per_token": BYTES_PER_TOKEN,
 }
-FLAGS = {
-    "--ways": flag("how instances are chosen", tuple(WAYS), several(one_of(*WAYS))),
-    "--turns": flag("of a conversation", 8, whole(2)),
-    "--at-once": flag("conversations at once", 32, whole()),
-    "--answer": flag("tokens of an answer", 64, whole(2)),
-}
+
+
+@dataclass(frozen=True)
+class Talks:
+    """So many conversations, of which some go on at once. `think_s`: a client's mean pause between turns."""
+
+    count: int
+    think_s: float
+    turns: int = 8
+    at_once: int = 32
+    answer: int = 64
+
+
 LEAST_LOAD = 2.0
 """Requests of a D: of fewer it is chance which has most of them."""
 
@@ -60,53 +69,57 @@ SETTLE_S = 1.5
 """Reports of links and loads are up to a second old."""
 
 
-def measure(arguments: argparse.Namespace) -> Iterator[Row]:
-    """A row per turn and way, and one of what the stages have counted."""
-    for way in arguments.ways:
-        with simulated(LAYOUT, PROFILE, WAYS[way]) as launch:
-            before = _counted(launch)
-            turns, loads = asyncio.run(_talk(launch, arguments))
-            time.sleep(SETTLE_S)
-            now = _counted(launch)
-            yield from ({"way": way, **turn} for turn in turns)
-            images = sum(1 + seed % 3 for seed in range(arguments.talks))
-            yield {
-                "way": way,
-                "images": images,
-                "imbalance_p99": percentile(loads, 99) if loads else math.nan,
-                **{name: now[name] - before[name] for name in now},
-            }
+def measure(arguments: argparse.Namespace) -> Result:
+    talks = Talks(64, think_s=0.5) if arguments.quick else Talks(160, think_s=2.0)
+    rows = [row for way in WAYS for row in measured(way, talks)]
+    return figures(rows), rows, f"{talks.count} conversations of {talks.turns} turns, {talks.at_once} at once"
 
 
-async def _talk(launch: Served, arguments: argparse.Namespace) -> tuple[list[Row], list[float]]:
+def measured(way: str, talks: Talks) -> Iterator[Row]:
+    """A row per turn, and one of what the stages have counted."""
+    with simulated(LAYOUT, PROFILE, WAYS[way]) as launch:
+        before = _counted(launch)
+        turns, loads = asyncio.run(_talk(launch, talks))
+        time.sleep(SETTLE_S)
+        now = _counted(launch)
+    yield from ({"way": way, **turn} for turn in turns)
+    yield {
+        "way": way,
+        "images": sum(1 + seed % 3 for seed in range(talks.count)),
+        "imbalance_p99": percentile(loads, 99) if loads else math.nan,
+        **{name: now[name] - before[name] for name in now},
+    }
+
+
+async def _talk(launch: Served, talks: Talks) -> tuple[list[Row], list[float]]:
     """All turns of all conversations, and how unevenly D's were loaded meanwhile: the most loaded over the mean."""
     turns: list[Row] = []
-    left = iter(range(arguments.talks))
+    left = iter(range(talks.count))
 
     async def lane(number: int) -> None:
-        await asyncio.sleep(arguments.think * arguments.turns * number / arguments.at_once)
+        await asyncio.sleep(talks.think_s * talks.turns * number / talks.at_once)
         for seed in left:
-            await _conversation(launch, seed, arguments, turns)
+            await _conversation(launch, seed, talks, turns)
 
     loads: list[float] = []
     watching = asyncio.create_task(_watch(launch.url, loads))
     async with asyncio.TaskGroup() as group:
-        for number in range(arguments.at_once):
+        for number in range(talks.at_once):
             group.create_task(lane(number))
     watching.cancel()
     return turns, loads
 
 
-async def _conversation(launch: Served, seed: int, arguments: argparse.Namespace, turns: list[Row]) -> None:
+async def _conversation(launch: Served, seed: int, talks: Talks, turns: list[Row]) -> None:
     """Adds a row per answer. `new_tokens`: of the prompt that neither an earlier turn's prompt nor its answer had, by
     blocks; `oracle_tokens`: of it that were in the last turn's prompt, by blocks."""
     chance, prompt, answer = random.Random(seed), 0, 0
     messages: list[dict[str, Any]] = []
-    for number in range(1, arguments.turns + 1):
+    for number in range(1, talks.turns + 1):
         if number > 1:
-            await asyncio.sleep(chance.expovariate(1 / arguments.think))
+            await asyncio.sleep(chance.expovariate(1 / talks.think_s))
         messages.append({"role": "user", "content": _question(launch.model, seed, number)})
-        body = {"model": launch.model, "messages": messages, "max_tokens": arguments.answer, "ignore_eos": True}
+        body = {"model": launch.model, "messages": messages, "max_tokens": talks.answer, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
         record = await answered(launch.url, body)
         messages.append({"role": "assistant", "content": record.text})
@@ -186,19 +199,21 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in named.items()}
 
 
-MEASUREMENT = Measurement(
-    quick="fewer conversations, less time to think",
-    flags=FLAGS,
-    settings={"talks": Usually(160, 64), "think": Usually(2.0, 0.5)},
-    about=lambda arguments: {"kind": f"real front doors; {LAYOUT} of simulated stages"},
-    measure=measure,
-    figures=figures,
-    goals=(
-        Goal("later_turn_ttft_ratio", "<=", 0.5, "a turn costs what is new in it"),
+SOAK = Soak(
+    "conversations",
+    "what later turns cost, by how instances are chosen: by what is cached where, and by load alone",
+    measure,
+    (
         Goal("encodes_per_image", "==", 1.0, "an image is encoded once"),
         Goal("kv_sent_over_new", "<=", 1.2, "P sends what D lacks"),
         Goal("hits_over_oracle", ">=", 0.9, "of one cache that had everything"),
+    ),
+    speed_goals=(
+        Goal("later_turn_ttft_ratio", "<=", 0.5, "a turn costs what is new in it"),
         Goal("imbalance_over_load", "<=", 1.3, "no hot spots"),
     ),
 )
-add_arguments = MEASUREMENT.add_arguments
+
+
+if __name__ == "__main__":
+    raise SystemExit(SOAK.main())

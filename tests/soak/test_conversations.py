@@ -1,13 +1,11 @@
-"""`epd-bench conversations`: what is counted, and one small run over simulated stages."""
+"""Conversations: what is counted, and one small run over simulated stages."""
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
-from bench import conversations
-from bench.conversations import figures, measure
+from tests.soak import conversations
+from tests.soak.conversations import Talks, figures, measured
 
 
 def rows(way: str, **more: float) -> list[dict[str, object]]:
@@ -44,7 +42,6 @@ def test_samples_are_told_apart_by_their_labels() -> None:
 
 def test_a_later_turn_is_prefilled_and_sent_but_for_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "LAYOUT", "E-2P-2D")
-    asked = argparse.Namespace(ways=("prefixes",), turns=3, at_once=2, answer=40, talks=2, think=0.3)
-    found = figures(list(measure(asked)))
+    found = figures(list(measured("prefixes", Talks(2, think_s=0.3, turns=3, at_once=2, answer=40))))
     assert found["hits_over_oracle"] == found["encodes_per_image"] == 1.0
     assert 0.95 < found["kv_sent_over_new"] <= 1.0

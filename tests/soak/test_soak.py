@@ -7,6 +7,7 @@ import pytest
 from tests.soak import (
     abuse,
     burst,
+    conversations,
     duplicates,
     fuzz,
     kills,
@@ -21,13 +22,11 @@ from tests.soak import (
 )
 from tests.soak.harness import Soak
 
-SOAKS = tuple(
-    one.SOAK for one in (abuse, burst, kills, leave, memory, neighbours, placement, real_time, streams, table5)
-)
+SOAKS = (abuse, burst, conversations, kills, leave, memory, neighbours, placement, real_time, streams, table5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("soak", SOAKS, ids=lambda soak: soak.name)
+@pytest.mark.parametrize("soak", [one.SOAK for one in SOAKS], ids=lambda soak: soak.name)
 def test_its_goals_are_met(soak: Soak) -> None:
     assert soak.missed(soak.run(["--quick"]), speed=False) == []
 
