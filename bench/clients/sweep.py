@@ -15,12 +15,11 @@ from typing import Any
 
 from bench.clients.bodies import Source
 from bench.clients.measure import Measured, Plan, measure
-from bench.clients.phases import joined
+from bench.clients.phases import breakdown, joined, phase_figures, phase_rows, request_phases
 from bench.clients.results import RequestRecord, append_lines
 from bench.clients.sender import Sender
 from bench.clients.slo import beside
 from bench.clients.target import Target
-from bench.phases import breakdown, phase_figures, phase_rows, request_phases
 from bench.record import flatten
 from bench.workloads.requests import Arrivals, ClosedLoop, Poisson
 from deploy.host import event_loop
@@ -64,7 +63,7 @@ def run_text(measured: Measured, slos: Sequence[Slo]) -> str:
 
 
 def phase_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Of `bench.phases.phase_rows`."""
+    """Of `bench.clients.phases.phase_rows`."""
     shown = [tuple(f"{value:.2f}" if isinstance(value, float) else value for value in row.values()) for row in rows]
     return table([tuple(rows[0]), *shown]) if rows else ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.phases import (
+from bench.clients.phases import (
     Breakdown,
     RequestPhases,
     breakdown,
