@@ -28,6 +28,7 @@ from bench.clients.target import Request
 from bench.micro.measurement import Goal, Measurement, Row, flag
 from bench.micro.proxy import pressure
 from bench.micro.proxy.rivals import (
+    Rival,
     bare_relay,
     closed_loop,
     compared,
@@ -38,7 +39,6 @@ from bench.micro.proxy.rivals import (
 )
 from bench.micro.rows import grouped, median
 from bench.served import simulated
-from bench.started import Rival
 from bench.workloads.requests import Poisson, arrivals_within
 
 RATE_RPS = 200.0
