@@ -51,7 +51,7 @@ T = TypeVar("T")
 Flag = Mapping[str, Any]
 
 LEAST_ROUNDS = 2
-TELL_S = 2.0
+PRINT_EVERY_S = 2.0
 """Between two rows that are printed."""
 
 
@@ -184,7 +184,7 @@ class Measurement:
         env = {**record.environment(argv, asked=arguments), **self.about(arguments)}
         rows: list[Row] = []
         with record.kept(arguments.json, env, rows):
-            rows.extend(told(self.measure(arguments)))  # one by one: an error keeps those before it
+            rows.extend(printed(self.measure(arguments)))  # one by one: an error keeps those before it
             figures = self.figures(rows)
             goals = tuple(goal for goal in (*self.goals, *self.required) if goal.figure in figures)
             named = {goal.figure for goal in goals}
@@ -197,13 +197,13 @@ class Measurement:
         return 0 if all(goal.met(figures[goal.figure]) for goal in self.required if goal.figure in figures) else 1
 
 
-def told(rows: Iterable[Row]) -> Iterator[Row]:
+def printed(rows: Iterable[Row]) -> Iterator[Row]:
     """The rows, of which one is printed now and then, by its numbers and words."""
-    told_s = 0.0
+    printed_s = 0.0
     for row in rows:
-        if time.monotonic() - told_s > TELL_S:
+        if time.monotonic() - printed_s > PRINT_EVERY_S:
             print(*(f"{name} {value}" for name, value in row.items() if not isinstance(value, list | dict)), flush=True)
-            told_s = time.monotonic()
+            printed_s = time.monotonic()
         yield row
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from bench.record import ROOT
 from deploy.host.processes import stat
 from tests.deploy.ray.nodes import RayNodes, ray_nodes
 from tests.waiting import wait_for
@@ -49,7 +51,8 @@ def test_a_node_whose_raylet_is_killed_is_none_and_another_may_come() -> None:
 def test_nothing_of_ray_outlives_a_measurement_that_is_killed(tmp_path) -> None:
     script = tmp_path / "measures.py"
     script.write_text(MEASURES)
-    process = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    argv, env = [sys.executable, str(script)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert process.stdout is not None
         every = [int(pid) for pid in process.stdout.readline().split()]
