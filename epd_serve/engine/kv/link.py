@@ -29,8 +29,7 @@ from epd_serve.engine.capture_gate import CaptureGate, capture_gate
 from epd_serve.engine.kv.link_connection import Connection
 from epd_serve.engine.kv.link_cost import MeasuredCost
 from epd_serve.engine.kv.link_fates import Fates
-from epd_serve.engine.kv.link_jobs import DoneJob, Outgoing, PacketJob, SliceJob
-from epd_serve.engine.kv.link_outbox import Outbox
+from epd_serve.engine.kv.link_jobs import DoneJob, Outbox, Outgoing, PacketJob, SliceJob
 from epd_serve.engine.kv.link_peer import Peer
 from epd_serve.engine.kv.link_record import LinkRecord, Outcome
 from epd_serve.engine.kv.transport import LinkError, SendSide
