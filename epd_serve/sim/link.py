@@ -150,3 +150,13 @@ class Link:
         if (state, reason) != (self._state, self._reason):
             self._state, self._reason = state, reason
             self._changed()
+
+
+def caller(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> Callable[[], None]:
+    """What any thread may call to have `call` run in the loop. A loop that has ended hears nothing any more."""
+
+    def ring() -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(call)
+
+    return ring
