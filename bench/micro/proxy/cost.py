@@ -22,7 +22,7 @@ from bench.started import Rival
 PROGRAM = "deploy.front.process"
 STEPS = {
     "HTTP with the client": ("uvicorn", "proxy.server", "proxy.http.body"),
-    "HTTP with the stage": ("proxy.stages.connection", "proxy.stages.client", "proxy.stages.deadlines"),
+    "HTTP with the stage": ("proxy.stages.connection", "proxy.stages.client"),
     "body parsed, checked, written again; answer checked": (
         *("proxy.fields", "proxy.request.parse", "proxy.request.payload", "proxy.strict_json"),
         *("proxy.stages.bodies", "proxy.stages.cost", "proxy.stages.prompt_nodes"),
