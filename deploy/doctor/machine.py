@@ -10,8 +10,8 @@ import resource
 import sys
 from pathlib import Path
 
+from deploy.doctor.ascend_files import read_text
 from deploy.doctor.facts import MachineFacts
-from deploy.doctor.text_file import read_text
 
 
 def read_machine(root: Path = Path("/"), shm: Path = Path("/dev/shm")) -> MachineFacts:
