@@ -130,9 +130,9 @@ class Outbox:
         with self._lock:
             self._queue.put_end(job.out.key, job)
 
-    def hasten(self, key: TransferKey, deadline: float) -> None:
+    def reprioritise(self, key: TransferKey, deadline: float) -> None:
         with self._lock:
-            self._queue.hasten(key, deadline)
+            self._queue.reprioritise(key, deadline)
 
     def drop(self, key: TransferKey) -> None:
         with self._lock:

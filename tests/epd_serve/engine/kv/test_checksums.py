@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from epd_serve.engine.kv.checksum_audit import layer_checksums
 from epd_serve.engine.kv.regions import layers_of
-from epd_serve.engine.kv.witness import layer_checksums
 from npu_ops.blocks import BlocksError
 from tests.epd_serve.engine.kv.fakes import HOST, caches
 from tests.epd_serve.engine.kv.slow_devices import BLOCKS, ascend_caches

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from epd_serve.engine.kv.checksum_audit import layer_checksums
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.mooncake_send import MooncakeSendSide
 from epd_serve.engine.kv.regions import Layers, layers_of
 from epd_serve.engine.kv.sender import ChunkJob
-from epd_serve.engine.kv.witness import layer_checksums
 from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, PrefillEnd, key_of
 from tests.waiting import PATIENCE_S, wait_for
 

@@ -1,4 +1,4 @@
-"""Stamps checksums of every transfer's KV, at P once it is computed and at D once it has arrived: `EPD_KV_WITNESS=1`.
+"""Stamps checksums of every transfer's KV, at P once it is computed and at D once it has arrived: `EPD_KV_CHECKSUMS=1`.
 
 For who shows that what arrives is what was sent, on a device that nothing has run on yet. It reads all blocks once more
 at both ends, in the model's thread: never for serving. Both ends have the same tensor-parallel size.
@@ -19,7 +19,7 @@ from epd_serve.wire import TransferKey
 from npu_ops.blocks import BlockRun
 from npu_ops.memory import DeviceMemory
 
-WITNESS_ENV = "EPD_KV_WITNESS"
+CHECKSUMS_ENV = "EPD_KV_CHECKSUMS"
 SENT, RECEIVED = "kv_checksums_sent", "kv_checksums_received"
 
 
@@ -45,10 +45,10 @@ def layer_checksums(layers: Layers, blocks: Sequence[int], device: DeviceMemory)
 
 
 def asked_for() -> bool:
-    return os.environ.get(WITNESS_ENV) == "1"
+    return os.environ.get(CHECKSUMS_ENV) == "1"
 
 
-class Witness:
+class ChecksumAudit:
     """Of one worker. Blocks are taken in the order of D's ids, which both ends know."""
 
     def __init__(self, layers: Layers, device: DeviceMemory, trace: Trace) -> None:
