@@ -13,7 +13,7 @@ from epd_serve.engine.kv.link_jobs import Outgoing
 from epd_serve.wire import TransferKey
 
 
-class Fates:
+class ActiveTransfers:
     """`know` may be called by any thread, all else by the link's."""
 
     def __init__(self) -> None:

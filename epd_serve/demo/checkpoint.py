@@ -1,8 +1,9 @@
-"""Fills a model folder with random weights: `python -m epd_serve.demo.random_weights DIR SEED [CHANGES]`.
+"""Writes the checkpoint of a model folder: `python -m epd_serve.demo.checkpoint DIR random SEED [CHANGES]`, or
+`… DIR hollow`.
 
-Owns the drawing. DIR already holds the configs (`epd_serve.demo.presets` writes them and runs this as a process, so
-that the CLI stays free of torch). Parameter names and shapes are those of transformers' own class for the
-architecture that config.json names.
+DIR already holds the configs (`epd_serve.demo.presets` writes them and runs this as a process, so that the CLI stays
+free of torch). Parameter names and shapes are those of transformers' own class for the architecture that config.json
+names.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+
+BYTES = 2  # of a bfloat16
+ALIGNMENT = 8  # of where the weights begin, as safetensors writes files
 
 
 def draw_weights(model_dir: Path, seed: int, changes: Mapping[str, Any]) -> int:
@@ -56,5 +60,38 @@ def _change(weights: Path, renames: Mapping[str, str], transposed: tuple[str, ..
     save_file(tensors, weights, metadata={"format": "pt"})
 
 
+def write_hollow(model_dir: Path) -> int:
+    """Write a `model_dir/model.safetensors` that tells the names and sizes of all weights in bfloat16, which is what
+    memory is planned with, and is a hole in the file system otherwise: it takes no disk and reads as zeros.
+
+    Served with `--load-format dummy`, where vLLM draws weights of its own. Nothing of the model is allocated here.
+
+    Returns:
+        The number of parameters.
+    """
+    config = transformers.AutoConfig.from_pretrained(model_dir)
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    header, end = {}, 0
+    for name, weight in model.state_dict().items():
+        start, end = end, end + BYTES * weight.numel()
+        header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [start, end]}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % ALIGNMENT)
+    with (model_dir / "model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + end)
+    return end // BYTES
+
+
+def main() -> int:
+    """Returns the number of parameters that were written."""
+    directory, kind, *more = sys.argv[1:]
+    if kind == "hollow":
+        return write_hollow(Path(directory))
+    seed, changes = int(more[0]), json.loads(more[1] if more[1:] else "{}")
+    return draw_weights(Path(directory), seed, changes)
+
+
 if __name__ == "__main__":
-    print(draw_weights(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3] if sys.argv[3:] else "{}")))
+    print(main())

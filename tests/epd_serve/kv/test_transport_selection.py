@@ -6,23 +6,23 @@ import pytest
 
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
-from epd_serve.kv.ways import MOONCAKE, SHM, between, transports_between, why_not
+from epd_serve.kv.transport_selection import MOONCAKE, SHM, between, transports_between, why_not
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
 def test_a_pair_on_one_device_meets_in_shared_memory(device: str) -> None:
-    assert transports_between("auto", device, beside=True) == (SHM,)
+    assert transports_between("auto", device, colocated=True) == (SHM,)
 
 
 @pytest.mark.parametrize(("device", "expected"), [("npu", (MOONCAKE, SHM)), ("cuda", (SHM,)), ("cpu", (SHM,))])
 def test_a_pair_on_two_devices_goes_directly_between_npus_only(device: str, expected: tuple[str, ...]) -> None:
-    assert transports_between("auto", device, beside=False) == expected
+    assert transports_between("auto", device, colocated=False) == expected
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_what_is_asked_for_is_what_is_offered(beside: bool) -> None:
-    assert transports_between("mooncake", "npu", beside=beside) == (MOONCAKE,)
-    assert transports_between("shm", "npu", beside=beside) == (SHM,)
+@pytest.mark.parametrize("colocated", [False, True])
+def test_what_is_asked_for_is_what_is_offered(colocated: bool) -> None:
+    assert transports_between("mooncake", "npu", colocated=colocated) == (MOONCAKE,)
+    assert transports_between("shm", "npu", colocated=colocated) == (SHM,)
 
 
 def test_the_names_are_those_of_the_transports() -> None:
@@ -31,14 +31,14 @@ def test_the_names_are_those_of_the_transports() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
 def test_between_nodes_there_is_mooncake_alone(device: str) -> None:
-    assert transports_between("auto", device, beside=False, together=False) == (MOONCAKE,)
+    assert transports_between("auto", device, colocated=False, same_node=False) == (MOONCAKE,)
 
 
 @pytest.mark.parametrize(
     ("device", "expected"), [("npu", (MOONCAKE, SHM)), ("cuda", (SHM, MOONCAKE)), ("cpu", (SHM, MOONCAKE))]
 )
 def test_as_long_as_nobody_knows_the_node_of_the_other_both_are_tried(device: str, expected: tuple[str, ...]) -> None:
-    assert transports_between("auto", device, beside=False, together=None) == expected
+    assert transports_between("auto", device, colocated=False, same_node=None) == expected
 
 
 @pytest.mark.parametrize("asked", ["auto", "shm"])

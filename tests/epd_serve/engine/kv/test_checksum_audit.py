@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from epd_serve.engine.kv.checksum_audit import RECEIVED, SENT, ChecksumAudit
 from epd_serve.engine.kv.receiver import Expected
 from epd_serve.engine.kv.regions import layers_of
 from epd_serve.engine.kv.sender import ChunkJob
-from epd_serve.engine.kv.witness import RECEIVED, SENT, Witness
 from epd_serve.trace import Trace
 from epd_serve.wire import TransferKey
 from tests.epd_serve.engine.kv.fakes import HOST, caches
@@ -18,13 +18,13 @@ KEY = TransferKey("t", "r")
 
 
 class Ends:
-    """P with KV and D without, each with its witness."""
+    """P with KV and D without, each with its audit."""
 
     def __init__(self, folder: Path) -> None:
         self.here, self.there = caches(LAYERS, BLOCKS, filled=True), caches(LAYERS, BLOCKS, filled=False)
         self._file = folder / "stamps.jsonl"
         trace = Trace(str(self._file), "P0")
-        self.p, self.d = (Witness(layers_of(kv, BLOCKS), HOST, trace) for kv in (self.here, self.there))
+        self.p, self.d = (ChecksumAudit(layers_of(kv, BLOCKS), HOST, trace) for kv in (self.here, self.there))
 
     def move(self, src: list[int], dst: list[int]) -> None:
         for here, there in zip(self.here.values(), self.there.values(), strict=True):
@@ -39,7 +39,7 @@ class Ends:
         return [stamp["sums"] for stamp in stamps if stamp["event"] == event]
 
 
-def test_a_prompt_that_was_computed_in_chunks_is_witnessed_once_in_the_order_of_ds_blocks(tmp_path: Path) -> None:
+def test_a_prompt_that_was_computed_in_chunks_is_audited_once_in_the_order_of_ds_blocks(tmp_path: Path) -> None:
     ends = Ends(tmp_path)
     ends.move([2, 5, 3], [6, 1, 4])
     ends.chunk((2, 5), (6, 1), 16)

@@ -31,7 +31,7 @@ TOOL_CALLS = "tool_calls"
 ROLE = "role"
 
 
-class GivenRoom:
+class HistoryRoom:
     """The bytes that the streams of one door keep, `held_bytes` in all."""
 
     def __init__(self, limits: MigrationLimits) -> None:
@@ -39,7 +39,7 @@ class GivenRoom:
         self.held_bytes = 0
 
 
-class Given:
+class TokenHistory:
     """Of one request. Whoever makes it calls `close` in the end.
 
     Attributes:
@@ -54,7 +54,7 @@ class Given:
         lost_at: the same of the last event of a stage that is gone, until another one has gone on.
     """
 
-    def __init__(self, room: GivenRoom, *, why_not: str = "") -> None:
+    def __init__(self, room: HistoryRoom, *, why_not: str = "") -> None:
         self.begun = False
         self.why_not = why_not
         self.tokens: array[int] = array("Q")

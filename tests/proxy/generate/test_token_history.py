@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from epd_serve.errors import StageError
 from proxy.config.limits import MigrationLimits
 from proxy.generate.continuation import Continuation
-from proxy.generate.given import FOLD_BYTES, Given, GivenRoom
 from proxy.generate.token_event import TokenForm, token_form, without_ids, without_prompt_ids
+from proxy.generate.token_history import FOLD_BYTES, HistoryRoom, TokenHistory
 from proxy.stages.sse import split
 from tests.proxy.fakes import DONE, opening
 from tests.proxy.generate.streams import Form, Tokens, answers, given_of, meaning, numbers
@@ -158,8 +158,8 @@ def test_after_what_cannot_be_cut_nobody_goes_on(choice: dict[str, Any]) -> None
 
 
 def test_events_are_read_when_they_are_many_and_bytes_are_given_back() -> None:
-    room = GivenRoom(MigrationLimits())
-    given, event = Given(room), Form(chat=True, ids=True).event([(7, "word ")])
+    room = HistoryRoom(MigrationLimits())
+    given, event = TokenHistory(room), Form(chat=True, ids=True).event([(7, "word ")])
     given.begin()
     many = 3 * FOLD_BYTES // len(event)
     for _ in range(many):
@@ -172,13 +172,13 @@ def test_events_are_read_when_they_are_many_and_bytes_are_given_back() -> None:
 
 
 def test_what_is_too_long_is_not_kept() -> None:
-    room = GivenRoom(MigrationLimits(stream_bytes=1000, process_bytes=FOLD_BYTES))
-    given, event = Given(room), Form(chat=True, ids=True).event([(7, "word ")])
+    room = HistoryRoom(MigrationLimits(stream_bytes=1000, process_bytes=FOLD_BYTES))
+    given, event = TokenHistory(room), Form(chat=True, ids=True).event([(7, "word ")])
     given.begin()
     for _ in range(1000):
         given.add(event)
     assert not given.goes_on and room.held_bytes == 0
-    first, second = Given(room), Given(room)
+    first, second = TokenHistory(room), TokenHistory(room)
     first.begin()
     second.begin()
     assert first.goes_on and not second.goes_on and second.begun

@@ -12,14 +12,14 @@ from __future__ import annotations
 SHM, MOONCAKE = "shm", "mooncake"
 
 
-def transports_between(asked: str, device: str, *, beside: bool, together: bool | None = True) -> tuple[str, ...]:
+def transports_between(asked: str, device: str, *, colocated: bool, same_node: bool | None = True) -> tuple[str, ...]:
     """By name, the preferred one first.
 
     Args:
         asked: `auto`, `shm` or `mooncake`: what the operator wants.
         device: `npu`, `cuda` or `cpu`, of both instances.
-        beside: they share a device.
-        together: they are on one node. None: that is not known yet, so D judges (`why_not`).
+        colocated: they share a device.
+        same_node: they are on one node. None: that is not known yet, so D judges (`why_not`).
 
     `auto`: NPUs write into each other directly, and fall back to shared memory where a probe finds that they cannot.
     CPU and CUDA meet in shared memory at once: nothing that Mooncake does over TCP is better on one node, and as a mere
@@ -27,17 +27,17 @@ def transports_between(asked: str, device: str, *, beside: bool, together: bool 
     """
     if asked != "auto":
         return (asked,)
-    if together is False:
+    if same_node is False:
         return (MOONCAKE,)
-    here = (SHM,) if device != "npu" or beside else (MOONCAKE, SHM)
-    return here if together or MOONCAKE in here else (*here, MOONCAKE)
+    here = (SHM,) if device != "npu" or colocated else (MOONCAKE, SHM)
+    return here if same_node or MOONCAKE in here else (*here, MOONCAKE)
 
 
 def why_not(transport: str, asked: str, device: str, *, here: str, there: str) -> str:
     """Why D, on node `here`, takes no KV by this transport from a worker of node `there`; "" where it does."""
     if transport == SHM and here != there:
         return f"shared memory joins workers of one node: {here} here, {there} there"
-    ways = transports_between(asked, device, beside=False, together=here == there)
+    ways = transports_between(asked, device, colocated=False, same_node=here == there)
     if transport not in ways:
         return f"transport: {' or '.join(ways)} here, {transport} there"
     return ""
