@@ -50,12 +50,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
         Command("transfer ep", "bench.micro.ep.command", "features from E to P, as a request sees them"),
         Command("transfer pd", "bench.micro.pd.command", "KV from P to D, by mode of grouping"),
-        Command("colocation", "bench.micro.colocation.command", "stages on one device against a monolith"),
-        Command("budgets", "bench.micro.budgets", "token gaps, TTFT and attainment with budgets per step, and without"),
         Command("interference", "bench.micro.interference.command", "how much operators of the stages slow each other"),
         Command("change", "bench.change.command", "what clients notice of changes, flips and kills"),
-        Command("conversations", "bench.conversations", "what later turns cost, by how instances are chosen"),
-        Command("ray", "bench.ray.command", "what a deployment on Ray costs, and what clients notice of deaths there"),
         Command("proxy", "bench.micro.proxy.command", "what the proxy costs, over simulated stages"),
     ),
     PAPERS: (

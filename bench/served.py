@@ -20,10 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from deploy.agent.cpu_time import Parts, groups, parts
 from deploy.host.ports import free_ports
 from deploy.host.started import started
 from epd_serve.endpoint import unix_url
+from epd_serve.errors import ConfigError
+from npu_ops.discovery import DeviceInventory
+from npu_ops.properties import read_properties
 
 ROOT = Path("/tmp")
 SETTLED_S = 120.0
@@ -175,3 +180,27 @@ def _keep_logs(name: str, folder: Path) -> None:
     for log in (*folder.glob("*.log"), *folder.glob("run/last-failure-*.log"), *folder.glob("run/*/*.log")):
         with contextlib.suppress(OSError):  # the launch may be ending
             shutil.copyfile(log, target / log.name)
+
+
+def answers(url: str, says: str = "") -> bool:
+    """Whether somebody on this machine answers at `url` with 200, and `says` in the text."""
+    try:  # there is nothing to verify, and to load certificates at each look would take 20 ms of a core
+        answer = httpx.get(url, timeout=5.0, trust_env=False, verify=False)
+    except httpx.HTTPError:
+        return False
+    return answer.status_code == 200 and says in answer.text
+
+
+STAGE_BYTES = 2_500_000_000
+"""Free memory per stage of the `bench` preset: its processes, KV cache and share of the arena."""
+
+
+def check_memory(stages: int) -> None:
+    """Raises ConfigError where so many stages at a time do not fit into what is free."""
+    free = read_properties(DeviceInventory("cpu"))[0].free_bytes
+    if free is not None and free < stages * STAGE_BYTES:
+        raise ConfigError(
+            f"{stages} stages are up at a time, which takes {stages * STAGE_BYTES / 1e9:.0f} GB of memory, and "
+            f"{free / 1e9:.0f} are free: end something, or measure a part with --only",
+            param="--only",
+        )

@@ -7,6 +7,8 @@ import functools
 import os
 from collections.abc import Sequence
 
+import psutil
+
 _PARALLEL_ELEMENTS = 1 << 20  # torch splits an elementwise operation among threads from 32768 elements on
 
 
@@ -35,4 +37,4 @@ def bind_team(cores: Sequence[int]) -> None:
 
 
 def _threads() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/task")}
+    return {thread.id for thread in psutil.Process().threads()}

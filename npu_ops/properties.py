@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 
-from npu_ops.container_memory import container_memory
 from npu_ops.discovery import DeviceInventory
 from npu_ops.npu_smi import NpuChip, NpuUsage, parse_mapping, parse_platform, parse_usage, soc_of
 from npu_ops.vendor_tool import ask
@@ -207,3 +206,29 @@ def _host() -> DeviceProperties:
     return DeviceProperties(
         0, name or platform.machine(), cores={"cpu": len(os.sched_getaffinity(0))}, total_bytes=total, free_bytes=free
     )
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+_LIMIT_USAGE = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+_RECLAIMABLE = ({"active_file", "inactive_file"}, {"total_active_file", "total_inactive_file"})
+
+
+def container_memory(root: Path = _CGROUP) -> tuple[int, int] | None:
+    """Memory that this process's container may use, by cgroup v2 or v1: /proc/meminfo shows the host's. Usage
+    counts cached files, which the kernel drops when memory is needed; those are free.
+
+    Returns:
+        (limit, what of it is free) in bytes; None where nothing limits, or nothing can be read.
+    """
+    for (limit_file, usage_file), names in zip(_LIMIT_USAGE, _RECLAIMABLE, strict=True):
+        try:
+            limit, usage = (root / limit_file).read_text(), int((root / usage_file).read_text())
+            stat = (root / limit_file).with_name("memory.stat").read_text()
+        except (OSError, ValueError):
+            continue
+        if not limit.strip().isdecimal():
+            return None  # "max"
+        rows = (line.split() for line in stat.splitlines())
+        cached = sum(int(row[1]) for row in rows if len(row) == 2 and row[0] in names)
+        return int(limit), max(0, int(limit) - max(0, usage - cached))
+    return None

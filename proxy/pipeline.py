@@ -21,9 +21,9 @@ from epd_serve.trace import PROXY, Trace
 from epd_serve.traffic import Item
 from epd_serve.wire import PROMPT_XARG
 from proxy.admission.capacity import CapacityTracker
-from proxy.admission.demand import kind_of, priority_of, sequences_of
 from proxy.admission.drain import Drain
 from proxy.admission.gate import Gate, Pass
+from proxy.admission.ticket import kind_of, priority_of, sequences_of
 from proxy.background import Background
 from proxy.config.settings import ProxySettings
 from proxy.encode.encoders import Encoders

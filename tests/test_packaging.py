@@ -144,7 +144,7 @@ for name in {PACKAGES!r}:
     module = importlib.import_module(name)
     assert pathlib.Path(module.__file__).is_relative_to({str(installed_wheel)!r}), module.__file__
 from epd_serve.demo.presets import write_preset
-from epd_serve.demo.sample_pictures import SAMPLES, sample_path
+from epd_serve.demo.pictures import SAMPLES, sample_path
 write_preset(pathlib.Path("copy"), "demo")
 assert all(sample_path(name).is_file() for name in SAMPLES)
 assert (pathlib.Path("copy") / "model.safetensors").stat().st_size > 5_000_000

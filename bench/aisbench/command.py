@@ -15,26 +15,51 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.aisbench import flags
-from bench.aisbench.environment import check_tokenizer, environment
+from bench.aisbench.environment import check_tokenizer, default_folder, environment
 from bench.aisbench.rate import Entry, Rated, label_of, measure_rate
 from bench.aisbench.rows import look
+from bench.clients.flags import add_shared_flags, check_shared, parse_rates, rules_of
+from bench.clients.measure import Plan
 from bench.clients.metrics import faults
 from bench.clients.results import RecordsFile, Results
+from bench.clients.sender import Bounds
 from bench.clients.slo import GOOD_SHARE
 from bench.clients.sweep import run_text
 from bench.clients.target import Target
+from bench.record import add_arguments as add_record_arguments
 from bench.record import environment as record_environment
 from bench.record import flatten
 from bench.workloads.images import Images
+from bench.workloads.requests import Poisson
+from bench.workloads.workload import workload
 from deploy.plan.blueprint import DEMO_NAME
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError
 from epd_serve.slo import Slo
 
+QUICK_REQUESTS = 24
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    flags.add_arguments(parser)
+    parser.add_argument("url", metavar="URL", help="http://HOST:PORT of an OpenAI server")
+    what, when, judged = add_shared_flags(parser, late_ms=100.0, timeout_s=600.0)
+    what.add_argument("--model", help="default: the one that the endpoint serves")
+    what.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the endpoint's key")
+    when.add_argument("--rates", required=True, metavar="R", help="requests a second: R, R,R,… or FROM-TO[:STEP]")
+    judged.add_argument("--devices", type=int, help="that serve the endpoint; gives figures per device")
+    where = parser.add_argument_group("where it runs")
+    where.add_argument(
+        "--venv",
+        type=Path,
+        default=default_folder(),
+        metavar="DIR",
+        help="environment with AISBench, made where there is none (default %(default)s)",
+    )
+    kept = parser.add_argument_group("what is kept")
+    kept.add_argument("--out", type=Path, metavar="DIR", help="keep AISBench's own files there, a folder for each rate")
+    kept.add_argument("--rows", type=Path, metavar="FILE", help="every request as a JSON line (default beside --json)")
+    kept.add_argument("--kind", choices=("real", "emulated", "simulated"), default="real", help="what serves")
+    add_record_arguments(parser, quick=f"{QUICK_REQUESTS} requests at each rate")
     parser.set_defaults(run=run)
 
 
@@ -44,8 +69,24 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     Raises:
         StageError: the endpoint is gone, or AISBench measured nothing at a rate; those before it are kept.
     """
-    asked = flags.asked(arguments)
-    target = Target(arguments.url, {"authorization": f"Bearer {asked.api_key}"} if asked.api_key else {})
+    check_shared(arguments)
+    if arguments.workload is None:
+        raise ConfigError("say what to send: --workload NAME", param="--workload")
+    if arguments.quick and arguments.n is None:
+        arguments.n = QUICK_REQUESTS
+    rates = parse_rates(arguments.rates, "--rates")
+    if len(set(rates)) < len(rates):
+        raise ConfigError(f"--rates {arguments.rates}: each rate once", param="--rates")
+    wanted, key = workload(arguments.workload, arguments), _key(arguments.api_key_file)
+    plan = Plan(
+        Poisson(1.0),  # each run has its own
+        count=wanted.count,
+        slos=arguments.slo,
+        devices=arguments.devices,
+        rules=rules_of(arguments),
+        bounds=Bounds(limit_s=arguments.timeout),
+    )
+    target = Target(arguments.url, {"authorization": f"Bearer {key}"} if key else {})
     model, tokenizer = _model(target, target.served(), arguments.model, arguments.tokenizer)
     shape = look(target, model)
     bench = environment(arguments.venv)
@@ -56,22 +97,23 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         "url": str(target.endpoint),
         "model": model,
         "workload": arguments.workload,
-        "requests_of_a_rate": asked.workload.count,
+        "requests_of_a_rate": wanted.count,
         "seed": arguments.seed,
-        "devices": asked.plan.devices,
-        "slos": [str(slo) for slo in asked.plan.slos],
+        "devices": plan.devices,
+        "slos": [str(slo) for slo in plan.slos],
         "chunks_before_content": shape.before,
     }
     results = Results(arguments.json, "--json", env)
-    entry = Entry(str(target.endpoint), model, tokenizer, api_key=asked.api_key)
+    entry = Entry(str(target.endpoint), model, tokenizer, api_key=key)
     rows_path = arguments.rows or (arguments.json and arguments.json.with_suffix(".rows.jsonl"))
     rated: list[Rated] = []
     with _folder(arguments.out) as folder, RecordsFile(rows_path) if rows_path else contextlib.nullcontext() as rows:
-        for number, rate in enumerate(asked.rates):
+        for number, rate in enumerate(rates):
+            specs = list(wanted.seeded(wanted.knobs.seed + number).at(Poisson(rate)).requests())  # new ones each time
             own, images = folder / f"rate-{rate:g}", Images(arguments.cache)
-            print(f"{label_of(rate)}: {asked.workload.count} requests by AISBench …", file=sys.stderr)
-            rated.append(measure_rate(asked, entry, shape, bench, asked.specs(rate, number), rate, own, images))
-            _keep(rated, asked, results, rows)
+            print(f"{label_of(rate)}: {wanted.count} requests by AISBench …", file=sys.stderr)
+            rated.append(measure_rate(plan, entry, shape, bench, specs, rate, own, images))
+            _keep(rated, plan, results, rows)
             if rated[-1].measured.run.stopped:
                 break
             if "unreachable" in faults(rated[-1].measured.run.rows):
@@ -82,21 +124,33 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     return int(bool(wrong))
 
 
-def _keep(rated: Sequence[Rated], asked: flags.Asked, results: Results, rows: RecordsFile | None) -> None:
+def _keep(rated: Sequence[Rated], plan: Plan, results: Results, rows: RecordsFile | None) -> None:
     """The last rate told and written down, with the goodput of all so far."""
     last, measured = rated[-1], rated[-1].measured
-    print("\n" + run_text(measured, asked.plan.slos))
+    print("\n" + run_text(measured, plan.slos))
     if rows is not None:
         for row in measured.run.rows:
             rows.keep(row)
-    for slo in asked.plan.slos:
+    for slo in plan.slos:
         goodput = goodput_rps(rated, slo)
         results.figures[f"goodput/slo_{slo}/rps"] = goodput
         print(f"  goodput so far for {GOOD_SHARE:.0%} within {slo}: {goodput:g} requests/s", flush=True)
-        if asked.plan.devices:
-            results.figures[f"goodput/slo_{slo}/rps_per_device"] = goodput / asked.plan.devices
+        if plan.devices:
+            results.figures[f"goodput/slo_{slo}/rps_per_device"] = goodput / plan.devices
     figures = {measured.run.label: {**measured.figures, "aisbench": last.own}}
     results.keep({**measured.row(), "aisbench": dict(last.own)}, flatten(figures))
+
+
+def _key(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read: {error}", param="--api-key-file") from error
+    if not key or not key.isprintable() or " " in key:
+        raise ConfigError(f"--api-key-file {path}: one key on one line", param="--api-key-file")
+    return key
 
 
 def _model(

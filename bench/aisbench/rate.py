@@ -13,7 +13,6 @@ from pathlib import Path
 
 from bench.aisbench.details import NAME, own_figures, read_requests, results_folder, said
 from bench.aisbench.environment import AisBench, run_command
-from bench.aisbench.flags import Asked
 from bench.aisbench.rows import Shape, run_of
 from bench.clients.http import Endpoint
 from bench.clients.measure import Measured, Plan
@@ -116,7 +115,7 @@ class Rated:
 
 
 def measure_rate(
-    asked: Asked,
+    plan: Plan,
     entry: Entry,
     shape: Shape,
     bench: AisBench,
@@ -136,7 +135,7 @@ def measure_rate(
     export_aisbench(specs, images, folder)
     entry = replace(entry, rate_rps=rate_rps, requests=len(specs))
     write_entry(folder, entry)
-    results, until_s = folder / "results", limit_s(specs, asked.plan.bounds.limit_s)
+    results, until_s = folder / "results", limit_s(specs, plan.bounds.limit_s)
     command = command_line(bench.command, folder, results, len(specs))
     code = run_command(command, folder, until_s, host=Endpoint.of(entry.url).host)
     stopped = f"AISBench did not end within {until_s:.0f} s and was ended" if code is None else ""
@@ -151,7 +150,7 @@ def measure_rate(
     run.stopped = stopped
     if not stopped and len(run.rows) < len(specs):
         run.stopped = f"AISBench recorded {len(run.rows)} of {len(specs)} requests" + (f": {log}" if log else "")
-    return Rated(rate_rps, judged(run, asked.plan), own)
+    return Rated(rate_rps, judged(run, plan), own)
 
 
 def judged(run: Run, plan: Plan) -> Measured:

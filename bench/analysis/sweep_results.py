@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from bench.analysis.results import LoadedRun, Result, by_run, read_result
-from bench.phases import Breakdown, RequestPhases, breakdown
+from bench.clients.phases import Breakdown, RequestPhases, breakdown
 from bench.record import read_lines
 from bench.sweep.compared import over_seeds
 from bench.sweep.experiment import Deployment, Experiment, read_experiment

@@ -23,7 +23,7 @@ from bench.analysis.sweep_results import (
     attainment,
     effective_per_device,
 )
-from bench.phases import phase_rows
+from bench.clients.phases import phase_rows
 from bench.sweep.compared import compared
 from bench.sweep.experiment import Deployment
 from epd_serve.slo import Slo

@@ -13,7 +13,7 @@ from bench.clients.target import Request
 from bench.workloads.requests import Poisson, arrivals_within
 from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body
 
-SIDE = 224
+SIDE, ANSWER_TOKENS = 224, 12
 REPEATED, NEW = 6, 400
 """Images that are asked about over and over, and those that come round after minutes."""
 
@@ -63,17 +63,15 @@ def _images(model: str, seeds: Sequence[int], *, stream: bool) -> list[Request]:
     return [Request.of({**demo_body(model, image), "stream": stream}, spec=image.answer) for image in images]
 
 
-def simulated_flows(model: str, seconds: float, per_s: float, answer: int = 12, *, streams: int = 2) -> list[Flow]:
-    """Open loops: three requests of text for one with a new image. One in so many `streams` is one."""
+def simulated_flows(model: str, seconds: float, per_s: float) -> list[Flow]:
+    """Open loops: three requests of text for one with a new image. Every other one is a stream."""
     shares = {"text": 0.75 * per_s, "image": 0.25 * per_s}
     dues = {
         kind: arrivals_within(Poisson(rate), seconds, seed) for seed, (kind, rate) in enumerate(shares.items(), start=1)
     }
-    texts = [
-        text_body(model, tokens=64, answer=answer, stream=(turn + 1) % streams == 0, seed=turn) for turn in range(32)
-    ]
+    texts = [text_body(model, tokens=64, answer=ANSWER_TOKENS, stream=turn % 2 == 1, seed=turn) for turn in range(32)]
     images = [
-        image_body(model, side=56, answer=answer, stream=(turn + 1) % streams == 0, seed=turn)
+        image_body(model, side=56, answer=ANSWER_TOKENS, stream=turn % 2 == 1, seed=turn)
         for turn in range(len(dues["image"]))
     ]
     return [

@@ -12,25 +12,21 @@ import contextlib
 import resource
 import signal
 import sys
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from bench.clients.bodies import Source, file_requests, file_source, workload_source
 from bench.clients.flags import add_flags, header_of, plan_of, rates_of
 from bench.clients.measure import Plan
 from bench.clients.results import RecordsFile, Results
-from bench.clients.slo import attainment, find_goodput
-from bench.clients.sweep import RunFound, goodput_text, labels, one_run
+from bench.clients.sweep import RunFound, labels, one_run
 from bench.clients.target import Target
 from bench.record import environment
 from bench.workloads.images import Images
-from bench.workloads.requests import Arrivals, Poisson
+from bench.workloads.requests import Arrivals
 from bench.workloads.workload import Workload, workload
-from epd_serve.errors import ConfigError, StageError
-
-SEARCH_REQUESTS = 100
-"""Of a probe for the goodput, at least: of fewer an attainment of 90 % cannot be told from one of 80."""
+from epd_serve.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,77 +66,29 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     results = Results(arguments.json, "--json", env)
     with RecordsFile(rows_path) if rows_path else contextlib.nullcontext() as records:
         keep = records.keep if records else None
-        run = partial(one_run, target, source, keep=keep, traces=arguments.traces, phases_path=phases_path)
-        sweep = _Sweep(run, plan, results)
-        try:
-            if arguments.find_goodput is None:
-                sweep.rates(rates)
-            else:
-                assert isinstance(rates[0], Poisson), "a search has a rate to begin with"
-                sweep.goodput(arguments.find_goodput, rates[0].rate_rps)
-        except KeyboardInterrupt:  # between two runs, while requests are made
-            sweep.signal = signal.SIGINT
-        except StageError as error:
-            sweep.wrong = error.message
-    return sweep.exit_code()
+        one = partial(one_run, target, source, keep=keep, traces=arguments.traces, phases_path=phases_path)
+        return _sweep(one, plan, rates, results)
 
 
-@dataclass
-class _Sweep:
-    """Runs one after another, each kept as it ends.
-
-    Attributes:
-        signal: that ended it, or 0. wrong: why it is not valid, or makes no more sense; "" while it does.
-    """
-
-    run: Callable[[Plan, str, int], RunFound]
-    plan: Plan
-    results: Results
-    signal: int = 0
-    wrong: str = ""
-
-    def rates(self, arrivals: Sequence[Arrivals]) -> None:
-        """A run of each. Which requests one has depends on its place alone."""
-        for number, (label, one) in enumerate(zip(labels(arrivals), arrivals, strict=True)):
-            self._one(replace(self.plan, arrivals=one), label, number, ("end",))
-        self.wrong = next((f"not valid: {text}" for row in self.results.rows for text in row["objections"]), "")
-
-    def goodput(self, target: float, start_rps: float) -> None:
-        """Searches the goodput of the plan's first objective. A rate too bad to be measured, or no steady state, is a
-        miss."""
-        tried: list[Arrivals] = []
-        slo, devices = self.plan.slos[0], self.plan.devices
-
-        def meets(rate: float) -> bool:
-            tried.append(Poisson(rate))
-            seconds = max(self.plan.seconds or 0.0, SEARCH_REQUESTS / rate)
-            plan = replace(self.plan, arrivals=tried[-1], count=None, seconds=seconds)
-            measured = self._one(plan, labels(tried)[-1], len(tried) - 1, ("end", "generator")).measured
-            share = attainment(measured.window.due(measured.run.rows), slo)
-            return share is not None and share >= target and not measured.grows
-
-        met, missed = find_goodput(meets, start_rps)
-        print(goodput_text(met, missed, target, slo, devices))
-        self.results.figures |= {"goodput_rps": met, **({"goodput_rps_per_device": met / devices} if devices else {})}
-        self.results.write()
-        if not met:
-            self.wrong = "not valid: no rate meets the target"
-
-    def exit_code(self) -> int:
-        if self.signal:
-            self.wrong = "interrupted; what was measured until then is above and in the files"
-        if self.wrong:
-            print(f"epd-bench: {self.wrong}", file=sys.stderr)
-        return 128 + self.signal if self.signal else int(bool(self.wrong))
-
-    def _one(self, plan: Plan, label: str, number: int, fatal: Collection[str]) -> RunFound:
-        """Raises StageError after a run whose objections are of a `fatal` kind: no more runs make sense then."""
-        found = self.run(replace(plan, seed=plan.seed + number), label, number)
-        self.signal = found.signal
-        self.results.keep(found.row, found.figures)
-        if ended := [one.text for one in found.measured.objections if one.whose in fatal]:
-            raise StageError(ended[0], stage=label)
-        return found
+def _sweep(one: Callable[[Plan, str, int], RunFound], plan: Plan, rates: Sequence[Arrivals], results: Results) -> int:
+    """A run of each rate, kept as it ends; which requests one has depends on its place alone. Returns the exit code."""
+    ended_by, wrong = 0, ""
+    try:
+        for number, (label, arrivals) in enumerate(zip(labels(rates), rates, strict=True)):
+            found = one(replace(plan, arrivals=arrivals, seed=plan.seed + number), label, number)
+            ended_by = found.signal
+            results.keep(found.row, found.figures)
+            if wrong := found.over:
+                break
+    except KeyboardInterrupt:  # between two runs, while requests are made
+        ended_by = signal.SIGINT
+    if not wrong:
+        wrong = next((f"not valid: {text}" for row in results.rows for text in row["objections"]), "")
+    if ended_by:
+        wrong = "interrupted; what was measured until then is above and in the files"
+    if wrong:
+        print(f"epd-bench: {wrong}", file=sys.stderr)
+    return 128 + ended_by if ended_by else int(bool(wrong))
 
 
 def _source(arguments: argparse.Namespace, wanted: Workload | None, model: str) -> Source:

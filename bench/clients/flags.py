@@ -75,7 +75,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     when.add_argument("--rate", metavar="R", help="requests a second: R, R,R,… or FROM-TO[:STEP], a run of each")
     when.add_argument("--concurrency", type=int, metavar="C", help="a closed loop of so many instead")
     judged.add_argument("--devices", type=int, help="that serve the endpoint; gives figures per device")
-    judged.add_argument("--find-goodput", type=float, metavar="SHARE", help="search the rate that so many attain")
     kept = parser.add_argument_group("what is kept")
     kept.add_argument("--rows", type=Path, metavar="FILE", help="every request as a JSON line (default beside --json)")
     kept.add_argument("--traces", type=Path, metavar="DIR", help="phase stamps of an `epd-serve serve` on this host")
@@ -86,8 +85,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def plan_of(arguments: argparse.Namespace) -> Plan:
     """What the flags say of each run. Raises ConfigError naming the flag at fault."""
     check_shared(arguments)
-    if arguments.find_goodput is not None and not 0 < arguments.find_goodput < 1:
-        raise ConfigError(f"--find-goodput is {arguments.find_goodput:g}: a share, as 0.9", param="--find-goodput")
     return Plan(
         ClosedLoop(1),  # each run has its own
         count=arguments.n,
@@ -131,16 +128,13 @@ def rates_of(arguments: argparse.Namespace, own: Sequence[RequestSpec] = ()) -> 
         ConfigError: naming the flag at fault.
     """
     if arguments.concurrency is not None:
-        if arguments.rate is not None or arguments.find_goodput is not None:
-            raise ConfigError("--concurrency is a closed loop: it has no --rate and no goodput", param="--concurrency")
+        if arguments.rate is not None:
+            raise ConfigError("--concurrency is a closed loop: it has no --rate", param="--concurrency")
         return [ClosedLoop(arguments.concurrency)]
     if arguments.rate is not None:
-        rates = parse_rates(arguments.rate)
-        if arguments.find_goodput is not None and len(rates) > 1:
-            raise ConfigError("--find-goodput begins at one --rate", param="--rate")
-        return [Poisson(rate) for rate in rates]
+        return [Poisson(rate) for rate in parse_rates(arguments.rate)]
     times = [one.arrival_s for one in own if one.arrival_s is not None]
-    if not times or arguments.find_goodput is not None:
+    if not times:
         raise ConfigError("say how fast: --rate R, or --concurrency C", param="--rate")
     return [Trace(times)]
 

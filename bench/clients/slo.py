@@ -1,15 +1,12 @@
-"""Which requests attain an objective (`epd_serve/slo.py`), and goodput: the highest rate at which a share does.
+"""Which requests attain an objective (`epd_serve/slo.py`). Pure.
 
 A request attains an objective when it was answered whole within both bounds. Whatever else became of it, but that its
 own client left, is a miss: an objective that only counts survivors flatters who drops the slow ones.
-
-A rate at which more and more requests wait is a miss however short the run was: nobody could keep it up. Pure.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from bench.clients.results import Outcome, RequestRecord
@@ -44,27 +41,3 @@ def attainment(records: Sequence[RequestRecord], slo: Slo) -> float | None:
     """The share of requests that attain it; None of none."""
     about = counted(records)
     return sum(attains(record, slo) for record in about) / len(about) if about else None
-
-
-def find_goodput(
-    meets: Callable[[float], bool], start_rps: float, *, tolerance: float = 0.1, span: float = 64.0
-) -> tuple[float, float | None]:
-    """Doubles or halves from `start_rps` until one rate meets the target and one does not, then halves between them.
-
-    Args:
-        meets: measures a rate.
-        tolerance: the search ends when the missed rate is at most so much above the met one, as a share of it.
-        span: nothing is tried so many times below or above the start.
-
-    Returns:
-        The highest rate that was measured and meets it, 0 where none does; the lowest that does not, or None.
-    """
-    met, missed, rate = 0.0, float("inf"), start_rps
-    while start_rps / span <= rate <= start_rps * span and missed > met * (1 + tolerance):
-        if meets(rate):
-            met = rate
-        else:
-            missed = rate
-        middle = (met + missed) / 2
-        rate = met * 2 if math.isinf(missed) else middle if met else missed / 2
-    return met, None if math.isinf(missed) else missed

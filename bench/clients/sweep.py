@@ -15,12 +15,11 @@ from typing import Any
 
 from bench.clients.bodies import Source
 from bench.clients.measure import Measured, Plan, measure
-from bench.clients.phases import joined
+from bench.clients.phases import breakdown, joined, phase_figures, phase_rows, request_phases
 from bench.clients.results import RequestRecord, append_lines
 from bench.clients.sender import Sender
 from bench.clients.slo import beside
 from bench.clients.target import Target
-from bench.phases import breakdown, phase_figures, phase_rows, request_phases
 from bench.record import flatten
 from bench.workloads.requests import Arrivals, ClosedLoop, Poisson
 from deploy.host import event_loop
@@ -64,7 +63,7 @@ def run_text(measured: Measured, slos: Sequence[Slo]) -> str:
 
 
 def phase_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Of `bench.phases.phase_rows`."""
+    """Of `bench.clients.phases.phase_rows`."""
     shown = [tuple(f"{value:.2f}" if isinstance(value, float) else value for value in row.values()) for row in rows]
     return table([tuple(rows[0]), *shown]) if rows else ""
 
@@ -78,13 +77,6 @@ def _objectives(figures: Mapping[str, Any], slos: Sequence[Slo]) -> list[str]:
             shown = ("-" if value is None else f"{value:.1f}" for value in per_s)
             rows.append((slo.text, f"{one['attainment']:.1%}", *shown))
     return [table(rows)] if len(rows) > 1 else []
-
-
-def goodput_text(met_rps: float, missed_rps: float | None, target: float, slo: Slo, devices: int | None) -> str:
-    """What a search found."""
-    each = f" ({met_rps / devices:.3f} per device)" if devices else ""
-    found = f"{met_rps:.3f} requests/s{each}" if met_rps else "no rate that was tried"
-    return f"goodput for {target:.0%} within {slo}: {found}; {'none' if missed_rps is None else missed_rps} misses"
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

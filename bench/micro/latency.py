@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.clients.phases import joined
+from bench.clients.phases import HOPS, joined, request_phases
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow, ask
@@ -31,7 +31,6 @@ from bench.micro import over_vllm
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, several, whole
 from bench.micro.over_vllm import ANSWER_TOKENS, LAYOUT, NEW, REPEATED, SIDE, TEXT
 from bench.micro.rows import grouped, median
-from bench.phases import HOPS, request_phases
 from bench.served import Served, served
 from bench.sweep.running import proxy_status
 from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body

@@ -1,6 +1,6 @@
 """What every measurement here is: flags, rows that are measured one by one, figures and tables that follow from them.
 
-Owns the order of a run: check, measure, print, write, draw. A row is printed now and then while it lasts, at its end
+Owns the order of a run: check, measure, print, write. A row is printed now and then while it lasts, at its end
 every figure beside its goal; what single samples were is in the record. What was measured before an error or Ctrl-C is
 written too. Also what measurements share: flags with numbers and names in lists, defaults that `--quick` lowers, turns
 by rounds.
@@ -13,16 +13,13 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from bench import record
 from bench.micro.rows import Row as Row
 from bench.micro.rows import figure_table
 from deploy.memory.placement_table import table
-from epd_serve.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -50,14 +47,11 @@ def goal_table(figures: Mapping[str, float], goals: tuple[Goal, ...]) -> str:
     return table(rows)
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 T = TypeVar("T")
 Flag = Mapping[str, Any]
 
 LEAST_ROUNDS = 2
-TELL_S = 2.0
+PRINT_EVERY_S = 2.0
 """Between two rows that are printed."""
 
 
@@ -158,7 +152,6 @@ class Measurement:
         settings: what `--quick` lowers without a flag.
         about: what `env` says of the run: `kind`, a device.
         goals: shown beside the figures. required: goals too; the command fails (exit 1) where one is missed.
-        plot: draws the rows into a file, under a heading; there is a flag `--plot` then.
         also: what else is made of flags, rows and `env`.
     """
 
@@ -172,7 +165,6 @@ class Measurement:
     about: Callable[[argparse.Namespace], Mapping[str, Any]] = _real
     goals: tuple[Goal, ...] = ()
     required: tuple[Goal, ...] = ()
-    plot: Callable[[Path, Sequence[Row], str], None] | None = None
     also: Callable[[argparse.Namespace, Sequence[Row], Mapping[str, Any]], None] = _nothing
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -180,23 +172,19 @@ class Measurement:
             parser.add_argument(*names.split(), **row)
         self.add_flags(parser)
         parser.set_defaults(run=self.run, **self.settings)
-        if self.plot is not None:
-            parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it there (needs matplotlib)")
         record.add_arguments(parser, self.quick)
 
     def run(self, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-        """Measure, print, write, draw.
+        """Measure, print, write.
 
         Raises:
             EpdError: it cannot be measured; the rows until then are in the record, which says `incomplete`.
         """
         resolve(arguments)
-        if self.plot is not None and arguments.plot is not None:
-            check_plot(arguments.plot)
         env = {**record.environment(argv, asked=arguments), **self.about(arguments)}
         rows: list[Row] = []
         with record.kept(arguments.json, env, rows):
-            rows.extend(told(self.measure(arguments)))  # one by one: an error keeps those before it
+            rows.extend(printed(self.measure(arguments)))  # one by one: an error keeps those before it
             figures = self.figures(rows)
             goals = tuple(goal for goal in (*self.goals, *self.required) if goal.figure in figures)
             named = {goal.figure for goal in goals}
@@ -205,19 +193,17 @@ class Measurement:
             texts = [*shown, goal_table(figures, goals) if goals else "", env["kind"], record.busy(env)]
         print("\n" + "\n\n".join(filter(None, texts)), flush=True)
         record.write(arguments.json, figures, env, rows)
-        if self.plot is not None and arguments.plot is not None:
-            self.plot(arguments.plot, rows, env["kind"])
         self.also(arguments, rows, env)
         return 0 if all(goal.met(figures[goal.figure]) for goal in self.required if goal.figure in figures) else 1
 
 
-def told(rows: Iterable[Row]) -> Iterator[Row]:
+def printed(rows: Iterable[Row]) -> Iterator[Row]:
     """The rows, of which one is printed now and then, by its numbers and words."""
-    told_s = 0.0
+    printed_s = 0.0
     for row in rows:
-        if time.monotonic() - told_s > TELL_S:
+        if time.monotonic() - printed_s > PRINT_EVERY_S:
             print(*(f"{name} {value}" for name, value in row.items() if not isinstance(value, list | dict)), flush=True)
-            told_s = time.monotonic()
+            printed_s = time.monotonic()
         yield row
 
 
@@ -226,30 +212,3 @@ def resolve(arguments: argparse.Namespace) -> None:
     for name, value in vars(arguments).items():
         if isinstance(value, Usually):
             setattr(arguments, name, value.quick if arguments.quick else value.usual)
-
-
-BLUE, SKY, ORANGE, VERMILLION = "#0072B2", "#56B4E9", "#E69F00", "#D55E00"
-DPI = 130
-
-
-def check_plot(path: Path) -> None:
-    """Raises ConfigError where no chart can be drawn: asked before measuring, which takes minutes."""
-    if path.suffix != ".png":
-        raise ConfigError(f"--plot {path}: name a file that ends in .png", param="--plot")
-    try:
-        import matplotlib  # noqa: F401  (imported late: measuring does not need it)
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'epd-serve[bench]'", param="--plot") from None
-
-
-@contextmanager
-def chart(path: Path, width_in: float, height_in: float, heading: str) -> Iterator[Figure]:
-    """An empty figure to draw into, which becomes the PNG at the end of the context."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no state of pyplot's
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width_in, height_in), layout="constrained", dpi=DPI)
-    yield figure
-    figure.suptitle(heading, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(str(path))

@@ -26,11 +26,12 @@ import numpy as np
 
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
+from bench.clients.sender import Flow
+from bench.clients.target import requests
 from bench.micro.cores import core_us, ratios_at_one_speed
 from bench.micro.measurement import Row, in_turns
 from bench.micro.rows import grouped, median
-from bench.real_stages import check_memory, closed_loop
-from bench.served import served
+from bench.served import check_memory, served
 from bench.statistic import Spread
 from bench.sweep.experiment import Deployment, ServedBy
 from bench.sweep.running import REST_S, plain_vllm
@@ -38,6 +39,7 @@ from bench.workloads.synthetic import image_body, text_body
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from epd_serve.cpu_threads import BIND_ENV
+from epd_serve.errors import StageError
 from proxy.config.tree import changed
 
 LAYOUT, MONOLITH = "(E-P)-D", "TP1"
@@ -45,6 +47,8 @@ OURS = "ours, as shipped"
 NEW, REPEATED, TEXT = "new image", "repeated image", "text"
 SIDE, ANSWER_TOKENS, EPD_TOKENS = 224, 24, 64
 WARM_UP = 3
+LIMIT_S = 300.0
+"""Of one request, and of a turn."""
 ALL_TOKENS = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 """As many as were asked for, and their number: not every token has text, of which the client would see it."""
 STARVED_SHARE = 0.5
@@ -139,6 +143,22 @@ def _plain(stack: ExitStack, engine: str, bound: str) -> tuple[str, str]:
 def _image(model: str, seed: int, tokens: int) -> dict[str, Any]:
     """A request for an image that no other seed gives, with an answer of so many tokens for all."""
     return {**image_body(model, side=SIDE, answer=tokens, stream=True, seed=seed), **ALL_TOKENS}
+
+
+def closed_loop(
+    sender: SenderProcess, url: str, bodies: Sequence[Mapping[str, Any]], concurrency: int, *, decode: bool = False
+) -> list[RequestRecord]:
+    """Send all bodies, so many at a time; their records, with the time of every token where they are to be decoded.
+
+    Raises:
+        StageError: an answer was not whole: fewer requests are another measurement.
+    """
+    flow = Flow(requests(bodies), concurrency=concurrency, count=len(bodies))
+    records = sender.run(url, flow, within_s=LIMIT_S, limit_s=LIMIT_S, decode=decode).rows
+    if bad := [one for one in records if not one.ok]:
+        first = f"{bad[0].fault}: {bad[0].error}"
+        raise StageError(f"{url}: {len(bad)} of {len(records)} answers are not good, the first: {first}", stage=url)
+    return records
 
 
 def times(records: Sequence[RequestRecord]) -> Row:

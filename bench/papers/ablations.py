@@ -35,14 +35,14 @@ from bench.clients.results import RequestRecord
 from bench.clients.target import Target
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, positive, several, whole
 from bench.micro.rows import grouped
-from bench.real_stages import add_engine_flags, check_memory, engine_flags, kind_of
-from bench.served import scratch, served
+from bench.served import check_memory, scratch, served
 from bench.workloads.generate import Knobs
 from bench.workloads.images import Images
 from bench.workloads.requests import Poisson
 from bench.workloads.workload import Workload
 from deploy.host import event_loop
 from deploy.options.mm_store import what_is_missing
+from epd_serve.demo.presets import write_preset
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.layout_parser import parse
 
@@ -85,6 +85,8 @@ APART = (
 VARIANTS = {one.name: one for one in (*TABLE, *APART)}
 
 WORKLOAD = "sharegpt4o-like"
+PRESET = "bench"
+"""Random weights, an 8B model's proportions."""
 WARM_UP_REQUESTS, WARM_UP_RPS = 8, 4.0
 GOALS = tuple(Goal(f"{name}/whole", ">=", 0.9, "of the requests, or it is no result") for name in VARIANTS)
 FLAGS = {
@@ -100,6 +102,28 @@ FLAGS = {
     "--seed": flag("of requests and arrivals", 0, int),
     "--cache": flag("where drawn images are kept", type=Path, metavar="DIR"),
 }
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine", choices=("vllm", "sim"), default="vllm", help="sim: to try the flow, no measurement"
+    )
+    parser.add_argument("--sim-profile", help="with --engine sim: the profile of the simulated stages")
+
+
+def engine_flags(arguments: argparse.Namespace, folder: Path) -> tuple[str, ...]:
+    """What every launch gets: the model, or the simulation."""
+    if arguments.engine == "sim":
+        return ("--engine", "sim", *(("--sim-profile", arguments.sim_profile) if arguments.sim_profile else ()))
+    write_preset(folder / PRESET, PRESET)
+    return (str(folder / PRESET),)
+
+
+def kind_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """What `env` says of the run."""
+    return {
+        "kind": f"real: CPU, {PRESET} preset" if arguments.engine == "vllm" else "simulated stages: to try the flow"
+    }
 
 
 def about(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from types import MappingProxyType
 from bench.clients.sender import realtime_priority
 from bench.clients.target import Target
 from bench.record import ROOT
-from bench.served import scratch
-from bench.started import answers
+from bench.served import answers, scratch
 from bench.sweep.experiment import Deployment
 from deploy.host.ports import free_ports
 from deploy.host.started import Started, started

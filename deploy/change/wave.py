@@ -7,14 +7,15 @@ one change into another. What only waits gives no action.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from deploy.change.match import Match, given_up, match
-from deploy.change.room import shortage
 from deploy.change.serving import served
 from deploy.change.types import Action, Actual, Drain, Flip, Leave, Pause, Resume, Shortage, Start, Stop, Wanted
-from deploy.runtime.protocol import Observed, Order, Phase, Spec
+from deploy.memory.shared_memory import kv_links
+from deploy.runtime.protocol import SHARED_MEMORY, Node, Observed, Order, Phase, Spec
 from epd_serve.roles import Role
 
 MOST_CHOICES = 4096
@@ -184,3 +185,48 @@ class _Turn:
 
     def _those_up(self, but: Collection[str] = ()) -> list[Observed]:
         return [one for name, one in self.present.items() if name not in but and one.phase is Phase.UP]
+
+
+def shortage(spec: Spec, beside: Sequence[Observed], actual: Actual) -> Shortage | None:
+    """Why an instance of this spec does not fit beside the others; None where it does. The worst resource is named."""
+    node = next((one for one in actual.nodes if one.id == spec.node), None)
+    if node is None:
+        return Shortage("node", spec.node)
+    there = [one for one in beside if one.order.spec.node == spec.node and not given_up(one)]
+    taken = _taken([spec, *(one.order.spec for one in there)], node)
+    lacking = [(amount - node.room[what], what) for what, amount in taken.items() if amount > _room(node, what)]
+    if not lacking:
+        return None
+    over, what = max(lacking)
+    free = max(0, node.room[what] - _taken([one.order.spec for one in there], node)[what])
+    blocks = tuple(one.order.id for one in there if what == SHARED_MEMORY or one.order.spec.needs.get(what))
+    return Shortage(what, spec.node, needed=free + over, free=free, blocks=blocks)
+
+
+def _room(node: Node, what: str) -> float:
+    return node.room.get(what, float("inf"))
+
+
+def _taken(specs: Sequence[Spec], node: Node) -> Counter[str]:
+    """Bytes by resource: what each takes, the arena where features travel, and a staging area per KV link."""
+    taken: Counter[str] = Counter()
+    for spec in specs:
+        taken.update(spec.needs)
+    shared = _links(specs) * node.staging_bytes + any(spec.featured for spec in specs) * node.arena_bytes
+    if shared:
+        taken[SHARED_MEMORY] += shared
+    return taken
+
+
+def _links(specs: Iterable[Spec]) -> int:
+    """KV links between all that may send and all that may take; those that a flip has left idle are kept."""
+    pairs = itertools.permutations(specs, 2)
+    return sum(kv_links(len(one.devices), len(other.devices)) for one, other in pairs if _sends(one) and _takes(other))
+
+
+def _sends(spec: Spec) -> bool:
+    return spec.role.sends_kv or spec.both
+
+
+def _takes(spec: Spec) -> bool:
+    return spec.role.takes_kv or spec.both

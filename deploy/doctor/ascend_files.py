@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.doctor.text_file import read_text
-
 HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # set by set_env.sh
 _DEFAULT_HOMES = ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit/latest")  # from 8.5 on, and before
 _RUNTIME = "libascendcl.so"
@@ -87,3 +85,11 @@ def _has_hixl(home: Path) -> bool:
 def _field(path: Path, name: str) -> str:
     found = re.search(rf"^{name}=(\S+)", read_text(path), re.MULTILINE)
     return found.group(1).strip('"') if found is not None else ""
+
+
+def read_text(path: Path) -> str:
+    """Returns what the file says; "" where it cannot be read, for facts that then stay unknown."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

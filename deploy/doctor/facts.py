@@ -22,7 +22,8 @@ class MachineFacts:
     Attributes:
         cpu_flags: those of /proc/cpuinfo (x86 `flags`, Arm `Features`).
         cores: usable by this process. quota_cores: what the cgroup grants per second, None without a limit.
-        memory_bytes, memory_limit_bytes, memory_used_bytes: MemAvailable; the cgroup's limit and use, None without.
+        memory_bytes, memory_limit_bytes, memory_used_bytes: MemAvailable; the cgroup's limit and what of it is in use,
+            cached files aside, None without.
         shm_free_mib: free in /dev/shm; None where there is none.
         open_files, locked_bytes: soft limits of this process; None: unlimited.
         hugepages: (total, free) of the default size.

@@ -10,8 +10,9 @@ import resource
 import sys
 from pathlib import Path
 
+from deploy.doctor.ascend_files import read_text
 from deploy.doctor.facts import MachineFacts
-from deploy.doctor.text_file import read_text
+from npu_ops.properties import container_memory
 
 
 def read_machine(root: Path = Path("/"), shm: Path = Path("/dev/shm")) -> MachineFacts:
@@ -53,17 +54,12 @@ def _quota(root: Path) -> float | None:
 
 
 def _memory_limit(root: Path) -> tuple[int | None, int | None]:
-    """(limit, use) of the cgroup, v2 or v1; a limit of more than the machine has is none."""
-    v2, v1 = root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"
-    for limit, used in (
-        (v2 / "memory.max", v2 / "memory.current"),
-        (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes"),
-    ):
-        word, in_use = read_text(limit).strip(), read_text(used).strip()
-        total = _table(root / "proc/meminfo").get("MemTotal", 0) << 10
-        if word.isdecimal() and (not total or int(word) < total):
-            return int(word), int(in_use) if in_use.isdecimal() else None
-    return None, None
+    """(limit, use without cached files) of the cgroup in bytes; a limit of more than the machine has is none."""
+    limit, free = container_memory(root / "sys/fs/cgroup") or (None, None)
+    total = _table(root / "proc/meminfo").get("MemTotal", 0) << 10
+    if limit is None or free is None or (total and limit >= total):
+        return None, None
+    return limit, limit - free
 
 
 def _free_mib(path: Path) -> int | None:

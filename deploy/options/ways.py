@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from deploy.options.config import DeployConfig
 from epd_serve.errors import ConfigError
-from epd_serve.kv.ways import MOONCAKE, SHM, transports_between
+from epd_serve.kv.transport_selection import MOONCAKE, SHM, transports_between
 from epd_serve.placement import InstancePlan
 
 SAME_NPU_FROM = (9, 1)
@@ -98,7 +98,7 @@ def _kv_ways(
                 nodes = {node_of(sender), node_of(taker)}
                 apart = len(nodes) > 1 and "" not in nodes
                 beside = device != "cpu" and bool(set(sender.devices) & set(taker.devices))
-                names = (MOONCAKE,) if apart else transports_between(config.kv_transport, device, beside=beside)
+                names = (MOONCAKE,) if apart else transports_between(config.kv_transport, device, colocated=beside)
                 ways.append(KvWay(sender.id, taker.id, names, beside, apart))
     return ways
 

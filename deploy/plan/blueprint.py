@@ -24,8 +24,7 @@ from deploy.options.versions import numbers
 from deploy.options.ways import Ways, draw_ways
 from deploy.plan.allot import allot, copies
 from deploy.plan.core_plan import plan_cores
-from deploy.plan.machines import Machines, node_index
-from deploy.plan.node_memory import share_memory_of_nodes
+from deploy.plan.machines import Machines, node_index, share_memory_of_nodes
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse

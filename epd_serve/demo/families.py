@@ -2,7 +2,7 @@
 
 Owns the reading of those files and what follows from them: token ids, the chat template, the tokenizer with the
 family's own special tokens. The vocabulary is that of `blank/`, as of every random model. Leaves to others: the names
-in the command line (`presets`), drawing the weights (`random_weights`).
+in the command line (`presets`), drawing the weights (`checkpoint`).
 
 A family file holds
     about         one line for `--help`
@@ -46,7 +46,7 @@ def write_family(model: Path, name: str) -> dict[str, Any]:
     """Write everything but the weights into `model`, which holds the tokenizer files of `blank/`.
 
     Returns:
-        How weights have to change, for `random_weights`: the entries above that end in `_weights`.
+        How weights have to change, for `checkpoint`: the entries above that end in `_weights`.
     """
     family = read_family(name)
     tokenizer = json.loads((model / "tokenizer.json").read_text())

@@ -2,6 +2,7 @@
 
 A picture is a 3x3 grid; each shape fills one cell. The demo model lists shapes left to right, top to bottom. Drawing
 is deterministic: the same arguments give the same pixels, so a picture can be written down as text in a test.
+`SAMPLES` ship with the package: what the first `curl` of a newcomer shows to the demo model.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from PIL import Image, ImageDraw
 
@@ -114,3 +116,37 @@ def describe(shapes: Sequence[Shape]) -> str:
 
 def _in_listing_order(shapes: Sequence[Shape]) -> list[Shape]:
     return sorted(shapes, key=lambda shape: (shape.column, shape.row))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How a shipped picture was drawn."""
+
+    shapes: tuple[Shape, ...]
+    size: int | tuple[int, int] = 224
+    background: str = "white"
+
+    def draw(self) -> Image.Image:
+        return draw(self.shapes, self.size, self.background)
+
+
+SAMPLES = {
+    "red_circle": Sample((Shape("red", "circle"),), 128),
+    "square_and_triangle": Sample((Shape("blue", "square", 1, 0), Shape("green", "triangle", 1, 2)), 256),
+    "night": Sample((Shape("yellow", "circle", 0, 2), Shape("purple", "triangle", 2, 0)), (320, 240), "black"),
+}
+
+
+def sample_path(name: str) -> Path:
+    """Path of the PNG named `name`, a key of `SAMPLES`."""
+    return Path(__file__).parent / "samples" / f"{name}.png"
+
+
+def write_samples() -> None:
+    """Draw the PNG files anew (`python -m epd_serve.demo.pictures`)."""
+    for name, sample in SAMPLES.items():
+        sample.draw().save(sample_path(name), optimize=True)
+
+
+if __name__ == "__main__":
+    write_samples()

@@ -1,8 +1,8 @@
 """The models that ship or can be made on the spot: `demo` (trained, built in); `tiny`, `bench` and others (random).
 
 Owns the names, the sizes and the writing of a model folder. Leaves to others: other architectures than the demo
-model's (`epd_serve.demo.families`), drawing the weights (`epd_serve.demo.random_weights`) or leaving them out
-(`epd_serve.demo.hollow_weights`), each run as a process of its own so that nothing here imports torch; training,
+model's (`epd_serve.demo.families`), drawing the weights or leaving them out
+(`epd_serve.demo.checkpoint`), run as a process of its own so that nothing here imports torch; training,
 pictures.
 """
 
@@ -150,7 +150,7 @@ def write_preset(directory: Path, preset: str, seed: int = 0) -> None:
             if preset in RANDOM_PRESETS:
                 _write_configs(built, RANDOM_PRESETS[preset])
                 if RANDOM_PRESETS[preset].hollow:
-                    _run("epd_serve.demo.hollow_weights", str(built))
+                    _write_checkpoint(built, "hollow")
                 else:
                     _draw_weights(built, seed)
             elif preset != "demo":
@@ -175,15 +175,15 @@ def _write_configs(model: Path, preset: RandomPreset) -> None:
 
 
 def _draw_weights(model: Path, seed: int, changes: dict[str, Any] | None = None) -> None:
-    _run("epd_serve.demo.random_weights", str(model), str(seed), json.dumps(changes or {}))
+    _write_checkpoint(model, "random", str(seed), json.dumps(changes or {}))
 
 
-def _run(module: str, *arguments: str) -> None:
-    """A module that makes weights, with the torchvision repair that CPU machines need."""
+def _write_checkpoint(model: Path, *arguments: str) -> None:
+    """By `epd_serve.demo.checkpoint`, with the torchvision repair that CPU machines need."""
     ours = [str(_SITE), str(Path(epd_serve.__file__).parents[1])]
     path = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", module, *arguments]
+    command = [sys.executable, "-m", "epd_serve.demo.checkpoint", str(model), *arguments]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:

@@ -14,9 +14,8 @@ from epd_serve.engine.core_share import obey
 from epd_serve.engine.idle_steps import sleep_between_idle_steps
 from epd_serve.engine.memory_names import name_memory, name_rank_memory
 from epd_serve.engine.queue_bell import wait_asleep
-from epd_serve.engine.rendezvous import narrow_rendezvous
 from epd_serve.engine.template.context import forked
-from epd_serve.engine.worker_start import keep_threads_off_captures
+from epd_serve.engine.worker_start import keep_threads_off_captures, narrow_rendezvous
 from epd_serve.engine.worker_threads import rule_threads
 from epd_serve.lifeline import die_with_parent, name_process
 

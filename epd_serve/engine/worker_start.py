@@ -7,9 +7,12 @@ runs on the thread on which the model will run, sets the device, joins the ranks
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 
 from epd_serve.engine.capture_gate import capture_gate
+
+logger = logging.getLogger(__name__)
 
 _STEPS = "epd_serve_steps"
 _WARM_UP = "compile_or_warm_up_model"
@@ -65,3 +68,30 @@ def keep_threads_off_captures() -> None:
             capture_gate.open()
 
     setattr(WorkerWrapperBase, _WARM_UP, compile_or_warm_up_model)  # else it asks its worker for it, by `__getattr__`
+
+
+def narrow_rendezvous() -> None:
+    """Keep the meeting point of a stage's workers reachable at the stage's own address only.
+
+    Install it in a process that may become a worker.
+
+    vLLM 0.23 has torch's ranks meet at a TCPStore (`tcp://HOST:PORT`, also with a single rank), which listens on every
+    address of the machine, whatever HOST is, and asks nobody who they are. 0.32 uses a file, where there is nothing to
+    do.
+    """
+    around_init_device("rendezvous", after=_narrow)
+
+
+def _narrow(rank: int) -> None:
+    """Called when the ranks have met. The process that opened the store's port closes it to other addresses."""
+    import torch.distributed
+
+    from store.port_filter import narrow_port
+
+    if not torch.distributed.is_initialized():
+        return
+    store = torch.distributed.distributed_c10d._get_default_store()
+    while isinstance(store, torch.distributed.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, torch.distributed.TCPStore) and narrow_port(store.host, store.port):
+        logger.info("rank %d: port %d, where the ranks met, answers at %s only", rank, store.port, store.host)

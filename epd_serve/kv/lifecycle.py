@@ -1,4 +1,4 @@
-"""The life of one transfer as both ends see it: every state, every event, one table per end. Pure data.
+"""The life of one transfer as both ends see it: every state, every event, one table per end. Pure.
 
 What a peer says may be lost, late, doubled, or overtaken by what it said later, so its events stand in every row; an
 event of our own that a row lacks is a mistake of ours. P's OVER is final: a transfer id is never used twice.
@@ -19,8 +19,11 @@ it is there; where P is over without it, the transfer fails as one whose KV did 
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Generic, TypeVar
+
+from epd_serve.wire import TransferKey
 
 
 class Prefill(enum.Enum):
@@ -219,3 +222,30 @@ DECODE = Table(
         },
     }
 )
+
+
+class Tombstones:
+    """The last `capacity` transfers that ended, each with the reason, and with P's first token where there was one.
+
+    Late messages about them are answered, not obeyed.
+    """
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._capacity = capacity
+        self._ends: OrderedDict[TransferKey, tuple[str, int | None]] = OrderedDict()
+
+    def add(self, key: TransferKey, reason: str, token: int | None = None) -> None:
+        self._ends[key] = (reason, token)
+        self._ends.move_to_end(key)
+        if len(self._ends) > self._capacity:
+            self._ends.popitem(last=False)
+
+    def get(self, key: TransferKey) -> str | None:
+        """The reason, or None for a transfer that is not known to have ended."""
+        return self._ends[key][0] if key in self._ends else None
+
+    def token(self, key: TransferKey) -> int | None:
+        return self._ends[key][1] if key in self._ends else None
+
+    def __contains__(self, key: TransferKey) -> bool:
+        return key in self._ends

@@ -96,7 +96,7 @@ class LinkQueue(Generic[J]):
             self._leave(member)
         return packet.job
 
-    def hasten(self, member: Hashable, deadline: float) -> None:
+    def reprioritise(self, member: Hashable, deadline: float) -> None:
         """The packets with a part of `member` are due by `deadline`, where they were due later."""
         for packet in self._packets:
             if member in packet.members:

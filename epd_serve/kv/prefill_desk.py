@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from epd_serve import wire
 from epd_serve.kv.heads import heads_of
 from epd_serve.kv.lease import Leases
-from epd_serve.kv.lifecycle import PREFILL, AtPrefill, Prefill
-from epd_serve.kv.tombstones import Tombstones
+from epd_serve.kv.lifecycle import PREFILL, AtPrefill, Prefill, Tombstones
 from epd_serve.wire import TransferKey
 
 AHEAD_S = 10.0

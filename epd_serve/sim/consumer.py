@@ -18,10 +18,8 @@ import zmq.asyncio
 
 from epd_serve import wire
 from epd_serve.peers import Peers
-from epd_serve.sim.feature import DTYPE, belongs_to, feature_bytes, feature_shape
-from epd_serve.sim.items import Item
-from epd_serve.sim.publishing import Publisher, RateLimitedPublisher
-from epd_serve.sim.store_report import store_report
+from epd_serve.sim.items import DTYPE, Item, belongs_to, feature_bytes, feature_shape
+from epd_serve.sim.publishing import Publisher, RateLimitedPublisher, store_report
 from epd_serve.sockets import Following
 from epd_serve.wiring import StageWiring
 from store.errors import CorruptFeatureError, StoreError

@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from epd_serve import wire
-from epd_serve.sim.feature import DTYPE, feature_bytes, feature_shape
-from epd_serve.sim.items import Item
-from epd_serve.sim.publishing import Publisher, RateLimitedPublisher
-from epd_serve.sim.store_report import store_report
+from epd_serve.sim.items import DTYPE, Item, feature_bytes, feature_shape
+from epd_serve.sim.publishing import Publisher, RateLimitedPublisher, store_report
 from epd_serve.wiring import StageWiring
 from store.errors import StoreError, StoreFullError
 from store.interface import FeatureStore

@@ -1,12 +1,14 @@
 """Media items of a chat request as simulated stages see them: key, tokens, metadata. Pure; nothing is decoded.
 
 A picture has a token per 28x28 pixels, as with Qwen2-VL; its size is read from its file header. Items that came as
-metadata say their size themselves, so every stage counts the same tokens.
+metadata say their size themselves, so every stage counts the same tokens. The bytes of a feature are made from its
+key, so that whoever reads them can tell whose they are.
 """
 
 from __future__ import annotations
 
 import binascii
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -135,3 +137,24 @@ def _webp_size(raw: bytes) -> tuple[int, int] | None:
         bits = int.from_bytes(raw[21:25], "little")
         return (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1
     return None
+
+
+DTYPE = "bfloat16"
+_ITEM_BYTES = 2
+
+
+def feature_bytes(key: str, nbytes: int) -> bytes:
+    """`nbytes` of the feature of `key`."""
+    digest = hashlib.blake2b(key.encode()).digest()
+    return (digest * (-(-nbytes // len(digest))))[:nbytes]
+
+
+def belongs_to(key: str, view: memoryview) -> bool:
+    """Whether these are bytes of the feature of `key`: its beginning and its length say so."""
+    digest = hashlib.blake2b(key.encode()).digest()
+    return bytes(view[: len(digest)]) == digest[: len(view)] and len(view) > 0
+
+
+def feature_shape(tokens: int, bytes_per_token: int) -> tuple[int, int]:
+    """(tokens, hidden) of elements of `DTYPE`."""
+    return tokens, max(1, bytes_per_token // _ITEM_BYTES)

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from epd_serve import wire
 from epd_serve.errors import ConfigError
-from epd_serve.kv.ways import between, transports_between
+from epd_serve.kv.transport_selection import between, transports_between
 from epd_serve.peers import Peers
 from epd_serve.sockets import connect
 from epd_serve.wiring import StageWiring
@@ -142,11 +142,21 @@ class Link:
 
     def _first_choice(self) -> str:
         """What a real pair would try first."""
-        together = self._peers.together(self._endpoint)
-        ways = transports_between(self._wiring.kv_transport, DEVICE, beside=False, together=together)
+        same_node = self._peers.together(self._endpoint)
+        ways = transports_between(self._wiring.kv_transport, DEVICE, colocated=False, same_node=same_node)
         return f"{SIMULATED}{ways[0]}"
 
     def _turn(self, state: str, reason: str) -> None:
         if (state, reason) != (self._state, self._reason):
             self._state, self._reason = state, reason
             self._changed()
+
+
+def caller(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> Callable[[], None]:
+    """What any thread may call to have `call` run in the loop. A loop that has ended hears nothing any more."""
+
+    def ring() -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(call)
+
+    return ring

@@ -13,7 +13,9 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.sockets import SUBSCRIBES, Socket, bind, open_socket, readable
+from epd_serve.wire import StoreReport
 from epd_serve.wiring import StageWiring
+from store.interface import FeatureStore
 
 logger = logging.getLogger(__name__)
 
@@ -92,3 +94,28 @@ class RateLimitedPublisher:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(seconds, self._fire)
+
+
+def store_report(
+    wiring: StageWiring,
+    store: FeatureStore | None,
+    *,
+    seq: int,
+    counters: dict[str, int],
+    waiting_puts: int = 0,
+    encoding: int = 0,
+) -> StoreReport:
+    """What this instance sees of the store now."""
+    stats = store.stats() if store is not None else None
+    return StoreReport(
+        instance=wiring.instance,
+        incarnation=wiring.incarnation,
+        capacity_bytes=stats.capacity_bytes if stats else 0,
+        used_bytes=stats.used_bytes if stats else 0,
+        leased=stats.leased if stats else 0,
+        pool="up" if wiring.mooncake_master else "none",
+        waiting_puts=waiting_puts,
+        encoding=encoding,
+        counters=counters,
+        seq=seq,
+    )

@@ -21,9 +21,8 @@ from epd_serve.kv.control import DecodeControl
 from epd_serve.kv.decode_desk import DecodeDesk
 from epd_serve.kv.faults import faults_of
 from epd_serve.kv.params import ReceiveParams, receive_params
-from epd_serve.kv.ways import why_not
-from epd_serve.sim.link import DEVICE, SIMULATED
-from epd_serve.sim.loop_calls import caller
+from epd_serve.kv.transport_selection import why_not
+from epd_serve.sim.link import DEVICE, SIMULATED, caller
 from epd_serve.sim.prompts import Prompt
 from epd_serve.sockets import bind
 from epd_serve.wire import TransferKey

@@ -21,8 +21,7 @@ from epd_serve.kv.faults import faults_of
 from epd_serve.kv.params import send_params
 from epd_serve.kv.prefill_desk import Admission, PrefillDesk, PromptShape
 from epd_serve.peers import Peers
-from epd_serve.sim.link import Link
-from epd_serve.sim.loop_calls import caller
+from epd_serve.sim.link import Link, caller
 from epd_serve.sim.prompts import Prompt
 from epd_serve.sim.publishing import Publisher, RateLimitedPublisher
 from epd_serve.wire import TransferKey

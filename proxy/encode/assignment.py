@@ -2,18 +2,17 @@
 call goes first. Pure.
 
 Two wishes meet. A key should have one owner that every proxy agrees on, so that equal work meets in one place
-(`proxy/routing/rendezvous.py`), and a request's items should be encoded in parallel by cost and by the
-encoders' speeds (EPD §3.3.2; `proxy/encode/schedule.py`). `spread` grants the first within a bound on the
-second.
+(`owners`), and a request's items should be encoded in parallel by cost and by the encoders' speeds (EPD §3.3.2;
+`proxy/encode/schedule.py`). `spread` grants the first within a bound on the second.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 from proxy.encode.schedule import makespan_s, schedule
 from proxy.routing.policy import SLACK, Candidate, rates
-from proxy.routing.rendezvous import owners
 
 CALL_TOKENS = 256.0
 """Items share a call up to so much work: some 10 ms of a datacentre device, against about 2 ms of the proxy's CPU time
@@ -105,3 +104,16 @@ def _parts(costs: Sequence[float], share: Sequence[int], *, alone: bool) -> list
             together = [index]
             parts.append(together)
     return [tuple(part) for part in parts]
+
+
+def owners(key: str, ids: Sequence[str]) -> tuple[int, ...]:
+    """Indices of `ids`, the owner of `key` first, then those who inherit it (highest random weight).
+
+    Depends on nothing but the names: every proxy agrees without asking, so the single flight of several proxies is one
+    flight; a restart changes nothing, and when one of `ids` is gone only its keys move.
+    """
+
+    def weight(index: int) -> bytes:
+        return hashlib.blake2b(f"{ids[index]}\0{key}".encode(), digest_size=16).digest()
+
+    return tuple(sorted(range(len(ids)), key=weight, reverse=True))

@@ -28,7 +28,7 @@ from proxy.errors import StageRefusal, most_telling
 from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
 from proxy.registry.feature_directory import FeatureDirectory
-from proxy.stages.deadlines import deadline
+from proxy.stages.client import deadline
 from proxy.stages.job import Features, Job
 
 logger = logging.getLogger(__name__)

@@ -24,11 +24,11 @@ from proxy.background import Background
 from proxy.config.limits import Timeouts
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
 from proxy.generate.first_token import alike, is_one_token, may_be_shown
-from proxy.generate.given import Given
 from proxy.generate.migration import Way, way_on
 from proxy.generate.relay import Client, relay, show
 from proxy.generate.router import Route
 from proxy.generate.stall_watchdog import StallWatchdog
+from proxy.generate.token_history import TokenHistory
 from proxy.metrics import Metrics
 from proxy.registry.instance_state import Lease
 from proxy.registry.table import InstanceTable
@@ -83,13 +83,13 @@ class Attempt:
         base: Mapping[str, Any],
         route: Route,
         sink: ClientSink,
-        given: Given,
+        history: TokenHistory,
         before_decode: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Answer `job` from the body `base` on the instances of `route`.
 
         Args:
-            given: what the client has, after which the answer goes on. before_decode: what D is to wait for, where P
+            history: what the client has, after which the answer goes on. before_decode: what D is to wait for, where P
                 need not.
 
         Raises:
@@ -109,7 +109,7 @@ class Attempt:
         self._watchdog.watch(cancel_scope, sink, calls)
         try:
             with cancel_scope:
-                await self._run(job, base, route, sink, given, decoding, prefilling, before_decode)
+                await self._run(job, base, route, sink, history, decoding, prefilling, before_decode)
                 return
             assert cancel_scope.reason is not None, "nothing else swallows an end"
             raise cancel_scope.reason
@@ -126,20 +126,20 @@ class Attempt:
         base: Mapping[str, Any],
         route: Route,
         sink: ClientSink,
-        given: Given,
+        history: TokenHistory,
         decoding: StageCall,
         prefilling: StageCall | None,
         before_decode: Callable[[], Awaitable[None]] | None,
     ) -> None:
         flags = route.decode.instance.answer_flags
-        keeps = given.goes_on and self._go_on != "never" and flags is not None
-        if not given.begun:
-            given.flags = flags
-        shows = route.prefill is not None and not given.begun and self._prefill_shows
+        keeps = history.goes_on and self._go_on != "never" and flags is not None
+        if not history.begun:
+            history.flags = flags
+        shows = route.prefill is not None and not history.begun and self._prefill_shows
         shows = shows and may_be_shown(job.request, route)
-        asks = keeps or shows or given.begun
-        after = self._after(job, given)
-        client = Client(sink, given, hides=asks and not job.request.body.get("return_token_ids"), keeps=keeps)
+        asks = keeps or shows or history.begun
+        after = self._after(job, history)
+        client = Client(sink, history, hides=asks and not job.request.body.get("return_token_ids"), keeps=keeps)
         to_decode = with_ids(base) if asks else base
         if route.prefill is None or prefilling is None:
             to_fused = to_decode if after is None else fused_body(to_decode, after)
@@ -151,11 +151,11 @@ class Attempt:
             bodies = _Bodies(base, to_decode, after, shows)
             await self._run_both(job, bodies, route, route.prefill, client, decoding, prefilling, before_decode)
 
-    def _after(self, job: Job, given: Given) -> After | None:
-        if not given.begun:
+    def _after(self, job: Job, history: TokenHistory) -> After | None:
+        if not history.begun:
             return None
-        given.fold()
-        return After(given.tokens, way_on(job.request, given, self._go_on) is Way.REPLAY)
+        history.fold()
+        return After(history.tokens, way_on(job.request, history, self._go_on) is Way.REPLAY)
 
     async def _answer_alone(
         self, job: Job, body: Mapping[str, Any], route: Route, lease: Lease, client: Client, call: StageCall
@@ -296,12 +296,12 @@ class Attempt:
         begun, outcome, span = time.monotonic(), "cancelled", job.record.call_span()
 
         def news() -> None:
-            client.given.answers += 1
+            client.history.answers += 1
             job.trial.survived()
             if not sink.committed:
                 self._first_byte(job, instance)
-            elif client.given.lost_at is not None:
-                self._went_on(job, client.given, instance)
+            elif client.history.lost_at is not None:
+                self._went_on(job, client.history, instance)
 
         try:
             with call:
@@ -341,13 +341,13 @@ class Attempt:
                 job.record.took("answered", begun, span=span, stage=instance.id, outcome=outcome)
             self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.monotonic() - begun)
 
-    def _went_on(self, job: Job, given: Given, instance: Instance) -> None:
+    def _went_on(self, job: Job, history: TokenHistory, instance: Instance) -> None:
         """The client's stream goes on, from this instance."""
-        assert given.lost_at is not None, "a stage was lost before another one goes on"
-        gap_s, given.lost_at = time.monotonic() - given.lost_at, None
-        way = way_on(job.request, given, self._go_on).value
+        assert history.lost_at is not None, "a stage was lost before another one goes on"
+        gap_s, history.lost_at = time.monotonic() - history.lost_at, None
+        way = way_on(job.request, history, self._go_on).value
         self._metrics.migrated(way, gap_s)
-        job.record.went_on(instance.id, way=way, tokens=len(given.tokens), gap_s=gap_s)
+        job.record.went_on(instance.id, way=way, tokens=len(history.tokens), gap_s=gap_s)
 
     def _first_byte(self, job: Job, instance: Instance) -> None:
         job.passed.prefilled()

@@ -10,7 +10,7 @@ from typing import Any
 
 from epd_serve.errors import StageError
 from proxy import strict_json
-from proxy.generate.given import ROLE, TEXT, TOOL_CALLS, Channel, Given
+from proxy.generate.token_history import ROLE, TEXT, TOOL_CALLS, Channel, TokenHistory
 from proxy.stages.sse import BLANK_LINE, is_comment, is_done, is_opening, split
 
 Answer = dict[str, Any]
@@ -19,15 +19,15 @@ Answer = dict[str, Any]
 class Continuation:
     """Made when the new stage's answer begins. `done`: all that the client has has passed; the rest is news."""
 
-    def __init__(self, given: Given, *, stage: str) -> None:
-        given.fold()
-        self._texts = dict(given.texts)
-        self._tokens = given.tokens[:]
+    def __init__(self, history: TokenHistory, *, stage: str) -> None:
+        history.fold()
+        self._texts = dict(history.texts)
+        self._tokens = history.tokens[:]
         self._at = 0
-        self._calls = set(given.calls)
-        self._known_calls = frozenset(given.calls)
-        self._finish = given.finished
-        self._created = b'"created":%d' % given.created if given.created is not None else b""
+        self._calls = set(history.calls)
+        self._known_calls = frozenset(history.calls)
+        self._finish = history.finished
+        self._created = b'"created":%d' % history.created if history.created is not None else b""
         self._theirs = b""
         self._blind = False
         self._opening = True  # which the client has, whatever else

@@ -22,8 +22,8 @@ from epd_serve.answer_flags import parses_chat
 from epd_serve.wire import KV_NOT_SENT, TOKEN_SENT
 from proxy.errors import KvNotDelivered
 from proxy.generate.continuation import read, written
-from proxy.generate.given import ROLE, TEXT
 from proxy.generate.router import Route
+from proxy.generate.token_history import ROLE, TEXT
 from proxy.request.parse import Endpoint, ParsedRequest
 
 _OLD_WAY = ("tools", "thinking_token_budget", "watermarking")

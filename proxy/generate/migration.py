@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from epd_serve.answer_flags import parses_chat
 from proxy.config.limits import MigrationLimits
-from proxy.generate.given import Given
+from proxy.generate.token_history import TokenHistory
 from proxy.request.parse import Endpoint, ParsedRequest
 
 _COUNTS_USAGE = "--enable-force-include-usage"
@@ -47,13 +47,13 @@ def why_not(request: ParsedRequest) -> str:
     return "hidden reasoning does not go on" if body.get("include_reasoning") is False else ""
 
 
-def way_on(request: ParsedRequest, given: Given, go_on: str = "auto") -> Way:
-    """How another stage is to go on after `given`, which is folded. `go_on`: the setting."""
+def way_on(request: ParsedRequest, history: TokenHistory, go_on: str = "auto") -> Way:
+    """How another stage is to go on after `history`, which is folded. `go_on`: the setting."""
     body = request.body
-    if given.finished:
-        return Way.REPLAY if _counts_usage(request, given) and not given.counted else Way.NONE
-    parsed = request.endpoint is Endpoint.CHAT and parses_chat(given.flags or ())
-    short = len(given.tokens) < (body.get("min_tokens") or 0)
+    if history.finished:
+        return Way.REPLAY if _counts_usage(request, history) and not history.counted else Way.NONE
+    parsed = request.endpoint is Endpoint.CHAT and parses_chat(history.flags or ())
+    short = len(history.tokens) < (body.get("min_tokens") or 0)
     wanted = any(body.get(name) for name in _PENALTIES) or any(_is_wanted(body.get(name)) for name in _REPLAYED)
     return Way.REPLAY if go_on == "replay" or parsed or short or wanted else Way.FAST
 
@@ -62,10 +62,10 @@ def _is_wanted(value: object) -> bool:
     return value is not None and value is not False and value != [] and value != {}
 
 
-def _counts_usage(request: ParsedRequest, given: Given) -> bool:
+def _counts_usage(request: ParsedRequest, history: TokenHistory) -> bool:
     options = request.body.get("stream_options") or {}
     asked = isinstance(options, dict) and bool(options.get("include_usage"))
-    return asked or any(flag.startswith(_COUNTS_USAGE) for flag in given.flags or ())
+    return asked or any(flag.startswith(_COUNTS_USAGE) for flag in history.flags or ())
 
 
 def _one_prompt(prompt: object) -> bool:

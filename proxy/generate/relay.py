@@ -15,7 +15,6 @@ from proxy import strict_json
 from proxy.errors import stage_answer_error
 from proxy.generate.continuation import Continuation
 from proxy.generate.first_token import FirstEvent
-from proxy.generate.given import Given
 from proxy.generate.token_event import (
     TokenForm,
     prompt_digest,
@@ -23,6 +22,7 @@ from proxy.generate.token_event import (
     without_ids,
     without_prompt_ids,
 )
+from proxy.generate.token_history import TokenHistory
 from proxy.request.client_sink import ClientSink
 from proxy.stages.sse import (
     BLANK_LINE,
@@ -46,15 +46,15 @@ class Client:
     """The client of one stream, and what is kept of what it gets.
 
     Args:
-        given: what it has. hides: ids of tokens are among the events for our sake, not for its own. keeps: another
+        history: what it has. hides: ids of tokens are among the events for our sake, not for its own. keeps: another
             stage can go on after what it is sent.
     """
 
-    __slots__ = ("given", "hides", "keeps", "sink")
+    __slots__ = ("hides", "history", "keeps", "sink")
 
-    def __init__(self, sink: ClientSink, given: Given, *, hides: bool = False, keeps: bool = False) -> None:
+    def __init__(self, sink: ClientSink, history: TokenHistory, *, hides: bool = False, keeps: bool = False) -> None:
         self.sink = sink
-        self.given = given
+        self.history = history
         self.hides = hides
         self.keeps = keeps
 
@@ -66,9 +66,9 @@ class Client:
         """
         if (digest := prompt_digest(events)) is None:
             return events
-        if self.given.begun and self.given.prompt not in (None, digest):
+        if self.history.begun and self.history.prompt not in (None, digest):
             raise StageError(f"stage {stage} makes another prompt of the request", stage=stage)
-        self.given.prompt = digest
+        self.history.prompt = digest
         return without_prompt_ids(events) if self.hides else events
 
     async def write(self, events: bytes) -> None:
@@ -76,24 +76,24 @@ class Client:
         public = without_ids(events) if self.hides else events
         if public:
             await self.sink.write(public)
-        self.given.begin()
+        self.history.begin()
         if self.keeps:
-            self.given.add(events)
-        elif not self.given.why_not:
-            self.given.give_up("its stage was not asked for ids of tokens")
+            self.history.add(events)
+        elif not self.history.why_not:
+            self.history.give_up("its stage was not asked for ids of tokens")
 
     async def show(self, events: bytes) -> None:
         """Send it P's first token, after which D goes on whether or not what D says is kept."""
         await self.sink.write(without_ids(events) if self.hides else events)
-        self.given.begin()
-        self.given.add(events)
+        self.history.begin()
+        self.history.add(events)
 
     async def finish(self, events: bytes) -> None:
         """Send it these, the last of which is [DONE]."""
         if self.hides:
             events = without_ids(events)
-        if self.given.migrations:
-            note = b": x-epd-migrations: %d" % self.given.migrations + BLANK_LINE
+        if self.history.migrations:
+            note = b": x-epd-migrations: %d" % self.history.migrations + BLANK_LINE
             events = events.removesuffix(DONE_EVENT) + note + DONE_EVENT
         await self.sink.finish(events)
 
@@ -117,7 +117,7 @@ async def relay(
     Raises:
         StageError: the stream failed or ended without [DONE]. StageRefusal: it failed with a 4xx.
     """
-    sink, given, hides, keeps = client.sink, client.given, client.hides, client.keeps
+    sink, history, hides, keeps = client.sink, client.history, client.hides, client.keeps
     held = b""  # openings: what follows them may still be an error, which is retried only before the commit point
     answered = begun = False  # by the stage; with the client
     passing = False  # all that comes is the client's
@@ -128,7 +128,7 @@ async def relay(
         if form is not None and (public := form.without_ids(several)) is not None:  # as below, for a third of it
             await sink.write(public if hides else several)
             if keeps:
-                given.add_token(several[form.size :])
+                history.add_token(several[form.size :])
             continue
         several = compact(several)
         if passing and is_plain(several):
@@ -150,8 +150,8 @@ async def relay(
                 answered = True
                 on_first()
             async with opening:
-                if not begun and going_on is None and given.begun:
-                    going_on = Continuation(given, stage=stage)
+                if not begun and going_on is None and history.begun:
+                    going_on = Continuation(history, stage=stage)
                 if going_on is not None:
                     ready = going_on.rest(ready)
                 if ready:
@@ -166,7 +166,7 @@ async def relay(
                     await client.write(ready)
                     form = token_form(ready) if going_on is None else None
                     if form is not None:
-                        given.holder = form.holder
+                        history.holder = form.holder
             passing = begun and (going_on is None or going_on.done)
         if failure is not None:
             raise stage_answer_error(failure, stage=stage, status=_status_in(failure))

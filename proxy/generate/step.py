@@ -33,10 +33,10 @@ from proxy.generate.delivery import (
     first_delivery,
     goes_as_metadata,
 )
-from proxy.generate.given import Given, GivenRoom
 from proxy.generate.migration import MigrationPace, Way, way_on, why_not
 from proxy.generate.relay import Client
 from proxy.generate.router import Flags, Route, Router
+from proxy.generate.token_history import HistoryRoom, TokenHistory
 from proxy.metrics import Metrics
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.table import InstanceTable
@@ -54,12 +54,12 @@ REPROBE_S = 1.0
 
 
 class _Progress(Struct):
-    """Where a request stands between two attempts. `given`: what its client has of a stream. `encoding`: under way; an
-    attempt goes ahead of it."""
+    """Where a request stands between two attempts. `history`: what its client has of a stream. `encoding`: under way;
+    an attempt goes ahead of it."""
 
     job: Job
     delivery: Delivery
-    given: Given
+    history: TokenHistory
     prompt_tokens: float
     encoding: Encoding | None = None
     faults: Faults = field(default_factory=Faults)
@@ -72,7 +72,7 @@ class _Progress(Struct):
     @property
     def like(self) -> Flags:
         """Flags of those who can decode it."""
-        return self.given.flags if self.given.begun else None
+        return self.history.flags if self.history.begun else None
 
     def went_well(self) -> None:
         """Its last attempt gave the client something: what failed before counts no more."""
@@ -105,7 +105,7 @@ class GenerateStep:
         self._metrics = metrics
         self._trace = trace
         self._budget = budget
-        self._given_room = GivenRoom(settings.migration)
+        self._history_room = HistoryRoom(settings.migration)
         self._pace = MigrationPace(settings.migration)
 
     async def run(self, job: Job, sink: ClientSink, encoding: Encoding | None = None) -> None:
@@ -120,18 +120,18 @@ class GenerateStep:
             encoding: of the job's items, where it has begun. The first attempt goes ahead of its end if that is of use
                 (`proxy/encode/encoding.py`); what comes of that attempt, the next one follows the end.
         """
-        given = Given(self._given_room, why_not=why_not(job.request))
-        sink.goes_on = lambda: given.goes_on
-        progress = _Progress(job, first_delivery(job, self._settings), given, job.tokens, encoding)
+        history = TokenHistory(self._history_room, why_not=why_not(job.request))
+        sink.goes_on = lambda: history.goes_on
+        progress = _Progress(job, first_delivery(job, self._settings), history, job.tokens, encoding)
         try:
             await self._run(progress, sink)
         finally:
-            if given.lost_at is not None:
+            if history.lost_at is not None:
                 self._metrics.migrations.labels(self._way(progress).value, "failed").inc()
-            given.close()
+            history.close()
 
     async def _run(self, progress: _Progress, sink: ClientSink) -> None:
-        job, given, encoding = progress.job, progress.given, progress.encoding
+        job, history, encoding = progress.job, progress.history, progress.encoding
         if encoding is not None and not await self._goes_ahead(progress, encoding):
             await self._encoded(progress)
         begun = time.monotonic()
@@ -142,9 +142,9 @@ class GenerateStep:
         while True:
             job.trial.check()
             suspected, since = job.trial.suspected, time.monotonic()
-            turn = nullcontext() if given.begun else job.trial.turn(job.passed.give_back)
+            turn = nullcontext() if history.begun else job.trial.turn(job.passed.give_back)
             async with turn:
-                if suspected and not given.begun:
+                if suspected and not history.begun:
                     job.record.took("on_trial", since)
                 job.trial.check()  # other copies may have been on trial meanwhile
                 await job.passed.to_stages()  # to wait, to encode after all, or again, is to give the place back
@@ -152,7 +152,7 @@ class GenerateStep:
                 # An instance that encodes for itself takes the media, and nothing but the media.
                 delivery = progress.delivery if route.path.encode else Delivery.PIXELS
                 failure = None
-                before, began = given.answers, time.monotonic()
+                before, began = history.answers, time.monotonic()
                 sent_at = asyncio.get_running_loop().time()
                 try:
                     if self._may_run(progress, route) and await self._answered(progress, delivery, route, sink):
@@ -160,17 +160,17 @@ class GenerateStep:
                 except (StageError, StageRefusal) as error:
                     stage = error.stage if isinstance(error, StageError) else route.decode.instance.id
                     job.record.failed("failed", error, stage, s=time.monotonic() - began, delivery=delivery.value)
-                    if sink.committed and given.begun:
-                        given.fold()
+                    if sink.committed and history.begun:
+                        history.fold()
                     if not sink.repeatable:
                         self._note_cut(progress, error)
                         raise
                     failure = error
-                    self._note_death(job, failure, route, sent_at, answered=given.answers != before)
+                    self._note_death(job, failure, route, sent_at, answered=history.answers != before)
                 finally:
                     route.release()
             went_ahead = progress.encoding is not None
-            if failure is not None and given.answers != before:
+            if failure is not None and history.answers != before:
                 if await self._moves(progress, failure, route, sink):
                     return
                 continue
@@ -195,41 +195,41 @@ class GenerateStep:
     ) -> bool:
         """Prepare another attempt to go on with a stream whose stage is gone. True: there is nothing left to be said,
         and the client has its end. Raises `failure` where the stream has moved as often as it may."""
-        given, job = progress.given, progress.job
+        history, job = progress.history, progress.job
         if not isinstance(failure, StageError) or not failure.retryable:
             raise failure
-        given.lost_at = given.last_at
+        history.lost_at = history.last_at
         progress.went_well()
         progress.avoid.add(_incarnation_of(failure, route))
-        if given.migrations >= self._settings.migration.per_request:
-            job.record.note("stays", reason=f"it has moved {given.migrations} times")
+        if history.migrations >= self._settings.migration.per_request:
+            job.record.note("stays", reason=f"it has moved {history.migrations} times")
             raise failure
-        given.migrations += 1
+        history.migrations += 1
         way = self._way(progress)
         if way is Way.NONE:
-            self._metrics.migrated(way.value, time.monotonic() - given.last_at)
-            given.lost_at = None
-            job.record.went_on("", way=way.value, tokens=len(given.tokens), gap_s=0.0)
-            await Client(sink, given).finish(DONE_EVENT)
+            self._metrics.migrated(way.value, time.monotonic() - history.last_at)
+            history.lost_at = None
+            job.record.went_on("", way=way.value, tokens=len(history.tokens), gap_s=0.0)
+            await Client(sink, history).finish(DONE_EVENT)
             return True
         if way is Way.FAST:
-            progress.job = structs.replace(progress.job, tokens=progress.prompt_tokens + len(given.tokens))
+            progress.job = structs.replace(progress.job, tokens=progress.prompt_tokens + len(history.tokens))
         if progress.encoding is not None:
             await self._encoded(progress)
         logger.warning(
-            "request %s: %s; another one goes on after %d tokens", job.id, failure.message, len(given.tokens)
+            "request %s: %s; another one goes on after %d tokens", job.id, failure.message, len(history.tokens)
         )
         await self._pace.turn()
         return False
 
     def _way(self, progress: _Progress) -> Way:
-        return way_on(progress.job.request, progress.given, self._settings.go_on)
+        return way_on(progress.job.request, progress.history, self._settings.go_on)
 
     def _note_cut(self, progress: _Progress, error: EpdError) -> None:
         """A stream ends with its stage."""
-        if progress.job.request.stream and isinstance(error, StageError) and progress.given.why_not:
+        if progress.job.request.stream and isinstance(error, StageError) and progress.history.why_not:
             self._metrics.migrations.labels(Way.NONE.value, "failed").inc()
-            progress.job.record.note("stays", reason=progress.given.why_not)
+            progress.job.record.note("stays", reason=progress.history.why_not)
 
     async def _goes_ahead(self, progress: _Progress, encoding: Encoding) -> bool:
         """Whether to call P and D now, while encoders work: waits until the metadata of all items is known, or the
@@ -271,12 +271,12 @@ class GenerateStep:
     async def _answered(self, progress: _Progress, delivery: Delivery, route: Route, sink: ClientSink) -> bool:
         """Run an attempt. False: it went ahead, and had to be cut."""
         if progress.encoding is None:
-            await self._run_attempt(progress.job, delivery, route, sink, progress.given)
+            await self._run_attempt(progress.job, delivery, route, sink, progress.history)
             return True
         outcome = "failed"
         try:
             with CancelScope[str]() as scope, progress.encoding.attempted(lambda: _cut(scope, sink)):
-                await self._run_attempt(progress.job, delivery, route, sink, progress.given, progress.encoding)
+                await self._run_attempt(progress.job, delivery, route, sink, progress.history, progress.encoding)
                 outcome = "answered"
                 return True
             outcome = "cut"
@@ -291,7 +291,7 @@ class GenerateStep:
         delivery: Delivery,
         route: Route,
         sink: ClientSink,
-        given: Given,
+        history: TokenHistory,
         encoding: Encoding | None = None,
     ) -> None:
         """`encoding`: under way. Where its tower shares cores with others, D prepares the request when it is through
@@ -302,7 +302,7 @@ class GenerateStep:
         base = delivered(job, delivery, self._settings) if route.path.encode else job.base
         waits = encoding is not None and self._settings.overlap == "auto" and self._tower_shares_cores()
         before_decode = encoding.first_stored if waits and encoding is not None else None
-        await self._attempt.run(job, base, route, sink, given, before_decode)
+        await self._attempt.run(job, base, route, sink, history, before_decode)
 
     def _note_death(self, job: Job, failure: EpdError, route: Route, sent_at: float, *, answered: bool) -> None:
         """Where the failure was the end of an instance, hold it against the request."""

@@ -4,7 +4,10 @@ to the requests that failed of them. Owns none of it being true: announcements g
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
+from collections import OrderedDict
 
 from epd_serve.wire import (
     Announcement,
@@ -22,7 +25,6 @@ from proxy.background import Background
 from proxy.metrics import Metrics
 from proxy.registry.announcements import Announcements
 from proxy.registry.feature_directory import FeatureDirectory
-from proxy.registry.missing_features import MissingFeatures
 from proxy.registry.table import InstanceTable
 
 MISSING_WAIT_S = 0.05
@@ -85,3 +87,43 @@ class AnnouncementDispatcher:
     async def missing_for(self, request_id: str) -> FeatureMissing | None:
         """What a consumer said about a request that has just failed. It may be a moment behind the failure."""
         return await self._missing.of(request_id, timeout_s=MISSING_WAIT_S if self.listening else 0.0)
+
+
+LIMIT = 1024
+_OUR_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class MissingFeatures:
+    """Why requests failed for want of a feature: announced causes by the proxy's id of the request.
+
+    A consumer announces `FeatureMissing` before it fails the request, but on another connection: the failure may be
+    here first. Lives in one event loop.
+
+    Args:
+        limit: the oldest goes when more are kept.
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._events: OrderedDict[str, FeatureMissing] = OrderedDict()
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+
+    def announced(self, event: FeatureMissing) -> None:
+        """Keep what a consumer said. Stages lengthen the id that we gave them; ours is still in it."""
+        match = _OUR_ID.search(event.request_id)
+        ours = match.group() if match else event.request_id
+        self._events[ours] = event
+        if len(self._events) > self._limit:
+            self._events.popitem(last=False)
+        if (waiter := self._waiting.get(ours)) is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def of(self, request_id: str, *, timeout_s: float) -> FeatureMissing | None:
+        """What was announced for this request, now or within `timeout_s`. Each announcement is given out once."""
+        if request_id not in self._events and timeout_s > 0:
+            waiter = self._waiting[request_id] = asyncio.get_running_loop().create_future()
+            try:
+                await asyncio.wait([waiter], timeout=timeout_s)
+            finally:
+                del self._waiting[request_id]
+        return self._events.pop(request_id, None)

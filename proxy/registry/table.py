@@ -23,12 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from epd_serve.wire import CacheReport, KvReport, StageReport, StoreReport
-from proxy.registry.instance_state import InstanceState, InstanceView, Lease, Work
+from proxy.registry.instance_state import SILENCE_S, InstanceState, InstanceView, Lease, SilenceWatch, Work
 from proxy.registry.ledger import Ledger, OwnLedger
 from proxy.registry.load import load, pending_s, reported_rate
 from proxy.registry.pause import Pause
 from proxy.registry.prefix_index import PrefixIndex
-from proxy.registry.silence import SILENCE_S, SilenceWatch
 from proxy.registry.warm_links import GRACE_S, why_cold
 from proxy.routing.policy import Candidate, usual_rate
 

@@ -10,19 +10,19 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from functools import lru_cache, partial
+from types import TracebackType
 from typing import Any
 
 import msgspec
 
 from epd_serve import endpoint
-from epd_serve.errors import StageError
+from epd_serve.errors import DeadlineError, StageError
 from epd_serve.instances import KEEP_ALIVE_S, Instance
 from proxy import strict_json
 from proxy.config.limits import Timeouts
 from proxy.errors import StageDied, StageUnreachable, stage_answer_error
 from proxy.request.payload import Pieces
 from proxy.stages.connection import Connection
-from proxy.stages.deadlines import deadline
 from proxy.stages.sse import WholeEvents
 
 IDLE_S = 0.8 * KEEP_ALIVE_S
@@ -182,3 +182,23 @@ def _beginning(url: str, path: str) -> str:
     """Of the head of a request."""
     address = endpoint.for_http(url)
     return f"POST {address.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {address.netloc}\r\n"
+
+
+class deadline:
+    """Bound a wait and name it: DeadlineError when it ran out."""
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self._seconds = seconds
+        self._what = what
+
+    async def __aenter__(self) -> None:
+        self._scope = asyncio.timeout(self._seconds)
+        await self._scope.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            raise DeadlineError(f"{self._what} took longer than {self._seconds:g} s") from late

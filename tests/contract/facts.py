@@ -16,18 +16,19 @@ sources; `manifest.py` from what was written down. Questions:
 
 from __future__ import annotations
 
-import ast
 import difflib
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+import griffe
+
 from tests.contract.callers import Callers
 from tests.contract.flags import Flags
 from tests.contract.json_types import json_types
 from tests.contract.members import Classes, ClassFacts, Member
-from tests.contract.source import Found, Function, WheelSource
+from tests.contract.source import WheelSource
 
 Row = dict[str, Any]
 
@@ -66,23 +67,19 @@ class WheelFacts:
         return self._answers[kind](name)
 
     def _symbol(self, name: str) -> Row:
-        found = self._source.find(name)
-        if found is None:
-            return self._native(name) or {"is": "missing", "near": self._near(name)}
-        node = found.node
-        if node is None:
-            return {"is": "module", "at": found.name}
-        if isinstance(node, ast.ClassDef):
-            return {"is": "class", "at": found.name}
-        if isinstance(node, Function):
-            return {"is": "function", "at": found.name, "text": self._classes.signature(node, found.module)}
-        note = node.annotation if isinstance(node, ast.AnnAssign) else None
-        return {"is": "value", "at": found.name, "text": self._classes.type_of(note, found.module)}
+        match found := self._source.find(name):
+            case None:
+                return self._native(name) or {"is": "missing", "near": self._near(name)}
+            case griffe.Function():
+                return {"is": "function", "at": found.path, "text": self._classes.signature(found)}
+            case griffe.Attribute():
+                return {"is": "value", "at": found.path, "text": self._classes.type_of(found.annotation)}
+        return {"is": found.kind.value, "at": found.path}
 
     def _near(self, name: str) -> list[str]:
         owner, _, last = name.rpartition(".")
         there = self._source.find(owner) if owner else None
-        return near(last, there.module.names()) if there is not None and there.node is None else []
+        return near(last, there.members) if isinstance(there, griffe.Module) else []
 
     def _native(self, name: str) -> Row | None:
         """An extension module, or a class of one: what can be told is whether its bytes contain the name."""
@@ -98,29 +95,23 @@ class WheelFacts:
         """As the end of a C string: linkers let a string share the tail of a longer one."""
         return word.encode() + b"\0" in self._source.data(file)
 
-    def _found_class(self, name: str) -> tuple[Found, ClassFacts] | None:
-        found = self._source.find(name)
-        if found is None or not isinstance(found.node, ast.ClassDef):
-            return None
-        return found, self._classes.facts(found)
-
     def _class(self, name: str) -> Row:
-        there = self._found_class(name)
-        if there is None:
+        found = self._source.find_class(name)
+        if found is None:
             return {"native": True} if self._native(name) else {"is": "missing"}
-        facts = there[1]
+        facts = self._classes.facts(found)
         abstract = sorted(member.name for member in facts.members.values() if member.abstract)
         row: Row = {"abstract": abstract} if abstract else {}
         return row | {"names": " ".join(sorted(facts.members))}
 
     def _member(self, name: str) -> Row:
         owner, _, last = name.partition(":")
-        there = self._found_class(owner)
-        if there is None:
+        found = self._source.find_class(owner)
+        if found is None:
             file = self._source.native(owner.rpartition(".")[0])
             known = file is not None and self._bytes_have(file, last)
             return {"is": "native"} if known else {"is": "missing"}
-        facts = there[1]
+        facts = self._classes.facts(found)
         member = facts.members.get(last) or (self._constructor(facts) if last == "__init__" else None)
         if member is None:
             return {"is": "unknown"} if facts.open else {"is": "missing", "near": near(last, facts.members)}
@@ -136,9 +127,9 @@ class WheelFacts:
         found = self._source.find(owner)
         if found is None:
             return {"is": "missing"}
-        whole = self._source.text(found.module.path)
-        part = whole if found.node is None else ast.get_source_segment(whole, found.node) or ""
-        return {"is": text in part}
+        lines = self._source.text(str(found.filepath)).splitlines()
+        part = lines if isinstance(found, griffe.Module) else lines[(found.lineno or 1) - 1 : found.endlineno]
+        return {"is": text in "\n".join(part)}
 
     def _names(self, name: str) -> Row:
         word = name.encode()
@@ -154,10 +145,10 @@ class WheelFacts:
         return {"calls": self._callers.of(owner, method)}
 
     def _request(self, name: str) -> Row:
-        there = self._found_class(name)
-        if there is None:
+        found = self._source.find_class(name)
+        if found is None:
             return {"is": "missing"}
-        fields = self._classes.request_fields(there[0])
+        fields = self._classes.request_fields(found)
         types = {field: self._types(text) for field, text in fields.items()}
         return {
             "fields": {field: self._made_of(text) for field, text in fields.items()},
@@ -168,11 +159,11 @@ class WheelFacts:
         """What may stand in JSON for a field: see `json_types`."""
 
         def is_object(name: str) -> bool:
-            there = self._found_class(name)
-            return there is not None and bool(self._classes.request_fields(there[0]))
+            found = self._source.find_class(name)
+            return found is not None and bool(self._classes.request_fields(found))
 
         return json_types(annotation, is_object)
 
     def _made_of(self, annotation: str) -> str:
         words = dict.fromkeys(re.findall(r"[A-Za-z_]\w*(?:\.\w+)+", annotation))
-        return " ".join(word for word in words if self._found_class(word) is not None)
+        return " ".join(word for word in words if self._source.find_class(word) is not None)

@@ -61,9 +61,9 @@ class Flags:
         for module in (*_SERVERS, _ENGINE):
             found = self._source.module(module)
             if found is not None:
-                yield from self._of_module(found.tree, module)
+                yield from self._of_module(ast.parse(self._source.text(str(found.filepath))), module)
         for module in _SERVERS:
-            fields = self._source.find(f"{module}.{_SERVER_FIELDS}")
+            fields = self._source.find_class(f"{module}.{_SERVER_FIELDS}")
             if fields is not None:
                 for member in self._classes.facts(fields).members.values():
                     if member.kind == "field":
@@ -94,8 +94,8 @@ class Flags:
                     and node.value.id in groups
                     and isinstance(node.slice, ast.Constant)
                 ):
-                    owner = self._source.find(f"{module}.{groups[node.value.id]}")
-                    if owner is not None and isinstance(owner.node, ast.ClassDef):
+                    owner = self._source.find_class(f"{module}.{groups[node.value.id]}")
+                    if owner is not None:
                         member = self._classes.facts(owner).members.get(str(node.slice.value))
                         return member.text if member is not None else ""
         return ""

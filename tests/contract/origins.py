@@ -60,7 +60,7 @@ GRAFTED = {"torch.npu": "torch_npu.npu"}
 FLAGS = {
     "epd_serve/engine/argv.py": "vllm",
     "deploy/options/stage_args.py": "vllm",
-    "deploy/plan/identity.py": "vllm",
+    "deploy/plan/proxy_settings.py": "vllm",
     "store/mooncake/master.py": "mooncake",
     "deploy/agent/second_tier.py": "mooncake",
 }

@@ -88,7 +88,7 @@ class _Reader:
                         self.body(child.body, scope)
 
     def _import(self, node: ast.Import | ast.ImportFrom, scope: Scope) -> None:
-        for name, dotted in imported(node, "", False):
+        for name, dotted in imported(node):
             if not self._asker.is_ours_to_ask(dotted):
                 scope.names[name] = UNKNOWN
                 continue

@@ -6,7 +6,6 @@ Signatures are kept as text, `(self, request: vllm.v1.request.Request, index: in
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -103,25 +102,3 @@ def parsed(text: str) -> ast.FunctionDef:
     (made,) = ast.parse(f"def _{text}: ...").body
     assert isinstance(made, ast.FunctionDef)
     return made
-
-
-def text_of(arguments: ast.arguments, returns: str, annotations: Iterable[tuple[str, str]]) -> str:
-    """The text of a signature: each default as `...`, annotations as given (name → text)."""
-    notes = dict(annotations)
-
-    def one(argument: ast.arg, default: bool) -> str:
-        note = notes.get(argument.arg, "")
-        return argument.arg + (f": {note}" if note else "") + ("=..." if default else "")
-
-    positional = [*arguments.posonlyargs, *arguments.args]
-    first_default = len(positional) - len(arguments.defaults)
-    parts = [one(argument, at >= first_default) for at, argument in enumerate(positional)]
-    if arguments.vararg is not None:
-        parts.append("*" + arguments.vararg.arg)
-    elif arguments.kwonlyargs:
-        parts.append("*")
-    for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        parts.append(one(argument, value is not None))
-    if arguments.kwarg is not None:
-        parts.append("**" + arguments.kwarg.arg)
-    return f"({', '.join(parts)})" + (f" -> {returns}" if returns else "")

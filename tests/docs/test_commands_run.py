@@ -21,10 +21,10 @@ import httpx
 import pytest
 
 from bench.cli import parser as bench_parser
-from bench.ray.nodes import ray_nodes
 from deploy.cli.command import parser as serve_parser
 from deploy.host.ports import free_ports
 from epd_serve.demo.presets import builtin_model_dir
+from tests.deploy.ray.nodes import ray_nodes
 from tests.docs.documents import ROOT, Command
 from tests.docs.test_commands import every_command, is_name
 from tests.waiting import PATIENCE_S, wait_for
@@ -41,15 +41,12 @@ SMALL: Mapping[str, str] = {
     "load": "--rate 2 --duration 3 --min-samples 1 --late-ms 1000",
     "memory-tables": "",
     "papers": "--quick",
-    "ray": "--quick --only ttft --rounds 2 --per-s 10",
     "workload": "--n 4",
 }
 """By the beginning of the command: what makes it short, with stages simulated or none at all."""
 CLOSED_LOOP = "--n 8 --min-samples 1 --late-ms 1000"
 
 REAL: Mapping[str, str] = {
-    "colocation": "--quick",
-    "budgets": "--quick --rounds 1 --bursts 1 --only tp1",
     "interference": "--quick --operators norm,decode_attention",
     "transfer ep": "--quick",
     "transfer pd": "--quick",
@@ -149,8 +146,6 @@ def test_a_measurement_without_real_stages_runs(command, tmp_path, endpoint):
     words = [word.replace("http://127.0.0.1:8000", endpoint) for word in words]
     if "layouts-monday/" in words or "out/tp1x2" in words:
         pytest.skip("folders of two experiments of the reader's")
-    if "--find-goodput" in words:
-        pytest.skip("it looks for the rate at which the endpoint is full, which simulated stages never are")
 
     short = CLOSED_LOOP if "--concurrency" in words else SMALL[kind(command, SMALL)]
     run((*words, *shlex.split(short)), tmp_path)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from proxy.page.files import SAMPLES
+from proxy.page.routes import SAMPLES
 from tests.browser import DROP, chromium, needs_chromium, opened
 from tests.e2e.serving import ROOT, Serving
 

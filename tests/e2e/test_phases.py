@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.clients.phases import joined, spans_of
+from bench.clients.phases import durations, joined, spans_of
 from bench.clients.results import RequestRecord
 from bench.clients.sender import ask
-from bench.phases import durations
 from bench.workloads.synthetic import demo_body, demo_image, text_body
 from epd_serve.phases.phase import Phase
 from epd_serve.phases.stamps import Stamp, Timeline, read_stamps

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from bench.change.deployment import Deployment
-from bench.ray.deployed import RAYLET, commanded_on_ray, victims
-from bench.ray.nodes import RayNodes, ray_nodes
 from bench.served import served
+from tests.deploy.ray.nodes import RayNodes, ray_nodes
+from tests.deploy.ray.on_ray import RAYLET, commanded_on_ray, victims
 from tests.e2e.bodies import SOLO, TWO_CHOICES, Body, about, ask, chat, fresh
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, TEXT_ONLY
 from tests.e2e.serving import PATIENT, Endpoint

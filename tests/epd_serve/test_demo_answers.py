@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.demo.pictures import describe
-from epd_serve.demo.sample_pictures import SAMPLES
+from epd_serve.demo.pictures import SAMPLES, describe
 from tests.e2e.demo_prompts import OTHER_QUESTIONS, PAIRWISE_DIFFERENT, TEXT_ONLY
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +22,7 @@ import json, sys
 import torch
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 from epd_serve.demo.presets import builtin_model_dir
-from epd_serve.demo.sample_pictures import SAMPLES
+from epd_serve.demo.pictures import SAMPLES
 from tests.e2e.demo_prompts import OTHER_QUESTIONS, PAIRWISE_DIFFERENT, TEXT_ONLY, WHAT
 
 torch.set_num_threads(1)

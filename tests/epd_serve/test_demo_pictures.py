@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from epd_serve.demo.pictures import BACKGROUNDS, COLOURS, KINDS, Shape, describe, draw, scene
-from epd_serve.demo.sample_pictures import SAMPLES, sample_path
+from epd_serve.demo.pictures import BACKGROUNDS, COLOURS, KINDS, SAMPLES, Shape, describe, draw, sample_path, scene
 from epd_serve.errors import ConfigError
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, WHAT
 

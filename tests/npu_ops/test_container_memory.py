@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_ops.container_memory import container_memory
+from npu_ops.properties import container_memory
 
 GIB = 1 << 30
 

@@ -23,8 +23,7 @@ import httpx
 from bench.clients.sender import Flow, ask, send
 from bench.clients.target import Target, requests
 from bench.micro.measurement import Goal
-from bench.served import Served, scratch, served
-from bench.started import answers
+from bench.served import Served, answers, scratch, served
 from bench.workloads.synthetic import demo_body, demo_image
 from deploy.host.ports import free_ports
 from deploy.host.started import started

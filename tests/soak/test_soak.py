@@ -7,6 +7,7 @@ import pytest
 from tests.soak import (
     abuse,
     burst,
+    conversations,
     duplicates,
     fuzz,
     kills,
@@ -14,19 +15,18 @@ from tests.soak import (
     memory,
     neighbours,
     placement,
+    ray_kills,
     real_time,
     streams,
     table5,
 )
 from tests.soak.harness import Soak
 
-SOAKS = tuple(
-    one.SOAK for one in (abuse, burst, kills, leave, memory, neighbours, placement, real_time, streams, table5)
-)
+SOAKS = (abuse, burst, conversations, kills, leave, memory, neighbours, placement, real_time, streams, table5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("soak", SOAKS, ids=lambda soak: soak.name)
+@pytest.mark.parametrize("soak", [one.SOAK for one in SOAKS], ids=lambda soak: soak.name)
 def test_its_goals_are_met(soak: Soak) -> None:
     assert soak.missed(soak.run(["--quick"]), speed=False) == []
 
@@ -41,3 +41,9 @@ def test_no_body_is_a_server_error_behind_simulated_and_real_stages() -> None:
 @pytest.mark.e2e
 def test_duplicates_through_two_proxies_are_encoded_once() -> None:
     assert duplicates.SOAK.missed(duplicates.SOAK.run(["--quick"]), speed=False) == []
+
+
+@pytest.mark.slow
+def test_nobody_notices_what_is_killed_or_changed_on_ray() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    assert ray_kills.SOAK.missed(ray_kills.SOAK.run(["--quick"]), speed=False) == []

@@ -16,8 +16,7 @@ from typing import Any
 
 from bench.clients.process import Child
 from bench.micro.measurement import Row
-from bench.served import scratch
-from bench.started import answers
+from bench.served import answers, scratch
 from deploy.agent.second_tier import mooncake_command
 from deploy.host.ports import free_ports
 from deploy.host.started import started

@@ -27,7 +27,6 @@ from bench.micro.interference.operators import Operator, default_sizes, operator
 from bench.micro.interference.processes import FLAG, OperatorProcess, Span, orders_of, parse_shares
 from bench.micro.interference.windows import (
     Window,
-    draw_maps,
     equal,
     intensity,
     label,
@@ -213,11 +212,6 @@ def best_of(rows: Sequence[Row], profile: InterferenceProfile) -> dict[str, tupl
     return shares_of_best(every, profile.maps[0].alone_s)
 
 
-def plot(path: Path, rows: Sequence[Row], heading: str) -> None:
-    profile = profile_of(rows)
-    draw_maps(path, profile, f"{profile.device['name']}, {heading}")
-
-
 def save_profile(arguments: argparse.Namespace, rows: Sequence[Row], env: Mapping[str, Any]) -> None:
     if arguments.profile is not None:
         measured = {name: env[name] for name in ("date", "commit", "command", "machine", "versions")}
@@ -237,7 +231,6 @@ MEASUREMENT = Measurement(
     measure=measure,
     figures=figures,
     tables=tables,
-    plot=plot,
     also=save_profile,
 )
 add_arguments = MEASUREMENT.add_arguments

@@ -1,29 +1,19 @@
-"""From samples of operators side by side to latencies, slowdowns, the maps of a profile, and their chart.
-
-The chart is after EPD-Serve's Fig. 6: a heat map per division of the cores, in cividis, which colour-blind people tell
-apart; every field says its number as well. But for it all is pure.
-"""
+"""From samples of operators side by side to latencies, slowdowns and the maps of a profile. Pure."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bench.micro.interference.operators import Operator, needs
 from bench.micro.interference.processes import Span
-from bench.micro.measurement import Row, chart
+from bench.micro.measurement import Row
 from bench.micro.rows import grouped, median
 from bench.statistic import Spread
 from deploy.planner.interference import InterferenceMap, InterferenceProfile, ProfiledOperator, Shares, Slowdown
 from epd_serve.errors import StageError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.image import AxesImage
 
 Window = tuple[str | None, str | None]
 """What each process runs, or None."""
@@ -130,36 +120,5 @@ def profile_of(rows: Sequence[Row]) -> InterferenceProfile:
     return InterferenceProfile(first["device"], listed, measured)
 
 
-MOST = 4.0  # where the colours end: one bad pair must not make all others look alike
-
-
-def draw_maps(path: Path, profile: InterferenceProfile, heading: str) -> None:
-    """Write the PNG. `heading` names the device and says that it is real."""
-    maps, count = profile.maps, len(profile.operators)
-    with chart(path, (1.9 + 0.62 * count) * len(maps), 2.6 + 0.5 * count, heading) as figure:
-        worst = max(one.slowdown for each in maps for one in each.slowdowns)
-        top = min(MOST, max(2.0, worst))  # one scale: maps are to be compared
-        axes = figure.subplots(1, len(maps), squeeze=False)[0]
-        images = [_heat(ax, one, top) for ax, one in zip(axes, maps, strict=True)]
-        bar = figure.colorbar(images[-1], ax=axes[-1], shrink=0.8, extend="max" if worst > top else "neither")
-        bar.set_label("latency together / alone (times)")
-
-
 def intensity(flops_per_byte: float) -> str:
     return f"{flops_per_byte:.{0 if flops_per_byte >= 10 or not flops_per_byte else 2}f}"
-
-
-def _heat(ax: Axes, found: InterferenceMap, top: float) -> AxesImage:
-    names = list(found.alone_s)
-    values = [[found.of(own, beside).slowdown for beside in names] for own in names]
-    image = ax.imshow(values, cmap="cividis", vmin=min(1.0, *map(min, values)), vmax=top, aspect="auto")
-    for row, line in enumerate(values):
-        for column, value in enumerate(line):
-            ink = "black" if value > (1.0 + top) / 2 else "white"  # cividis ends in yellow
-            ax.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=ink)
-    ax.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=7)
-    ax.set_yticks(range(len(names)), names, fontsize=7)
-    ax.set_xlabel("neighbour", fontsize=8)
-    ax.set_ylabel("slowed down", fontsize=8)
-    ax.set_title(label(found.core_shares), fontsize=9, loc="left")
-    return image

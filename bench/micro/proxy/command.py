@@ -10,8 +10,7 @@ that take a few milliseconds, in the same turns, from when a request was due to 
 what any proxy on uvicorn and aiohttp does. Sender, proxy and stages share the machine's cores: whichever is short of
 them, CPU time per request is shown too.
 
-cost, pressure: where the CPU time of an answer goes (`cost.py`), what happens when there is more work than time
-(`pressure.py`); only where they are asked for.
+pressure: what happens when there is more work than time (`pressure.py`); only where it is asked for.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from bench.clients.process import SenderProcess
 from bench.clients.sender import Flow
 from bench.clients.target import Request
 from bench.micro.measurement import Goal, Measurement, Row, flag
-from bench.micro.proxy import cost, pressure
+from bench.micro.proxy import pressure
 from bench.micro.proxy.rivals import (
+    Rival,
     bare_relay,
     closed_loop,
     compared,
@@ -39,7 +39,6 @@ from bench.micro.proxy.rivals import (
 )
 from bench.micro.rows import grouped, median
 from bench.served import simulated
-from bench.started import Rival
 from bench.workloads.requests import Poisson, arrivals_within
 
 RATE_RPS = 200.0
@@ -75,7 +74,7 @@ FLAGS = {
     "--only": flag(
         "one part (pressure: all of that name)",
         "speed",
-        choices=("speed", "cost", "pressure", *pressure.PARTS),
+        choices=("speed", "pressure", *pressure.PARTS),
     )
 }
 
@@ -83,9 +82,7 @@ FLAGS = {
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     """Rows of the part that is asked for."""
     with SenderProcess() as sender:
-        if arguments.only == "cost":
-            yield from ({**row, "part": "cost"} for row in cost.measure(sender, arguments.quick))
-        elif arguments.only == "speed":
+        if arguments.only == "speed":
             for part in (_throughput, _latency):
                 yield from ({**row, "part": "speed"} for row in part(sender, arguments.quick))
         else:
@@ -132,9 +129,7 @@ def _latency(sender: SenderProcess, quick: bool) -> Iterator[Row]:
 def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Those of the parts that there are."""
     parts = {part: own for (part,), own in grouped(rows, "part").items()}
-    named = (speed_figures(parts["speed"]) if "speed" in parts else {}) | pressure.figures(parts)
-    named |= cost.figures(parts["cost"]) if "cost" in parts else {}
-    return named
+    return (speed_figures(parts["speed"]) if "speed" in parts else {}) | pressure.figures(parts)
 
 
 def speed_figures(rows: Sequence[Row]) -> dict[str, float]:

@@ -6,9 +6,13 @@ Ratios are taken within a round, so that what slows the machine down slows both 
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
+from pathlib import Path
+from typing import NamedTuple
 
 from bench.clients.metrics import throughput
 from bench.clients.process import SenderProcess
@@ -17,15 +21,47 @@ from bench.clients.target import Request
 from bench.micro.measurement import Row, in_turns
 from bench.micro.rows import grouped, ratios
 from bench.served import Served
-from bench.started import Rival, running
 from bench.workloads.synthetic import image_body, text_body
 from deploy.agent.cpu_time import cpu_seconds
 from deploy.host.ports import free_ports
+from deploy.host.started import started
 
 CONCURRENCY = 32
 ANSWER_TOKENS, PROMPT_TOKENS = 16, 19
 IMAGE_SIDE = 258  # x side x 3 bytes of noise that no PNG compresses: 200 KB
 WARM_UP_S = 0.5
+
+
+START_S = 60.0
+
+
+class Rival(NamedTuple):
+    """Something that answers requests. `pids`: its processes, none where their CPU time is not asked for."""
+
+    name: str
+    url: str
+    pids: tuple[int, ...] = ()
+
+
+@contextlib.contextmanager
+def running(name: str, port: int, argv: Sequence[str]) -> Iterator[Rival]:
+    """Run `argv` until the context ends; its output goes to a file that is shown when it does not start.
+
+    Raises:
+        StageError: it ended, or did not listen on `port` within `START_S`.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="epd-bench-") as folder,
+        started(argv, Path(folder) / "log", name=name) as process,
+    ):
+        process.ready(lambda: _listens(port), START_S)
+        yield Rival(name, f"http://127.0.0.1:{port}", (process.process.pid,))
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+        return True
+    return False
 
 
 def text_request(model: str, *, stream: bool) -> Request:

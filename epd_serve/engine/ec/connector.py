@@ -29,10 +29,9 @@ from epd_serve.engine import compat
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.encoder_scheduler import EncoderScheduler
 from epd_serve.engine.ec.feature_admission import FeatureAdmission
-from epd_serve.engine.ec.loading import ArenaReader, load
 from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep
-from epd_serve.engine.ec.store_access import open_local_store, open_reader
+from epd_serve.engine.ec.store_access import ArenaReader, load, open_local_store, open_reader
 from epd_serve.kv.params import receive_params
 from epd_serve.trace import DeviceTrace, Trace
 from epd_serve.wake import idle_waiter

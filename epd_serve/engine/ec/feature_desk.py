@@ -32,7 +32,52 @@ from typing import Generic
 
 from epd_serve.engine.ec.feature_item import FeatureState, PinT
 from epd_serve.engine.ec.feature_table import PARK_S, FeatureTable
-from epd_serve.engine.ec.recompute_slots import RecomputeSlots
+
+
+class RecomputeSlots:
+    """How many requests recompute lost features at one time: at most `limit` hold a slot, the rest stand in line.
+
+    A slow or dead encoder must not turn every P into an encoder. A request holds at most one slot, however many
+    features it lost. Slots go out in the order in which requests first asked.
+    """
+
+    def __init__(self, limit: int) -> None:
+        assert limit > 0, "without a slot, a request with a lost feature would wait for ever"
+        self._limit = limit
+        self._line: dict[str, None] = {}  # in order of arrival
+        self._holders: set[str] = set()
+
+    @property
+    def taken(self) -> int:
+        return len(self._holders)
+
+    @property
+    def standing(self) -> int:
+        """Requests in line."""
+        return len(self._line)
+
+    def claim(self, request: str) -> bool:
+        """Whether the request has a slot; if not, it stands in line from now on."""
+        if request not in self._holders:
+            self._line[request] = None
+            self._serve_line()
+        return request in self._holders
+
+    def give_back(self, request: str) -> bool:
+        """The request holds no slot and stands in no line any more. True when that gave somebody else a slot."""
+        self._line.pop(request, None)
+        self._holders.discard(request)
+        return self._serve_line()
+
+    def _serve_line(self) -> bool:
+        served = False
+        while self._line and len(self._holders) < self._limit:
+            first = next(iter(self._line))
+            del self._line[first]
+            self._holders.add(first)
+            served = True
+        return served
+
 
 SHORT_S = 0.5
 """How long room is short before pins are given up: what is unpinned then may be evicted, and has to be made again."""

@@ -19,9 +19,8 @@ import torch
 from epd_serve import wire
 from epd_serve.engine.ec.announcer import Announcer
 from epd_serve.engine.ec.feature_writer import FeatureWriter
-from epd_serve.engine.ec.loading import ArenaReader, load
 from epd_serve.engine.ec.step import FeatureStep
-from epd_serve.engine.ec.store_access import open_store, remote_counters
+from epd_serve.engine.ec.store_access import ArenaReader, load, open_store, remote_counters
 from epd_serve.engine.ec.write_queue import WriteQueue
 from epd_serve.trace import DeviceTrace, Trace
 from epd_serve.wiring import StageWiring

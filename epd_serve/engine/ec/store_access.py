@@ -1,11 +1,15 @@
-"""How a stage gets to the MM Store: the one place that turns its wiring into a pool, or into a reader of the arena."""
+"""How a stage gets to the MM Store: the one place that turns its wiring into a pool, or into a reader of the arena,
+and a worker's copy of what is pinned there into vLLM's encoder cache."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 
-from epd_serve.engine.ec.loading import ArenaReader
+from epd_serve.engine.ec.step import FeatureSlot
 from epd_serve.wiring import StageWiring
+from npu_ops.memory import DeviceMemory
 from npu_ops.torch_memory import memory_here
 from store.arena import Arena
 from store.feature_pool import FeaturePool, open_pool
@@ -40,3 +44,28 @@ def open_reader(wiring: StageWiring, device: torch.device | str) -> ArenaReader:
 def remote_counters(pool: FeaturePool) -> dict[str, int]:
     """What this process did with the second tier, as a `StoreReport` counts it; nothing where there is none."""
     return {f"pool.{name}": count for name, count in pool.remote_counts().items() if count}
+
+
+class ArenaReader:
+    """Reads from the arena, through the host. Whoever made the arena closes it, unless `owned`."""
+
+    def __init__(self, arena: Arena, memory: DeviceMemory, *, owned: bool = False) -> None:
+        self._arena, self._memory, self._owned = arena, memory, owned
+
+    def read(self, slot: FeatureSlot) -> torch.Tensor:
+        """A copy of a pinned feature, on the model's device. Called by the model's thread."""
+        host = self._memory.host_buffer(slot.nbytes)
+        self._arena.copy_pinned(slot.key, slot.slot, slot.offset, host.numpy())
+        return self._memory.to_device(host).view(getattr(torch, slot.dtype)).view(slot.shape)
+
+    def close(self) -> None:
+        if self._owned:
+            self._arena.close()
+
+
+def load(reader: ArenaReader, slots: Iterable[FeatureSlot], cache: dict[str, torch.Tensor]) -> Iterator[FeatureSlot]:
+    """Copies what the cache lacks; yields the slots it copied from."""
+    for slot in slots:
+        if slot.key not in cache:
+            cache[slot.key] = reader.read(slot)
+            yield slot

@@ -28,11 +28,10 @@ from epd_serve import wire
 from epd_serve.engine.capture_gate import CaptureGate, capture_gate
 from epd_serve.engine.kv.link_connection import Connection
 from epd_serve.engine.kv.link_cost import MeasuredCost
-from epd_serve.engine.kv.link_fates import Fates
-from epd_serve.engine.kv.link_jobs import DoneJob, Outgoing, PacketJob, SliceJob
-from epd_serve.engine.kv.link_outbox import Outbox
+from epd_serve.engine.kv.link_jobs import DoneJob, Outbox, Outgoing, PacketJob, SliceJob
 from epd_serve.engine.kv.link_peer import Peer
 from epd_serve.engine.kv.link_record import LinkRecord, Outcome
+from epd_serve.engine.kv.link_transfers import ActiveTransfers
 from epd_serve.engine.kv.transport import LinkError, SendSide
 from epd_serve.engine.vital_thread import VitalThread
 from epd_serve.kv.faults import Faults
@@ -94,7 +93,7 @@ class Link:
         self._quiet_until = quiet_until
         self._faults = faults or Faults()
         self._cost = MeasuredCost()
-        self._fates = Fates()
+        self._transfers = ActiveTransfers()
         self._record = LinkRecord(self._cost, trace)
         self._connection = Connection(
             endpoint,
@@ -109,7 +108,7 @@ class Link:
             key_file=key_file,
             on_turn=self._beat,
         )
-        self._peer = Peer(endpoint, self._connection, self._fates, self._record.lost, self._changed)
+        self._peer = Peer(endpoint, self._connection, self._transfers, self._record.lost, self._changed)
         slice_bytes = min(slice_bytes, *(side.largest_move for side in sides))
         self._outbox = Outbox(slice_bytes, lambda nbytes: self._cost.now().seconds(nbytes))
         self._failed: list[tuple[DoneJob, list[int]]] = []  # per side, how many writes were given up until then
@@ -120,19 +119,19 @@ class Link:
 
     def put(self, job: PacketJob, deadline: float) -> None:
         """Send a packet; `deadline` (monotonic) says when it is wanted at D."""
-        self._fates.know(job.outs, time.monotonic())
+        self._transfers.know(job.outs, time.monotonic())
         self._outbox.put(job, deadline)
         self._connection.wake.ring()
 
     def end(self, job: DoneJob) -> None:
         """Send DONE after all packets of its transfer."""
-        self._fates.know((job.out,), time.monotonic())
+        self._transfers.know((job.out,), time.monotonic())
         self._outbox.end(job)
         self._connection.wake.ring()
 
-    def hasten(self, key: TransferKey, deadline: float) -> None:
+    def reprioritise(self, key: TransferKey, deadline: float) -> None:
         """What is queued of this transfer is wanted earlier than was said."""
-        self._outbox.hasten(key, deadline)
+        self._outbox.reprioritise(key, deadline)
 
     def drop(self, key: TransferKey) -> None:
         """Forget what is queued of this transfer, which has a new generation and has not ended."""
@@ -202,7 +201,7 @@ class Link:
                 logger.exception("KV link to %s", self._endpoint)
                 self._fail(job, f"{type(error).__name__}: {error}")
             if isinstance(job, DoneJob):
-                if outcome == "failed" and self._fates.ever_sent(job.out.key):
+                if outcome == "failed" and self._transfers.ever_sent(job.out.key):
                     self._failed.append((job, [side.given_up() for side in self._sides]))
                 else:
                     self._over(job, outcome)
@@ -222,7 +221,7 @@ class Link:
 
     def _over(self, job: DoneJob, outcome: Outcome) -> None:
         self._record.ended(job, outcome)
-        self._fates.over(job.out.key)
+        self._transfers.over(job.out.key)
         self._on_over(job.out)
         self._on_change()
 
@@ -254,7 +253,7 @@ class Link:
             self._record.left_out(packet)
             return
         part = LayerPacket(job.slice.first, job.slice.last, parts)
-        self._fates.sent(sendable)
+        self._transfers.sent(sendable)
         move = self._record.moving(packet, part)
         connection.staged_seq = 0
         connection.side.move(part, connection.send, connection.receive)
@@ -278,7 +277,7 @@ class Link:
         packets = self._connection.side.staged(job.out.key)
         reason = "preempted by prefill" if stale else job.reason
         self._connection.send(wire.Done(job.out.key, job.ok and not stale, reason, packets, job.out.senders))
-        self._fates.done(job.out.key)
+        self._transfers.done(job.out.key)
         if not job.ok:
             return "cancelled"
         return "failed" if stale else "sent"
@@ -286,5 +285,5 @@ class Link:
     def _fail(self, job: SliceJob | DoneJob | float, reason: str) -> None:
         """This job's transfers end, and all that have packets on the connection."""
         if not isinstance(job, float):
-            self._fates.broke(job.wanted())
+            self._transfers.broke(job.wanted())
         self._peer.failed(reason)

@@ -19,7 +19,7 @@ from epd_serve.engine.kv.regions import LinkPieces, ShapesDifferError, pieces_of
 from epd_serve.engine.kv.transport import AwaitMessage, LinkError, SendMessage, SendSide
 from epd_serve.errors import ConfigError
 from epd_serve.kv.faults import Faults
-from epd_serve.kv.ways import between
+from epd_serve.kv.transport_selection import between
 from epd_serve.sockets import Socket, connect, milliseconds, open_socket
 from epd_serve.wake import WakeLine
 

@@ -1,11 +1,15 @@
-"""What a P worker puts on a link: transfers, their packets, and the DONE that ends each."""
+"""What a P worker puts on a link: transfers, their packets, and the DONE that ends each; and the queue they wait in."""
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from epd_serve.kv.link_queue import LinkQueue
 from epd_serve.kv.plan import LayerPacket
+from epd_serve.kv.slices import cut, packet_bytes
 from epd_serve.wire import TransferKey
 
 
@@ -96,3 +100,54 @@ class DoneJob:
     def wanted(self) -> list[Outgoing]:
         """The transfer: it ends in any case."""
         return [self.out]
+
+
+class Outbox:
+    """What waits for one link, between the threads that put and the one that takes: a `LinkQueue` with a lock.
+
+    Slices of a packet are put one behind the other with one deadline, so they leave in order, and what is more urgent
+    goes between them.
+
+    Args:
+        seconds: how long the link moves so many bytes.
+    """
+
+    def __init__(self, slice_bytes: int, seconds: Callable[[int], float]) -> None:
+        self._slice_bytes = slice_bytes
+        self._lock = threading.Lock()
+        self._queue: LinkQueue[SliceJob | DoneJob] = LinkQueue(seconds)
+
+    def put(self, job: PacketJob, deadline: float) -> None:
+        slices = cut(job.packet, job.block_bytes, self._slice_bytes)
+        job.slices_left = len(slices)
+        with self._lock:
+            for part in slices:
+                members = {key for key, _ in part.parts}
+                outs = tuple(out for out in job.outs if out.key in members)
+                self._queue.put(SliceJob(job, part, outs), deadline, packet_bytes(part, job.block_bytes), members)
+
+    def end(self, job: DoneJob) -> None:
+        with self._lock:
+            self._queue.put_end(job.out.key, job)
+
+    def reprioritise(self, key: TransferKey, deadline: float) -> None:
+        with self._lock:
+            self._queue.reprioritise(key, deadline)
+
+    def drop(self, key: TransferKey) -> None:
+        with self._lock:
+            self._queue.drop(key)
+
+    def backlog_bytes(self, deadline: float = math.inf) -> int:
+        """Bytes that go before a packet with this deadline."""
+        with self._lock:
+            return self._queue.backlog_bytes(deadline)
+
+    def take(self, now: float, quiet_until: float) -> SliceJob | DoneJob | float | None:
+        """See `LinkQueue.take`."""
+        with self._lock:
+            return self._queue.take(now, quiet_until)
+
+    def empty(self) -> bool:
+        with self._lock:
+            return not self._queue.members()

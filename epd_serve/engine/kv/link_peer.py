@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from epd_serve.engine.kv.link_connection import Connection
-from epd_serve.engine.kv.link_fates import Fates
 from epd_serve.engine.kv.link_jobs import Outgoing
+from epd_serve.engine.kv.link_transfers import ActiveTransfers
 from epd_serve.engine.kv.transport import LinkError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Peer:
         self,
         endpoint: str,
         connection: Connection,
-        fates: Fates,
+        transfers: ActiveTransfers,
         on_lost: Callable[[], None],
         on_change: Callable[[], None],
     ) -> None:
@@ -46,13 +46,13 @@ class Peer:
         self.retries = 0
         self._endpoint = endpoint
         self._connection = connection
-        self._fates = fates
+        self._transfers = transfers
         self._on_lost, self._on_change = on_lost, on_change
         self._retry_at = 0.0
 
     def reach(self, outs: Sequence[Outgoing]) -> list[Outgoing]:
         """Those of these transfers that can be sent now, the connection open to the life of D that they are for."""
-        while living := self._fates.living(outs):
+        while living := self._transfers.living(outs):
             wanted = next((out.target for out in living if out.target != self._connection.target), None)
             if wanted is None:
                 break
@@ -81,7 +81,7 @@ class Peer:
 
     def disconnect(self) -> None:
         self._connection.close()
-        self._fates.connection_lost()
+        self._transfers.connection_lost()
         self._on_lost()
 
     def _still_there(self) -> bool:
@@ -103,7 +103,7 @@ class Peer:
         except LinkError as error:
             self._connection.close()
             self._retry_at = time.monotonic() + _RETRY_S
-            waited = self._fates.unreachable(began)
+            waited = self._transfers.unreachable(began)
             if waited or str(error) != self.reason:  # said once while nobody needs the link
                 logger.log(logging.ERROR if waited else logging.INFO, "KV link to %s: %s", self._endpoint, error)
             self._turn("opening" if self.state == "opening" else "down", str(error))
@@ -117,7 +117,7 @@ class Peer:
         target = self._connection.target
         if wanted and wanted != target:
             logger.error("KV link to %s: %s reserved blocks and is gone, %s answers", self._endpoint, wanted, target)
-        self._fates.answered(target, wanted=wanted)
+        self._transfers.answered(target, wanted=wanted)
 
     def _turn(self, state: str, reason: str) -> None:
         if (state, reason) != (self.state, self.reason):

@@ -20,7 +20,7 @@ from epd_serve.engine.kv.layer_clock import LayerClock
 from epd_serve.engine.kv.link import Link
 from epd_serve.engine.kv.link_jobs import DoneJob, Outgoing
 from epd_serve.engine.kv.routes import Route, routes_of
-from epd_serve.engine.kv.step_packets import Convoy, StepPackets
+from epd_serve.engine.kv.step_packets import LinkBatch, StepPackets
 from epd_serve.kv.grouping import Grouping
 from epd_serve.kv.plan import coalesce
 from epd_serve.trace import DeviceTrace, Trace
@@ -167,7 +167,7 @@ class Sender:
         if self._step:
             layer_s, tail_s = self._clock.layer_s(tokens), self._clock.tail_s(tokens)
             self._clock.begin(tokens)
-            self._hasten(time.monotonic() + self._layers * layer_s + tail_s)
+            self._reprioritise(time.monotonic() + self._layers * layer_s + tail_s)
             self._packets.plan(layer_s, tail_s)
 
     def send_late(self, chunks: Iterable[ChunkJob], ended: Iterable[str]) -> None:
@@ -204,9 +204,9 @@ class Sender:
             self._layer += 1
         leaving = self._packets.leaving(self._layer)
         fence = self._clock.layer(self._device.timed_fence() if leaving else None)
-        for convoy in leaving:
+        for batch in leaving:
             assert fence is not None
-            convoy.send(self._layer, fence.wait)
+            batch.send(self._layer, fence.wait)
 
     def flush(self) -> None:
         """The forward pass has ended: send layers that no hook announced, and close transfers that are complete."""
@@ -269,18 +269,18 @@ class Sender:
             for link, route, out in transfer.ways:
                 packets.add(link, route.block_bytes, out, runs, ending=chunk.last)
 
-    def _send(self, convoys: Sequence[Convoy], upto: int) -> None:
+    def _send(self, batches: Sequence[LinkBatch], upto: int) -> None:
         """Their layers up to `upto`, all of which were submitted to the device before."""
-        if convoys:
+        if batches:
             fence = self._device.timed_fence()
-            for convoy in convoys:
-                convoy.send(upto, fence.wait)
+            for batch in batches:
+                batch.send(upto, fence.wait)
 
-    def _hasten(self, deadline: float) -> None:
+    def _reprioritise(self, deadline: float) -> None:
         """What was queued in earlier steps of prompts that end in this one is now as urgent as the rest of them."""
         for transfer, last in self._step:
             for link, _, out in transfer.ways if last else ():
-                link.hasten(out.key, deadline)
+                link.reprioritise(out.key, deadline)
 
     def _stop(self, request: str) -> None:
         transfer = self._transfers.get(request)

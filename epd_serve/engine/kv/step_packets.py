@@ -18,7 +18,7 @@ from epd_serve.kv.plan import LayerPacket, Run
 
 
 @dataclass(eq=False)
-class Convoy:
+class LinkBatch:
     """The parts of one step that travel together. `cuts`: after which layers packets leave; `left`: how many have."""
 
     link: Link
@@ -58,34 +58,34 @@ class Convoy:
 
 
 class StepPackets:
-    """The convoys of one step. Empty until `begin`; belongs to the model runner's thread."""
+    """The batches of one step. Empty until `begin`; belongs to the model runner's thread."""
 
     def __init__(self, grouping: Grouping, layers: int) -> None:
         self._grouping = grouping
         self._layers = layers
-        self._convoys: dict[tuple[Link, bool], Convoy] = {}
+        self._batches: dict[tuple[Link, bool], LinkBatch] = {}
 
     def begin(self) -> None:
-        self._convoys = {}
+        self._batches = {}
 
     def add(
         self, link: Link, block_bytes: tuple[int, ...], out: Outgoing, runs: tuple[Run, ...], *, ending: bool
     ) -> None:
         """A part of this step that goes to a link."""
-        convoy = self._convoys.setdefault((link, ending), Convoy(link, block_bytes, ending))
-        convoy.parts.append((out, runs))
+        batch = self._batches.setdefault((link, ending), LinkBatch(link, block_bytes, ending))
+        batch.parts.append((out, runs))
 
     def plan(self, layer_s: float, tail_s: float) -> None:
         """After the last `add`."""
         now = time.monotonic()
         ahead_s: dict[Link, float] = {}
-        for (link, _), convoy in sorted(self._convoys.items(), key=lambda item: not item[1].ending):
-            ahead_s[link] = convoy.plan(self._grouping, layer_s, tail_s, now, ahead_s.get(link, 0.0))
+        for (link, _), batch in sorted(self._batches.items(), key=lambda item: not item[1].ending):
+            ahead_s[link] = batch.plan(self._grouping, layer_s, tail_s, now, ahead_s.get(link, 0.0))
 
-    def leaving(self, layer: int) -> list[Convoy]:
+    def leaving(self, layer: int) -> list[LinkBatch]:
         """Those of which a packet leaves after this many layers."""
-        return [convoy for convoy in self._convoys.values() if convoy.due(layer)]
+        return [batch for batch in self._batches.values() if batch.due(layer)]
 
-    def unsent(self) -> list[Convoy]:
+    def unsent(self) -> list[LinkBatch]:
         """Those with layers that have not left."""
-        return [convoy for convoy in self._convoys.values() if convoy.sent_layers < self._layers]
+        return [batch for batch in self._batches.values() if batch.sent_layers < self._layers]

@@ -1,8 +1,8 @@
 """Which transports an instance offers for KV, in order of preference, and the engine behind one of them.
 
 P tries them in this order on each link, by handshake and probe (`link_connection.py`); D accepts those that it offers.
-Which they are is `epd_serve.kv.ways`' decision. Both ends know of each other whether they share a device,
-or a node: P tries nothing there that D would have to quarantine blocks for.
+Which they are is for `epd_serve.kv.transport_selection` to say. Both ends know of each other whether they share a
+device, or a node: P tries nothing there that D would have to quarantine blocks for.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.transport import LinkError
-from epd_serve.kv.ways import MOONCAKE, transports_between
+from epd_serve.kv.transport_selection import MOONCAKE, transports_between
 from epd_serve.peers import Peers
 from epd_serve.wiring import StageWiring
 
 
-def offered(wiring: StageWiring, device: str, *, beside: bool = False, together: bool | None = True) -> tuple[str, ...]:
-    """By name. `device`: `npu`, `cuda` or `cpu`. `beside`, `together`: with the other end (`transports_between`)."""
-    return transports_between(wiring.kv_transport, device, beside=beside, together=together)
+def offered(
+    wiring: StageWiring, device: str, *, colocated: bool = False, same_node: bool | None = True
+) -> tuple[str, ...]:
+    """By name. `device`: `npu`, `cuda` or `cpu`. `colocated`, `same_node`: with the other end."""
+    return transports_between(wiring.kv_transport, device, colocated=colocated, same_node=same_node)
 
 
-def quarantine_s(wiring: StageWiring, device: str, *, beside: bool = False, together: bool | None = True) -> float:
+def quarantine_s(wiring: StageWiring, device: str, *, colocated: bool = False, same_node: bool | None = True) -> float:
     """How long D keeps blocks after P fell silent (see `DecodeDesk`): as long as the worst that both offer demands."""
-    one_sided = MOONCAKE in offered(wiring, device, beside=beside, together=together)
+    one_sided = MOONCAKE in offered(wiring, device, colocated=colocated, same_node=same_node)
     return MooncakeReceiveSide.quarantine_s if one_sided else ShmReceiveSide.quarantine_s
 
 
@@ -36,7 +38,7 @@ def quarantine_of_peers(wiring: StageWiring, device: str) -> Callable[[str], flo
 
     def of(endpoint: str) -> float:
         peers.changed()
-        return quarantine_s(wiring, device, beside=peers.beside(endpoint), together=peers.together(endpoint))
+        return quarantine_s(wiring, device, colocated=peers.beside(endpoint), same_node=peers.together(endpoint))
 
     return of
 

@@ -9,6 +9,7 @@ import torch
 
 from epd_serve import wire
 from epd_serve.engine import compat
+from epd_serve.engine.kv.checksum_audit import ChecksumAudit, asked_for
 from epd_serve.engine.kv.decode_scheduler import DecodeStep
 from epd_serve.engine.kv.grouping_file import open_grouping
 from epd_serve.engine.kv.link import Link
@@ -26,11 +27,10 @@ from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import ReceiveSide, SendSide
 from epd_serve.engine.kv.transports import OnDemand, offered
-from epd_serve.engine.kv.witness import Witness, asked_for
 from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.kv.faults import faults_of
 from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
-from epd_serve.kv.ways import MOONCAKE, SHM, why_not
+from epd_serve.kv.transport_selection import MOONCAKE, SHM, why_not
 from epd_serve.peers import Peers
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring, worker_endpoint
@@ -72,7 +72,7 @@ class KVCache:
         self._together = None if wiring.spans_nodes else True  # with those whom nobody has met yet
         # Now, and not when a link opens: no device has memory to spare once it serves.
         largest_block = max(sum(region.block_bytes for region in layer) for layer in self.layers)
-        ways = offered(wiring, kind, together=self._together)
+        ways = offered(wiring, kind, same_node=self._together)
         stages = SHM in ways and (wiring.takes_kv or not self.device.host_visible)  # P's CPU gathers in place
         self._memory = PacketMemory(self.device, max(SLICE_BYTES, largest_block) if stages else 0)
         scratch = self.device.allocate(LARGEST_PROBE_BYTES if MOONCAKE in ways else 0)
@@ -82,7 +82,7 @@ class KVCache:
 
     def send_sides(self, endpoint: str, peers: Peers) -> list[SendSide]:
         """P's ends of one link, in order of preference. `peers`: who is there."""
-        ways = offered(self.wiring, self._kind, beside=peers.beside(endpoint), together=peers.together(endpoint))
+        ways = offered(self.wiring, self._kind, colocated=peers.beside(endpoint), same_node=peers.together(endpoint))
         return [self._send_side(name, endpoint) for name in ways]
 
     def receive_sides(self) -> list[ReceiveSide]:
@@ -91,15 +91,15 @@ class KVCache:
             MooncakeReceiveSide(self._mooncake)
             if name == MOONCAKE
             else ShmReceiveSide(self.layers, self.device, self._memory)
-            for name in offered(self.wiring, self._kind, together=self._together)
+            for name in offered(self.wiring, self._kind, same_node=self._together)
         ]
 
     def why_not(self, transport: str, node: str) -> str:
         """Why D takes no KV by this transport from a worker of that node, or ""."""
         return why_not(transport, self.wiring.kv_transport, self._kind, here=self.wiring.node, there=node)
 
-    def witness(self) -> Witness | None:
-        return Witness(self.layers, self.device, self.trace) if asked_for() else None
+    def checksum_audit(self) -> ChecksumAudit | None:
+        return ChecksumAudit(self.layers, self.device, self.trace) if asked_for() else None
 
     def _send_side(self, name: str, endpoint: str) -> SendSide:
         wiring = self.wiring
@@ -114,7 +114,7 @@ class PrefillWorker:
     """P's worker: a Sender over this rank's KV cache, and what it reports of its links."""
 
     _sender: Sender | None = None
-    _witness: Witness | None = None
+    _audit: ChecksumAudit | None = None
 
     def __init__(self, wiring: StageWiring) -> None:
         self._wiring = wiring
@@ -153,7 +153,7 @@ class PrefillWorker:
             trace=cache.trace,
             on_open=self._reporter.changed_urgently,
         )
-        self._witness = cache.witness()
+        self._audit = cache.checksum_audit()
         self._follow_peers()
         self._reporter.start()
 
@@ -162,10 +162,10 @@ class PrefillWorker:
         self._sending().preempt(step.preempted)
 
     def begin_step(self, step: PrefillStep) -> None:
-        if self._witness is not None:
-            self._witness.computing(step.late, step.stops)
-            self._witness.computed()  # a step without tokens has no end in 0.23
-            self._witness.computing(step.chunks, ())
+        if self._audit is not None:
+            self._audit.computing(step.late, step.stops)
+            self._audit.computed()  # a step without tokens has no end in 0.23
+            self._audit.computing(step.chunks, ())
         self._sending().begin_step(step.chunks, step.stops, step.preempted, step.tokens)
         self._sending().send_late(step.late, step.ended)
         kept, self._kept = self._kept, step.kept
@@ -177,8 +177,8 @@ class PrefillWorker:
 
     def end_step(self) -> None:
         self._sending().flush()
-        if self._witness is not None:
-            self._witness.computed()
+        if self._audit is not None:
+            self._audit.computed()
 
     def take_over(self, finished: set[str]) -> set[str]:
         return self._sending().take_over(finished)
@@ -221,7 +221,7 @@ class DecodeWorker:
     """D's worker: a Receiver into this rank's KV cache."""
 
     _receiver: Receiver | None = None
-    _witness: Witness | None = None
+    _audit: ChecksumAudit | None = None
 
     def __init__(self, wiring: StageWiring) -> None:
         self._wiring = wiring
@@ -240,15 +240,15 @@ class DecodeWorker:
             why_not=cache.why_not,
             key_file=self._wiring.key_file,
         )
-        self._witness = cache.witness()
+        self._audit = cache.checksum_audit()
 
     def begin_step(self, step: DecodeStep) -> None:
         self._receiving().expect(step.expected, step.failed, step.told)
 
     def take_finished(self) -> set[str]:
         received, failed = self._receiving().take_finished()
-        if self._witness is not None:
-            self._witness.received(received)
+        if self._audit is not None:
+            self._audit.received(received)
         for item in failed:  # vLLM wants the bad blocks no later than the pass that reports the request
             self._bad_blocks.update(item.blocks)
         return {item.request for item in (*received, *failed)}

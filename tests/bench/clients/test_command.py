@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from bench.cli import main
 from bench.clients.results import read_records
 from bench.clients.sender import Bounds
-from bench.clients.slo import find_goodput
 from deploy.host.ports import free_ports
 from epd_serve.traffic import Request as Recorded
 from epd_serve.traffic import write_traffic
@@ -85,20 +83,6 @@ def test_a_closed_loop_is_a_load_too(served, sent, tmp_path):
 
     assert load(served, *sent(Known()), *flags) == 0
     assert result(tmp_path / "r.json")["figures"]["3 at once/ok"] == 30
-
-
-def test_the_goodput_is_searched_between_rates(served, sent, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("bench.clients.command.SEARCH_REQUESTS", 20)
-    monkeypatch.setattr("bench.clients.command.find_goodput", partial(find_goodput, span=2.0))
-    flags = ["--rate", "200", "--find-goodput", "0.5", "--slo", "60000:60000", "--duration", "0.05", "--devices", "2"]
-    flags += ["--json", str(tmp_path / "r.json")]
-
-    assert load(served, *sent(Known()), *flags) == 0
-    assert result(tmp_path / "r.json")["figures"]["goodput_rps_per_device"] == 200.0
-    assert "400.000 requests/s (200.000 per device); none misses" in capsys.readouterr().out
-    assert load(served, *sent(Known(fault="short")), *flags) == 1
-    assert result(tmp_path / "r.json")["figures"]["goodput_rps"] == 0.0
-    assert "no rate that was tried" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -218,8 +202,6 @@ def test_a_result_that_cannot_be_written_is_said_after_it_was_printed(served, se
         (["--concurrency", "0"], "concurrency is 0"),
         (["--rate", "1", "--n", "0"], "--n is 0"),
         (["--rate", "1", "--duration", "-1"], "--duration is -1"),
-        (["--rate", "1", "--find-goodput", "90"], "--find-goodput is 90"),
-        (["--rate", "1,2", "--find-goodput", "0.9"], "begins at one --rate"),
         (["--rate", "1", "--slo", "2"], "TTFT:TPOT"),
         (["--rate", "1", "--header", "x"], "--header 'x'"),
         (["--rate", "1", "--workload", "pope-like"], "--workload NAME, or --bodies FILE"),

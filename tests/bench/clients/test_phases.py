@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.clients.phases import joined, spans_of
+from bench.clients.phases import durations, exposed, joined, spans_of
 from bench.clients.results import RequestRecord
-from bench.phases import durations, exposed
 from epd_serve.phases.phase import Phase
 from epd_serve.phases.stamps import Stamp, Timeline, read_stamps
 from tests.bench.clients.made import failed, row

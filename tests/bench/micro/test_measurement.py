@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -135,3 +137,10 @@ def test_rows_are_grouped_in_the_order_in_which_they_come():
 
     assert [*grouped(rows, "a")] == [(2,), (1,)]
     assert grouped(rows, "a", "b")[2, 2] == [rows[2]]
+
+
+def test_measuring_does_not_import_matplotlib():
+    script = "import sys, bench.cli; print('matplotlib' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+
+    assert done.stdout.strip() == "False False"

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from deploy.change.match import match
 from deploy.change.plan import carried_out, diff, settled
-from deploy.change.room import shortage
 from deploy.change.serving import required, served
 from deploy.change.types import Actual, Drain, Plan, Shortage, Start, Stop, Wanted
-from deploy.change.wave import reached, wave
+from deploy.change.wave import reached, shortage, wave
 from deploy.runtime.protocol import SHARED_MEMORY, Observed, Phase
 from epd_serve.roles import Role
 from tests.deploy.change.worlds import World, kinds_of, node, up, wanted

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from deploy.doctor.ascend_files import AscendFiles
-from deploy.doctor.checks import examine
+from deploy.doctor.command import examine
 from deploy.doctor.facts import Facts, LinkFacts, MachineFacts, MasterFacts, PackageFacts, Wanted
 from deploy.doctor.finding import Finding
 from deploy.options.mooncake_package import MooncakePackage

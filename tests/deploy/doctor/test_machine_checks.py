@@ -31,7 +31,12 @@ MEMINFO = (
 
 
 def test_a_cgroups_limits_are_read_in_both_versions(tmp_path: Path) -> None:
-    second = {"cpu.max": "150000 100000\n", "memory.max": "4294967296\n", "memory.current": "1073741824\n"}
+    second = {
+        "cpu.max": "150000 100000\n",
+        "memory.max": "4294967296\n",
+        "memory.current": "1073741829\n",
+        "memory.stat": "anon 1073741824\nactive_file 2\ninactive_file 3\n",
+    }
     v2 = read_machine(write(tmp_path / "v2", {f"sys/fs/cgroup/{name}": text for name, text in second.items()}))
     assert (v2.quota_cores, v2.memory_limit_bytes, v2.memory_used_bytes) == (1.5, 4 * GIB, GIB)
     first = {
@@ -39,6 +44,7 @@ def test_a_cgroups_limits_are_read_in_both_versions(tmp_path: Path) -> None:
         "cpu/cpu.cfs_period_us": "100000\n",
         "memory/memory.limit_in_bytes": "4294967296\n",
         "memory/memory.usage_in_bytes": "7\n",
+        "memory/memory.stat": "rss 7\n",
     }
     v1 = read_machine(write(tmp_path / "v1", {f"sys/fs/cgroup/{name}": text for name, text in first.items()}))
     assert (v1.quota_cores, v1.memory_limit_bytes, v1.memory_used_bytes) == (4.0, 4 * GIB, 7)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deploy.doctor.checks import examine
+from deploy.doctor.command import examine
 from deploy.doctor.facts import Facts, MasterFacts, Namesake
 from deploy.doctor.finding import Level
 from deploy.doctor.packages import read_namesakes, try_import

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.host.ports import free_ports
-from proxy.page.files import SAMPLES
+from proxy.page.routes import SAMPLES
 from tests.browser import DROP, chromium, needs_chromium, opened
 from tests.deploy.client_keys import client_keys
 from tests.deploy.launch.test_sim_launch import launched

@@ -6,7 +6,7 @@ import pytest
 
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.plan.identity import model_identity, processing_digest, processing_flags
+from deploy.plan.proxy_settings import model_identity, processing_digest, processing_flags
 
 
 def test_a_flag_is_the_same_however_it_is_written() -> None:

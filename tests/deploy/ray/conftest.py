@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.ray.nodes import RayNodes, ray_nodes
 from deploy.host.processes import stat
+from tests.deploy.ray.nodes import RayNodes, ray_nodes
 from tests.waiting import wait_for
 
 if importlib.util.find_spec("ray") is None:

@@ -15,9 +15,9 @@ import psutil
 from bench.change.deployment import Deployment
 from bench.change.loads import Judged, judged, simulated_flows
 from bench.clients.process import SenderProcess
-from bench.ray.deployed import NAME, commanded_on_ray, kind_of, on_ray
-from bench.ray.nodes import RayNodes
 from bench.served import Served
+from tests.deploy.ray.nodes import RayNodes
+from tests.deploy.ray.on_ray import NAME, commanded_on_ray, kind_of, on_ray
 from tests.e2e.serving import Endpoint
 from tests.waiting import PATIENCE_S, wait_for
 

@@ -9,10 +9,10 @@ from functools import partial
 
 import pytest
 
-from bench.ray.nodes import RayNodes
 from deploy.ray.leases import RayLeases, release_all
 from deploy.ray.notes import GcsNotes
 from deploy.runtime.leases import LeaseError, Place, Wish
+from tests.deploy.ray.nodes import RayNodes
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

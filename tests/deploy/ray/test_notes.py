@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from bench.ray.nodes import RayNodes
 from deploy.options.config import DeployConfig
 from deploy.ray import nodes, notes
 from deploy.ray.nodes import Nodes
 from deploy.ray.notes import GcsNotes
 from epd_serve.errors import ConfigError
+from tests.deploy.ray.nodes import RayNodes
 from tests.deploy.rooted_here import StateHere
 
 pytestmark = pytest.mark.asyncio

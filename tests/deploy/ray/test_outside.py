@@ -22,10 +22,10 @@ import httpx
 import pytest
 import zmq
 
-from bench.ray.deployed import LAYOUT
-from bench.ray.nodes import RayNodes
 from deploy.host.listeners import listeners
 from tests.deploy.ray.deployed import Deployed, deployed_on, load
+from tests.deploy.ray.nodes import RayNodes
+from tests.deploy.ray.on_ray import LAYOUT
 
 pytestmark = pytest.mark.slow
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)  # ZMTP 3.0

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from bench.ray.nodes import RayNodes
 from deploy.doctor.facts import RayFacts
 from deploy.ray import doctor
+from tests.deploy.ray.nodes import RayNodes
 from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[3]

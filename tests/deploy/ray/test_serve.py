@@ -15,12 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.ray.nodes import RayNodes, ray_nodes
 from deploy.host.ports import free_ports
 from deploy.ray.cluster import deployments
 from deploy.ray.private import kv_get, kv_list
 from tests.deploy.client_keys import client_keys
 from tests.deploy.launch.test_sim_launch import profile_file
+from tests.deploy.ray.nodes import RayNodes, ray_nodes
 from tests.waiting import wait_for
 
 ASKED = {"model": "epd-demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.ray.deployed import LAYOUT
-from bench.ray.nodes import RayNodes
 from deploy.host.processes import stat
 from deploy.memory.placement_table import short_node
 from tests.deploy.ray.deployed import Deployed, deployed_on, load
+from tests.deploy.ray.nodes import RayNodes
+from tests.deploy.ray.on_ray import LAYOUT
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow

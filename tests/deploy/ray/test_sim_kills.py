@@ -11,10 +11,10 @@ import pytest
 
 from bench.change.kills import Plan, Victim, killed
 from bench.change.loads import simulated_flows
-from bench.ray.deployed import LAYOUT, NODE, RAYLET, kind_of, node_of, victims
-from bench.ray.nodes import RayNodes
 from deploy.host.processes import stat
 from tests.deploy.ray.deployed import PER_S, SECONDS, Deployed, deployed_on, load
+from tests.deploy.ray.nodes import RayNodes
+from tests.deploy.ray.on_ray import LAYOUT, NODE, RAYLET, kind_of, node_of, victims
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow

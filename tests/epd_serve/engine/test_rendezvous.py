@@ -21,7 +21,7 @@ class WorkerWrapperBase:
         torch.distributed.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
 
 sys.modules["vllm.v1.worker.worker_base"] = types.SimpleNamespace(WorkerWrapperBase=WorkerWrapperBase)
-from epd_serve.engine.rendezvous import narrow_rendezvous
+from epd_serve.engine.worker_start import narrow_rendezvous
 narrow_rendezvous()
 narrow_rendezvous()
 WorkerWrapperBase().init_device()

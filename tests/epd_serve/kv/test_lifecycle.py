@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from epd_serve.kv.lifecycle import DECODE, PREFILL, AtDecode, AtPrefill, Decode, Prefill, Table
+from epd_serve.kv.lifecycle import DECODE, PREFILL, AtDecode, AtPrefill, Decode, Prefill, Table, Tombstones
+from epd_serve.wire import TransferKey
 
 ENDS = [(PREFILL, Prefill.OVER), (DECODE, Decode.UNKNOWN)]
 ends = pytest.mark.parametrize(("table", "end"), ENDS, ids=["prefill", "decode"])
@@ -54,3 +55,14 @@ def test_decode_gives_blocks_back_only_by_its_workers_report() -> None:
 def test_an_event_of_our_own_that_cannot_be_is_an_assertion() -> None:
     with pytest.raises(AssertionError, match=r"CLOSED in .*OFFERED"):
         PREFILL.after(Prefill.OFFERED, AtPrefill.CLOSED)
+
+
+def test_tombstones_are_bounded_and_the_oldest_go_first() -> None:
+    keys = [TransferKey(f"t-{i}", str(i)) for i in range(6)]
+    over = Tombstones(capacity=3)
+    for i in range(5):
+        over.add(keys[i], f"reason {i}")
+    over.add(keys[2], "again")
+    over.add(keys[5], "new")
+    assert [i for i in range(6) if keys[i] in over] == [2, 4, 5]
+    assert over.get(keys[2]) == "again"

@@ -32,7 +32,7 @@ class Model:
 
 
 class Queueing(RuleBasedStateMachine):
-    """Puts, takes, hastens and drops in any order, beside a model that is only a dict and a set."""
+    """Puts, takes, reprioritises and drops in any order, beside a model that is only a dict and a set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class Queueing(RuleBasedStateMachine):
             self.model.ends.add(member)
 
     @rule(member=st.sampled_from(TRANSFERS), deadline=st.sampled_from([0.0, 0.02, 2.0]))
-    def hasten(self, member: str, deadline: float) -> None:
-        self.queue.hasten(member, self.now + deadline)
+    def reprioritise(self, member: str, deadline: float) -> None:
+        self.queue.reprioritise(member, self.now + deadline)
         for put in self.model.packets.values():
             if member in put.members:
                 put.deadline = min(put.deadline, self.now + deadline)
@@ -145,17 +145,17 @@ def test_an_end_waits_for_the_packets_of_its_transfer_only() -> None:
     assert [queue.take(NOW) for _ in range(5)] == ["end of c", "of a", "of both", "end of a", None]
 
 
-def test_hastened_packets_overtake_and_keep_their_order() -> None:
+def test_reprioritised_packets_overtake_and_keep_their_order() -> None:
     queue: LinkQueue[str] = LinkQueue()
     queue.put("b1", NOW + 1, 1, "b")
     queue.put("a1", NOW + 5, 1, "a")
     queue.put("a2", NOW + 5, 1, "a")
-    queue.hasten("a", NOW + 1)
-    queue.hasten("a", NOW + 9)  # never slower
+    queue.reprioritise("a", NOW + 1)
+    queue.reprioritise("a", NOW + 9)  # never slower
     assert [queue.take(NOW) for _ in range(3)] == ["b1", "a1", "a2"]
     queue.put("b2", NOW + 1, 1, "b")
     queue.put("a3", NOW + 5, 1, "a")
-    queue.hasten("a", NOW + 0.5)
+    queue.reprioritise("a", NOW + 0.5)
     assert queue.take(NOW) == "a3"
 
 

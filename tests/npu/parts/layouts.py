@@ -18,7 +18,7 @@ from PIL import Image
 
 from bench.micro.pd.transfers import Transfer, arrived, transfer_of_requests
 from deploy.options.mooncake_package import reads_device_memory
-from epd_serve.engine.kv.witness import RECEIVED, SENT, WITNESS_ENV
+from epd_serve.engine.kv.checksum_audit import CHECKSUMS_ENV, RECEIVED, SENT
 from epd_serve.phases.stamps import Timeline, read_stamps
 from tests.e2e.bodies import Body, about, chat, conversation, png, text_of
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT, DemoPrompt
@@ -73,7 +73,7 @@ def storm(rig: Rig) -> None:
 
 
 def _pd(rig: Rig, transport: str) -> None:
-    os.environ[WITNESS_ENV] = "1"  # of the stages; what it costs is in the times of this part, not in `exposed`'s
+    os.environ[CHECKSUMS_ENV] = "1"  # of the stages; what it costs is in the times of this part, not in `exposed`'s
     # The rehearsal, too, starts them as a card's are: as programs of their own; its other parts fork them.
     started = ("--stage-template", "never") if transport == "shm" else ()
     with served(rig, "P-D", "--kv-transport", transport, *started) as launch:

@@ -9,11 +9,10 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.encode.assignment import CALL_TOKENS, TOLERANCE, calls, spread
+from proxy.encode.assignment import CALL_TOKENS, TOLERANCE, calls, owners, spread
 from proxy.encode.schedule import schedule
 from proxy.routing.policy import SAME_SPEED, SLACK, Candidate
 from proxy.routing.policy import rates as steady
-from proxy.routing.rendezvous import owners
 
 KEYS = st.lists(st.text("abcdef", min_size=1, max_size=6), max_size=12, unique=True)
 LOADS = st.lists(st.integers(0, 1000), min_size=1, max_size=5)

@@ -16,13 +16,13 @@ from epd_serve.wire import FeatureFailed, FeatureReady, StoreReport
 from proxy.admission.gate import Gate, Pass
 from proxy.admission.ticket import Capacity, Kind
 from proxy.config.limits import AdmissionLimits
+from proxy.encode.assignment import owners
 from proxy.encode.encoders import EncodeOrder
 from proxy.encode.step import EncodeStep
 from proxy.metrics import Metrics
 from proxy.records.record import Record
 from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.pause import Pause
-from proxy.routing.rendezvous import owners
 from store.arena import Arena
 from tests.proxy.fakes import (
     GRID,

@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from proxy.config.limits import MigrationLimits
-from proxy.generate.given import Given, GivenRoom
 from proxy.generate.relay import Client
+from proxy.generate.token_history import HistoryRoom, TokenHistory
 from proxy.request.client_sink import ClientSink
 from proxy.stages.sse import WholeEvents, split
 from tests.proxy.fakes import DONE, opening
@@ -19,8 +19,8 @@ from tests.proxy.fakes import DONE, opening
 Tokens = Sequence[tuple[int, str]]
 
 
-def given_of(*events: bytes) -> Given:
-    given = Given(GivenRoom(MigrationLimits()))
+def given_of(*events: bytes) -> TokenHistory:
+    given = TokenHistory(HistoryRoom(MigrationLimits()))
     for event in events:
         given.begin()
         given.add(event)

@@ -338,4 +338,4 @@ async def test_a_client_that_leaves_between_two_stages_leaves_no_trace() -> None
                 if '"a"' in line:
                     break
         await c.idle()
-        assert c.pipeline._generate._given_room.held_bytes == 0
+        assert c.pipeline._generate._history_room.held_bytes == 0

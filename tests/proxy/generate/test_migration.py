@@ -10,8 +10,8 @@ import pytest
 
 from proxy.config.limits import MigrationLimits
 from proxy.config.settings import ModelIdentity, ProxySettings
-from proxy.generate.given import Given, GivenRoom
 from proxy.generate.migration import MigrationPace, Way, way_on, why_not
+from proxy.generate.token_history import HistoryRoom, TokenHistory
 from proxy.request.parse import Endpoint, ParsedRequest, parse
 from tests.proxy.fakes import MODEL, text_body
 
@@ -26,8 +26,10 @@ def request(endpoint: Endpoint = Endpoint.CHAT, **more: Any) -> ParsedRequest:
     return parse(endpoint, json.dumps(body).encode(), SETTINGS)
 
 
-def given(*, flags: tuple[str, ...] = (), tokens: int = 4, finished: bool = False, counted: bool = False) -> Given:
-    one = Given(GivenRoom(MigrationLimits()))
+def given(
+    *, flags: tuple[str, ...] = (), tokens: int = 4, finished: bool = False, counted: bool = False
+) -> TokenHistory:
+    one = TokenHistory(HistoryRoom(MigrationLimits()))
     one.begun, one.flags, one.finished, one.counted = True, flags, finished, counted
     one.tokens.extend(range(tokens))
     return one

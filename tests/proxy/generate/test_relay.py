@@ -11,9 +11,9 @@ import pytest
 from epd_serve.errors import StageError
 from proxy.config.limits import MigrationLimits
 from proxy.errors import StageRefusal
-from proxy.generate.given import Given, GivenRoom
 from proxy.generate.relay import Client as RelayClient
 from proxy.generate.relay import relay
+from proxy.generate.token_history import HistoryRoom, TokenHistory
 from proxy.request.client_sink import ClientSink
 from proxy.stages.sse import split
 from tests.proxy.fakes import DONE, chunk, opening
@@ -37,7 +37,10 @@ class Client:
 
     async def relay(self, *reads: bytes) -> None:
         await relay(
-            _each(reads), RelayClient(self.sink, Given(GivenRoom(MigrationLimits()))), stage="D0", on_first=self._began
+            _each(reads),
+            RelayClient(self.sink, TokenHistory(HistoryRoom(MigrationLimits()))),
+            stage="D0",
+            on_first=self._began,
         )
 
     def _began(self) -> None:

@@ -13,9 +13,8 @@ import pytest
 from fastapi import FastAPI, Request
 
 from proxy.http.app import add_error_seam
-from proxy.page.files import STATIC, files
 from proxy.page.observed import Observed, Seen
-from proxy.page.routes import About, Page
+from proxy.page.routes import STATIC, About, Page, files
 from proxy.records.minute import Counts
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.table import InstanceTable
@@ -74,7 +73,7 @@ async def test_what_an_admin_listener_shows_is_not_at_the_clients_port(path: str
         assert (await client.get("/")).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/page/../files.py", "/page/%2e%2e/files.py", "/page/nothing.js", "/page/samples/"])
+@pytest.mark.parametrize("path", ["/page/../routes.py", "/page/%2e%2e/routes.py", "/page/nothing.js", "/page/samples/"])
 async def test_no_other_file_is_given(path: str) -> None:
     async with page() as client:
         assert (await client.get(path)).status_code == 404

@@ -15,9 +15,8 @@ from epd_serve.roles import Role
 from proxy import strict_json
 from proxy.config.limits import Timeouts
 from proxy.errors import StageDied, StageRefusal, StageUnreachable
-from proxy.stages.client import StageClient
+from proxy.stages.client import StageClient, deadline
 from proxy.stages.connection import ONE_WRITE_BYTES
-from proxy.stages.deadlines import deadline
 from tests.proxy.fakes import (
     DONE,
     QUICK,

@@ -16,13 +16,11 @@ from bench.micro.interference.command import chosen, device_of, figures, save_pr
 from bench.micro.interference.operators import BENCH, operators
 from bench.micro.interference.processes import OperatorProcess, orders_of, parse_shares
 from bench.micro.interference.windows import (
-    draw_maps,
     label,
     latency_s,
     maps,
     means_by_needs,
     overlapping,
-    profile_of,
     slowdowns,
     windows,
 )
@@ -176,16 +174,6 @@ def test_figures_and_tables_name_both_divisions():
     assert named["share 0.5 beside 0.5/mean_slowdown_of_needs/alike"] == 2.0
     printed = "\n".join(tables(rows))
     assert "all cores: times slower, beside" in printed and "share 0.5 beside 0.5/mean_slowdown" in printed
-
-
-def test_the_chart_is_a_png(tmp_path):
-    pytest.importorskip("matplotlib", reason="epd-serve[bench] is not installed")
-    rows = measured()
-    profile = profile_of(rows)
-
-    draw_maps(tmp_path / "deep" / "map.png", profile, "a CPU, real")
-
-    assert (tmp_path / "deep" / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_division_says_who_has_which_share():

@@ -6,9 +6,8 @@ import dataclasses
 
 import pytest
 
-from bench.micro.interference.calls import call_of
 from bench.micro.interference.operators import BENCH, EIGHT_B, default_sizes, needs, operators, shares_of_best
-from bench.micro.interference.run import Runner
+from bench.micro.interference.run import Runner, call_of
 
 SMALL = dataclasses.replace(
     BENCH, encoder_tokens=8, prompt_tokens=8, context=16, decode_layers=2, copy_bytes=4096, reduce_bytes=4096

@@ -8,8 +8,7 @@ import pytest
 
 from bench.clients.process import SenderProcess
 from bench.micro.proxy import rivals
-from bench.micro.proxy.rivals import bare_relay, closed_loop
-from bench.started import running
+from bench.micro.proxy.rivals import bare_relay, closed_loop, running
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
 from tests.proxy.fakes import DONE, FakeStage, chunk, served, streams
@@ -36,7 +35,7 @@ async def test_the_bare_relay_passes_answers_on() -> None:
 
         def through() -> dict[str, float]:
             with bare_relay(url) as relay, SenderProcess() as sender:
-                return closed_loop(sender, relay, [rivals.text_request("m", stream=True)], 0.2)
+                return closed_loop(sender, relay, [rivals.text_request("m", stream=True)], 1.0)
 
         row = await asyncio.to_thread(through)
     assert row["requests"] and not row["errors"] and row["cpu_us_per_request"] > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epd_serve.engine.ec.fetch_queue import FetchQueue
+from epd_serve.engine.ec.fetcher import FetchQueue
 
 
 def anyone(key: str, needed: bool) -> bool:

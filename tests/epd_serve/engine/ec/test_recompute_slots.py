@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epd_serve.engine.ec.recompute_slots import RecomputeSlots
+from epd_serve.engine.ec.feature_desk import RecomputeSlots
 
 
 def test_at_most_the_limit_recompute_and_the_rest_follow_in_order_of_arrival() -> None:

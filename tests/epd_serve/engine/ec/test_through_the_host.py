@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from epd_serve.engine.ec.feature_writer import FeatureWriter
-from epd_serve.engine.ec.loading import ArenaReader
 from epd_serve.engine.ec.step import FeatureSlot
+from epd_serve.engine.ec.store_access import ArenaReader
 from epd_serve.engine.ec.write_queue import WriteQueue
 from epd_serve.trace import Trace
 from store.arena import Arena

@@ -11,7 +11,7 @@ import pytest
 from epd_serve.engine import vital_thread
 from epd_serve.engine.kv import link_peer
 from epd_serve.kv import control
-from epd_serve.kv.ways import SHM
+from epd_serve.kv.transport_selection import SHM
 from tests.epd_serve.engine.kv.fakes import DecodeEnd, Ends
 from tests.epd_serve.engine.kv.two_stages import HUNG_S, Stages
 from tests.waiting import wait_for

@@ -8,7 +8,7 @@ import pytest
 
 from epd_serve.engine.capture_gate import capture_gate
 from epd_serve.engine.kv import link as link_module
-from epd_serve.kv.ways import MOONCAKE, SHM
+from epd_serve.kv.transport_selection import MOONCAKE, SHM
 from tests.epd_serve.engine.kv.two_stages import Stages
 from tests.waiting import wait_for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epd_serve.engine.kv.checksums import layer_checksums
+from epd_serve.engine.kv.checksum_audit import layer_checksums
 from epd_serve.engine.kv.regions import layers_of
 from npu_ops.blocks import BlocksError
 from tests.epd_serve.engine.kv.fakes import HOST, caches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd_serve.kv.ways import MOONCAKE, SHM
+from epd_serve.kv.transport_selection import MOONCAKE, SHM
 from tests.epd_serve.engine.kv.two_stages import Stages
 from tests.waiting import wait_for
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from epd_serve.kv.ways import MOONCAKE, SHM
+from epd_serve.kv.transport_selection import MOONCAKE, SHM
 from npu_ops import fences
 from tests.epd_serve.engine.kv.two_stages import HUNG_S, Stages
 from tests.waiting import wait_for

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from epd_serve.engine.kv.link_fates import Fates
 from epd_serve.engine.kv.link_peer import Peer
+from epd_serve.engine.kv.link_transfers import ActiveTransfers
 from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.regions import Layers
 from epd_serve.engine.kv.shm_send import ShmSendSide
@@ -282,12 +282,12 @@ class DiedUnnoticed:
 
 
 def test_a_transfer_for_the_new_life_is_no_victim_of_the_old_ones_death() -> None:
-    fates = Fates()
-    fates.answered("D0:1")
+    transfers = ActiveTransfers()
+    transfers.answered("D0:1")
     old, new = (SimpleNamespace(key=key_of(name), target=target) for name, target in (("a", "D0:1"), ("b", "D0:2")))
-    fates.sent({old.key})
-    peer = Peer("ipc://D0", DiedUnnoticed(), fates, lambda: None, lambda: None)  # type: ignore[arg-type]
+    transfers.sent({old.key})
+    peer = Peer("ipc://D0", DiedUnnoticed(), transfers, lambda: None, lambda: None)  # type: ignore[arg-type]
 
     assert peer.reach([new]) == [new]  # type: ignore[list-item]
     assert peer.state == "up"
-    assert fates.living([old]) == []  # type: ignore[list-item]
+    assert transfers.living([old]) == []  # type: ignore[list-item]

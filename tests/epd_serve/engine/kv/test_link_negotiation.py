@@ -17,7 +17,7 @@ from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
 from epd_serve.engine.kv.transport import LinkError, SendSide
 from epd_serve.kv.slices import SLICE_BYTES
-from epd_serve.kv.ways import why_not
+from epd_serve.kv.transport_selection import why_not
 from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, Ends, PrefillEnd, caches, chunk, key_of, same
 from tests.waiting import PATIENCE_S, wait_for
 

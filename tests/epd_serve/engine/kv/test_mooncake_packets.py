@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from epd_serve.engine.kv.checksums import layer_checksums
+from epd_serve.engine.kv.checksum_audit import layer_checksums
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.mooncake_send import MooncakeSendSide

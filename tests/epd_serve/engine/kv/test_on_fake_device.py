@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from epd_serve.kv.ways import transports_between
+from epd_serve.kv.transport_selection import transports_between
 from epd_serve.trace import Trace
 from tests.epd_serve.engine.kv.device_ends import P_NPU, Pair, Setting
 from tests.epd_serve.engine.kv.slow_devices import STALE, Prompt, SlowDevice, ascend_caches, neighbouring_caches
@@ -137,7 +137,7 @@ def stamped(path: Path, event: str) -> list[dict[str, Any]]:
 
 
 def test_a_pair_known_to_share_a_device_tries_nothing_but_shared_memory(start: Start) -> None:
-    pair = start(transports=transports_between("auto", "npu", beside=True), d_place=P_NPU)
+    pair = start(transports=transports_between("auto", "npu", colocated=True), d_place=P_NPU)
     a = Prompt.make("a", [3, 2, 1], [7, 8, 9])
     pair.expect(a)
     pair.step(a.chunk())

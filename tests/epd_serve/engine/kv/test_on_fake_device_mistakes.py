@@ -13,10 +13,10 @@ import pytest
 from epd_serve.engine.kv import mooncake_endpoint, sender
 from epd_serve.engine.kv.link_cost import MeasuredCost
 from epd_serve.engine.kv.link_jobs import Outgoing
+from epd_serve.engine.kv.mooncake_endpoint import Extent
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.mooncake_writes import Write, Writes
-from epd_serve.engine.kv.spans import Extent
-from epd_serve.engine.kv.staging_ring import StagingRing
+from epd_serve.engine.kv.shm_send import StagingRing
 from epd_serve.kv.link_queue import LinkQueue
 from epd_serve.kv.plan import Run
 from tests.epd_serve.engine.kv.device_courses import (

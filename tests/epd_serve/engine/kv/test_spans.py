@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epd_serve.engine.kv.mooncake_endpoint import Extent, SpanError, extents_of, spans_of
 from epd_serve.engine.kv.regions import layers_of
-from epd_serve.engine.kv.spans import Extent, SpanError, extents_of, spans_of
 
 MB = 1 << 20
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.engine.kv.staging_ring import StagingRing
-from epd_serve.kv.tombstones import Tombstones
-from tests.epd_serve.engine.kv.fakes import key_of
+from epd_serve.engine.kv.shm_send import StagingRing
 
 PAGE = 4096
 
@@ -46,13 +44,3 @@ def test_a_full_ring_takes_nothing_until_the_oldest_is_back() -> None:
     assert ring.take(3, 1) is None
     ring.give_back(1)
     assert ring.take(3, 2 * PAGE) == 0
-
-
-def test_tombstones_are_bounded_and_the_oldest_go_first() -> None:
-    over = Tombstones(capacity=3)
-    for i in range(5):
-        over.add(key_of(str(i)), f"reason {i}")
-    over.add(key_of("2"), "again")
-    over.add(key_of("5"), "new")
-    assert [i for i in range(6) if key_of(str(i)) in over] == [2, 4, 5]
-    assert over.get(key_of("2")) == "again"

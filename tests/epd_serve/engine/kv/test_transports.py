@@ -73,4 +73,4 @@ def test_an_engine_that_does_not_start_is_not_tried_at_every_link() -> None:
 
 @pytest.mark.parametrize(("together", "kept_s"), [(True, 0.0), (False, 30.0), (None, 30.0)])
 def test_blocks_are_kept_for_whoever_is_or_may_be_on_another_node(together: bool | None, kept_s: float) -> None:
-    assert quarantine_s(wiring("auto"), "cpu", together=together) == kept_s
+    assert quarantine_s(wiring("auto"), "cpu", same_node=together) == kept_s

@@ -20,7 +20,7 @@ from epd_serve.engine.kv.receiver import Expected
 from epd_serve.engine.kv.sender import ChunkJob
 from epd_serve.engine.kv.worker import DecodeWorker, KVCache, PrefillWorker
 from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
-from epd_serve.kv.ways import MOONCAKE, SHM
+from epd_serve.kv.transport_selection import MOONCAKE, SHM
 from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
 from epd_serve.wire import TransferKey

@@ -1,0 +1,220 @@
+"""What is kept of a stream, and another stage's answer without it: wherever the first one was cut, however the second
+one's tokens are merged, the client gets one answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import assume
+from hypothesis import given as drawn
+from hypothesis import strategies as st
+
+from epd_serve.errors import StageError
+from proxy.config.limits import MigrationLimits
+from proxy.generate.continuation import Continuation
+from proxy.generate.token_event import TokenForm, token_form, without_ids, without_prompt_ids
+from proxy.generate.token_history import FOLD_BYTES, HistoryRoom, TokenHistory
+from proxy.stages.sse import split
+from tests.proxy.fakes import DONE, opening
+from tests.proxy.generate.streams import Form, Tokens, answers, given_of, meaning, numbers
+
+forms = st.builds(Form, chat=st.booleans(), logprobs=st.booleans(), ids=st.just(True), usage=st.booleans())
+
+
+@drawn(forms, answers, numbers, numbers, st.integers(0, 10), st.booleans())
+def test_the_rest_is_what_the_client_lacks(
+    form: Form, tokens: Tokens, merges: list[int], others: list[int], cut: int, folds: bool
+) -> None:
+    before = split(form.stream(tokens, merges))[:-1][:cut]
+    given = given_of(*before)
+    if folds:
+        given.fold()
+    assume(not (form.usage and len(before) == len(split(form.stream(tokens, merges))) - 1))  # nothing is lacking
+    rest = Continuation(given, stage="D1").rest(form.stream(tokens, others)) if before else form.stream(tokens, others)
+    assert meaning(b"".join(before) + rest) == meaning(form.stream(tokens))
+
+
+def call(index: int, name: str | None, arguments: str, made_by: str) -> dict[str, Any]:
+    function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
+    header = {} if name is None else {"id": f"{made_by}-{index}", "type": "function"}
+    return {"index": index, **header, "function": function}
+
+
+def spoken(deltas: Sequence[dict[str, Any]], made_by: str, created: int) -> list[bytes]:
+    """A stream of these deltas, a token each, with ids of calls and a time that are `made_by`'s own."""
+    events = [opening(0)]
+    for token, delta in enumerate(deltas):
+        shown = {**delta}
+        if "tool_calls" in shown:
+            shown["tool_calls"] = [call(index, name, said, made_by) for index, name, said in shown["tool_calls"]]
+        last = token == len(deltas) - 1
+        choice = {"index": 0, "delta": shown, "logprobs": None, "finish_reason": "tool_calls" if last else None}
+        fields = {"id": "x", "created": created, "choices": [{**choice, "token_ids": [token]}]}
+        events.append(b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n")
+    return [*events, DONE]
+
+
+DELTAS: Sequence[dict[str, Any]] = [
+    {"reasoning": "Hm"},
+    {"reasoning": ", 😀"},
+    {},
+    {"content": "I "},
+    {"content": "call"},
+    {"tool_calls": [(0, "look", "")]},
+    {"tool_calls": [(0, None, '{"a"')]},
+    {"tool_calls": [(0, None, ": 1}")]},
+    {"tool_calls": [(1, "look", "{}"), (2, "see", "{")]},
+    {"tool_calls": [(2, None, "}")]},
+    {},
+]
+
+
+@pytest.mark.parametrize("cut", range(2, len(DELTAS) + 2))
+def test_each_channel_goes_on_and_calls_keep_the_ids_that_the_client_has(cut: int) -> None:
+    before = spoken(DELTAS, "first", 1)[:cut]
+    rest = Continuation(given_of(*before), stage="D1").rest(b"".join(spoken(DELTAS, "second", 2)))
+    said: dict[Any, str] = {}
+    ids: dict[int, str] = {}
+    for event in [*before, *split(rest)][1:-1]:
+        answer = json.loads(event.removeprefix(b"data: "))
+        assert answer["created"] == 1
+        for name, value in answer["choices"][0]["delta"].items():
+            if name != "tool_calls":
+                said[name] = said.get(name, "") + value
+                continue
+            for one in value:
+                assert one["index"] not in ids or "id" not in one, "one header for each"
+                ids.setdefault(one["index"], one.get("id", ""))
+                for part, text in one["function"].items():
+                    said[(one["index"], part)] = said.get((one["index"], part), "") + text
+    assert said == {
+        "reasoning": "Hm, 😀",
+        "content": "I call",
+        (0, "name"): "look",
+        (0, "arguments"): '{"a": 1}',
+        (1, "name"): "look",
+        (1, "arguments"): "{}",
+        (2, "name"): "see",
+        (2, "arguments"): "{}",
+    }
+    begun = {index for index, at in ((0, 6), (1, 9), (2, 9)) if cut > at}
+    assert ids == {index: f"{'first' if index in begun else 'second'}-{index}" for index in range(3)}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [(1, "a"), (9, "b"), (3, "c")],  # another token of the same text
+        [(1, "a"), (2, "x"), (3, "c")],
+        [(1, "a")],  # its end comes before the client's
+    ],
+)
+def test_another_answer_is_an_error(other: Tokens) -> None:
+    form = Form(chat=True, ids=True)
+    before = split(form.stream([(1, "a"), (2, "b"), (3, "c")]))[:3]
+    with pytest.raises(StageError, match="another answer"):
+        Continuation(given_of(*before), stage="D1").rest(form.stream(other))
+
+
+@drawn(answers, st.booleans())
+def test_a_client_that_asks_for_no_ids_gets_the_bytes_that_it_would_get_without(tokens: Tokens, chat: bool) -> None:
+    asked, plain = Form(chat=chat, ids=True), Form(chat=chat)
+    assert without_ids(asked.stream(tokens)) == plain.stream(tokens)
+
+
+def test_ids_in_the_text_of_an_answer_stay() -> None:
+    event = Form(chat=True).event([(1, '"token_ids":[1],"prompt_token_ids":[2]'), (2, '"delta":{},"logprobs":null')])
+    assert without_ids(event) == event
+
+
+def test_events_that_are_there_for_the_ids_alone_are_left_out() -> None:
+    silent = b'data: {"choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":null,"token_ids":[5]}]}\n\n'
+    ends = silent.replace(b'"finish_reason":null', b'"finish_reason":"stop"')
+    assert without_ids(silent + ends) == ends.replace(b"[5]", b"null")
+
+
+def test_the_ids_of_the_prompt_are_left_out() -> None:
+    event = b'data: {"choices":[],"prompt_token_ids":[1,2,3],"prompt_text":null}\n\n'
+    assert without_prompt_ids(event) == b'data: {"choices":[],"prompt_token_ids":null,"prompt_text":null}\n\n'
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"delta": {"content": "a"}},  # hidden ids
+        {"delta": {"content": "a"}, "token_ids": None},
+        {"delta": {"audio": {"data": "x"}}, "token_ids": [1]},
+        {"delta": {"content": "a"}, "token_ids": [-1]},
+        {"delta": {"content": 1}, "token_ids": [1]},
+    ],
+)
+def test_after_what_cannot_be_cut_nobody_goes_on(choice: dict[str, Any]) -> None:
+    given = given_of(b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n")
+    given.fold()
+    assert given.begun and not given.goes_on and given.why_not
+
+
+def test_events_are_read_when_they_are_many_and_bytes_are_given_back() -> None:
+    room = HistoryRoom(MigrationLimits())
+    given, event = TokenHistory(room), Form(chat=True, ids=True).event([(7, "word ")])
+    given.begin()
+    many = 3 * FOLD_BYTES // len(event)
+    for _ in range(many):
+        given.add(event)
+    assert len(given.tokens) > many / 2 and room.held_bytes < FOLD_BYTES + 30 * many
+    given.fold()
+    assert given.tokens.tolist() == [7] * many and given.texts == {"content": "word " * many}
+    given.close()
+    assert room.held_bytes == 0
+
+
+def test_what_is_too_long_is_not_kept() -> None:
+    room = HistoryRoom(MigrationLimits(stream_bytes=1000, process_bytes=FOLD_BYTES))
+    given, event = TokenHistory(room), Form(chat=True, ids=True).event([(7, "word ")])
+    given.begin()
+    for _ in range(1000):
+        given.add(event)
+    assert not given.goes_on and room.held_bytes == 0
+    first, second = TokenHistory(room), TokenHistory(room)
+    first.begin()
+    second.begin()
+    assert first.goes_on and not second.goes_on and second.begun
+    second.close()
+    assert room.held_bytes == FOLD_BYTES
+
+
+@drawn(st.builds(Form, chat=st.booleans(), logprobs=st.booleans(), ids=st.just(True)), answers, numbers)
+def test_events_of_one_token_are_told_by_their_form(form: Form, tokens: Tokens, merges: list[int]) -> None:
+    events = split(form.stream(tokens, merges))
+    token = form.event([(7, "a")])
+    found = token_form(token)
+    assert found is not None
+    given = given_of(opening(0))
+    given.holder = found.holder
+    for event in events:
+        public = found.without_ids(event)
+        assert (public is not None) is (b'"finish_reason":null' in event)
+        if public is not None:
+            assert public == without_ids(event)
+            given.add_token(event[found.size :])
+    assert [found.without_ids(one) for one in (token + token, token + DONE, b": x\n\n" + token)] == [None] * 3
+    given.add(token)
+    given.fold()
+    spoken = [one for event in events[:-1] if found.without_ids(event) for one in meaning(event + DONE)["ids"]]
+    assert given.tokens.tolist() == [*spoken, 7]
+
+
+@pytest.mark.parametrize("events", [DONE, Form(chat=True).event([(7, "a")]), b": x\n\n", b"event: a\ndata: {}\n\n"])
+def test_a_stream_without_ids_has_no_such_form(events: bytes) -> None:
+    assert token_form(events) is None
+
+
+def test_what_says_nothing_is_looked_at() -> None:
+    silent = (
+        b'data: {"id":"x","choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":null,"token_ids":[5]}]}\n\n'
+    )
+    form = TokenForm(silent[: silent.index(b"{},")], b'"finish_reason":null,"token_ids":[')
+    assert form.without_ids(silent) is None
