@@ -19,12 +19,11 @@ from typing import TypeVar
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from deploy.front.messages import State
 from deploy.front.remote import RemoteDoors
 from deploy.front.told import Told
 from deploy.front.traced import NodeTrace
-from deploy.runtime.asking import SupersededError
-from deploy.runtime.lost import LostError, until_lost
+from deploy.runtime.lost import LostError, SupersededError, until_lost
+from deploy.runtime.node_api import FrontState
 from deploy.runtime.protocol import Observed, Order
 from epd_serve.errors import EpdError
 from epd_serve.instances import IncarnationId
@@ -108,6 +107,7 @@ class AllDoors:
         self._scrape = StageScrape(self.table, self.registry, bearer)
         self._instances: tuple[Observed, ...] | None = None
         self._wanted: tuple[Role, ...] = ()
+        self._number = 0  # of the state that was told last
         self._paused_until = 0.0
         self._asked = Asked.SERVE
         self._settings = b""
@@ -206,11 +206,11 @@ class AllDoors:
     @property
     def pids(self) -> Mapping[str, int]:
         """By node and name: `n1/front.0`."""
-        return {f"{node}/{name}": pid for node, one in self._in_order() for name, pid in one.doors.word.pids.items()}
+        return {f"{node}/{name}": pid for node, one in self._in_order() for name, pid in one.doors.status.pids.items()}
 
     @property
     def replacing(self) -> bool:
-        return any(one.doors.word.replacing for one in self.fronts.values())
+        return any(one.doors.status.replacing for one in self.fronts.values())
 
     async def ready(self) -> None:
         """Wait until all of them serve, and know what has been said. Raises EpdError: one does not start."""
@@ -284,7 +284,7 @@ class AllDoors:
         return [
             leases.tallies
             for one in self.fronts.values()
-            for leases in one.doors.word.leases
+            for leases in one.doors.status.leases
             if (leases.id, leases.incarnation) == incarnation
         ]
 
@@ -292,7 +292,7 @@ class AllDoors:
 
     @property
     def running(self) -> int:
-        return sum(one.doors.word.running for one in self.fronts.values())
+        return sum(one.doors.status.running for one in self.fronts.values())
 
     def announce(self) -> None:
         self._ask(Asked.LEAVE)
@@ -313,11 +313,20 @@ class AllDoors:
 
     # How.
 
-    def _state(self) -> State | None:
+    def _state(self) -> FrontState | None:
         if self._instances is None:
             return None
-        leaving = tuple(sorted(self._told.leaving))
-        return State(self._instances, self._wanted, leaving, self.paused_s, self._asked, self._settings, self._api_keys)
+        self._number += 1
+        return FrontState(
+            self._number,
+            self._instances,
+            self._wanted,
+            tuple(sorted(self._told.leaving)),
+            self.paused_s,
+            self._asked,
+            self._settings,
+            self._api_keys,
+        )
 
     def _changed(self) -> None:
         for front in self.fronts.values():
@@ -340,7 +349,7 @@ class AllDoors:
     async def _follow(self, front: _Front) -> None:
         while True:
             try:
-                await front.doors.follow(lambda: None)
+                await front.doors.follow()
             except SupersededError:
                 self.superseded.set()
                 return

@@ -8,9 +8,7 @@
                            wanted.json      layouts that were wanted (deploy/control/journal.py), and other notes of the
                                             controller (deploy/launch/life.py)
                            admin.sock       where commands are given (deploy/cli/change.py)
-                           agent.sock       where the agent is asked (deploy/runtime/messages.py)
-                           front.sock       where the front part of a node is asked (deploy/front/messages.py)
-                           epoch            the latest of those who ask them, if they may have rivals
+                           node.sock        where a node is asked (deploy/runtime/node_api.py)
                            node.json        which node of which deployment this is (deploy/node/start.py)
                            node.log, key    of a node process: its log, the key of its deployment
                            feed             where front doors hear of the instances (proxy/workers/wire.py)

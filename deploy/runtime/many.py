@@ -14,8 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from deploy.runtime.asking import SupersededError
-from deploy.runtime.lost import LostError, SilentError, until_lost
+from deploy.runtime.lost import LostError, SilentError, SupersededError, until_lost
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Runtime
 from epd_serve.errors import EpdError
 from epd_serve.peers import Peer, peer_of
@@ -33,7 +32,11 @@ LEFTOVER_GRACE_S = 8.0
 
 
 class NodeAgent(Runtime, Protocol):
-    """That of one node (`client.py`)."""
+    """That of one node (`node_client.py`)."""
+
+    def lines(self) -> AsyncIterator[str]:
+        """What is said there for the operator from now on."""
+        ...
 
     async def know(self, peers: tuple[Peer, ...]) -> None: ...
 
@@ -129,6 +132,7 @@ class ManyNodes:
         member.keeping = [
             asyncio.create_task(self._feel_pulse(member, agent), name=f"pulse of {node}"),
             asyncio.create_task(self._inform(member, agent), name=f"peers of {node}"),
+            asyncio.create_task(self._pass_on(agent), name=f"lines of {node}"),
         ]
         self._tell()
 
@@ -301,6 +305,14 @@ class ManyNodes:
             self._say(f"{id} on {member.id} cannot be ended: {error}")
         finally:
             member.leftovers.pop(id, None)
+
+    async def _pass_on(self, agent: NodeAgent) -> None:
+        """What the node says to the operator."""
+        while True:
+            with contextlib.suppress(EpdError):  # who follows what runs there says why
+                async for line in agent.lines():
+                    self._say(line)
+            await asyncio.sleep(PULSE_S)
 
     async def _feel_pulse(self, member: _Member, agent: NodeAgent) -> None:
         while True:

@@ -8,16 +8,18 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI
 
 from proxy.background import Background
 from proxy.redact import redact_logs
 from proxy.server.http_protocol import FrontProtocol
 from proxy.server.idle_clients import IdleClients, IdleTimeouts
 from proxy.server.shared_listener import SharedListener
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
 
 BACKLOG = 2048
 IDLE_TIMEOUTS = IdleTimeouts()
@@ -70,7 +72,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: FastAPI,
+    app: Starlette,
     *,
     sockets: Sequence[socket.socket] = (),
     shared: SharedListener | None = None,

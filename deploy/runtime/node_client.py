@@ -1,0 +1,152 @@
+"""The controller's end of a node's HTTP API, and the runtime of that node by it.
+
+A node may be killed and started again, or not be there yet, so each call is repeated until it is answered; all of them
+are idempotent. How long that may take is for the caller to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from deploy.runtime.lost import SupersededError
+from deploy.runtime.node_api import EPOCH_HEADER, NOT_YET, REFUSED, SUPERSEDED, WAIT_S, Refusal, Seen
+from deploy.runtime.protocol import Node, Observed, Order
+from epd_serve.errors import ConfigError, EpdError
+from epd_serve.peers import Peer
+from epd_serve.roles import Role
+
+RETRY_S, RETRY_MAX_S = 0.05, 1.0
+"""After a connection that ended, or that was not to be had; longer each time, for it may be a machine that has gone."""
+
+ANSWER_S = WAIT_S + 10.0
+
+T = TypeVar("T")
+
+
+class NodeCallError(EpdError):
+    """A node has failed at a call. It may be repeated."""
+
+    retryable = True
+
+
+def unix_transport(path: Path) -> httpx.AsyncHTTPTransport:
+    """To the socket of a node of this machine."""
+    return httpx.AsyncHTTPTransport(uds=str(path), limits=httpx.Limits(max_connections=None))
+
+
+class NodeHttp:
+    """Args:
+    transport: to the node.
+    epoch: in which whoever asks decides; 0 where it has no rivals.
+    """
+
+    def __init__(self, transport: httpx.AsyncBaseTransport, epoch: int = 0) -> None:
+        self._http = httpx.AsyncClient(
+            transport=transport, base_url="http://node", timeout=ANSWER_S, headers={EPOCH_HEADER: str(epoch)}
+        )
+
+    async def call(self, method: str, path: str, kind: type[T], body: Any = None, **query: float | str) -> T:
+        """Its answer, of this type.
+
+        Raises:
+            ConfigError: it is refused. SupersededError: another controller has followed this one.
+            NodeCallError: the node has failed at it.
+        """
+        content = msgspec.json.encode(body) if body is not None else None
+        retry_s = RETRY_S
+        while True:
+            try:
+                answer = await self._http.request(method, path, content=content, params=query)
+            except httpx.TransportError:
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, RETRY_MAX_S)
+                continue
+            if answer.status_code != NOT_YET:
+                return _decoded(answer, kind)
+            retry_s = RETRY_S
+
+    async def watch(self, path: str, kind: type[T]) -> AsyncGenerator[Seen[T]]:
+        """What there is, and whatever is newer, through all lives of the node. Some may be skipped, never the last."""
+        number = 0
+        while True:
+            seen: Seen[T] = await self.call("GET", path, Seen[kind], after=number)  # type: ignore[valid-type]
+            number = seen.number
+            yield seen
+
+    async def close(self) -> None:
+        """Nothing more is asked."""
+        await self._http.aclose()
+
+
+class NodeClient:
+    """The runtime of one node: a `deploy.runtime.many.NodeAgent`. Calls raise what those of `NodeHttp` do."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport, epoch: int = 0) -> None:
+        self._http = NodeHttp(transport, epoch)
+        self._life = 0
+        self._peers: tuple[Peer, ...] | None = None
+
+    async def nodes(self) -> tuple[Node, ...]:
+        return await self._http.call("GET", "/nodes", tuple[Node, ...])
+
+    async def start(self, order: Order) -> None:
+        await self._http.call("POST", "/instances", NoneType, order)
+
+    async def flip(self, id: str, role: Role) -> None:
+        await self._http.call("PUT", f"/instances/{id}/role", NoneType, role)
+
+    async def drain(self, id: str) -> None:
+        await self._http.call("POST", f"/instances/{id}/drain", NoneType)
+
+    async def stop(self, id: str, grace_s: float) -> None:
+        await self._http.call("DELETE", f"/instances/{id}", NoneType, grace_s=grace_s)
+
+    async def watch(self) -> AsyncGenerator[tuple[Observed, ...]]:
+        async with contextlib.aclosing(self._http.watch("/instances", tuple[Observed, ...])) as watch:
+            async for seen in watch:
+                if seen.life != self._life and self._peers is not None:
+                    await self.know(self._peers)  # the node may have begun again with nothing
+                self._life = seen.life
+                yield seen.value
+
+    async def lines(self) -> AsyncGenerator[str]:
+        """What is said there for the operator from now on."""
+        async with contextlib.aclosing(self._http.watch("/lines", tuple[str, ...])) as watch:
+            async for seen in watch:
+                for line in seen.value:
+                    yield line
+
+    async def know(self, peers: tuple[Peer, ...]) -> None:
+        """These are there on other nodes, and no others."""
+        self._peers = peers
+        await self._http.call("PUT", "/peers", NoneType, peers)
+
+    async def groups(self) -> dict[str, int]:
+        """Process groups that run now: of the instances, of the template, of Mooncake's master, by name."""
+        return await self._http.call("GET", "/groups", dict[str, int])
+
+    async def close(self) -> None:
+        """End all instances and what they share; returns when nothing of it is left."""
+        await self._http.call("DELETE", "/instances", NoneType)
+
+    async def disconnect(self) -> None:
+        await self._http.close()
+
+
+def _decoded(answer: httpx.Response, kind: type[T]) -> T:
+    if answer.is_success:
+        return msgspec.json.decode(answer.content, type=kind)
+    if answer.status_code == SUPERSEDED:
+        raise SupersededError("another controller has followed this one")
+    refusal = msgspec.json.decode(answer.content, type=Refusal)
+    if answer.status_code == REFUSED:
+        raise ConfigError(refusal.message, param=refusal.param)
+    raise NodeCallError(refusal.message)
