@@ -19,7 +19,7 @@ from deploy.front.doors import FrontDoors
 from deploy.front.key_watch import KeyMetrics, KeyWatch, api_keys_of, of_this_machine, read_key_text
 from deploy.front.shared import Shared
 from deploy.host import event_loop
-from deploy.host.children import Children
+from deploy.host.children import Children, be_root
 from deploy.host.ending import Ending
 from deploy.host.ports import listen, private_socket
 from deploy.host.reaper import reap_dead
@@ -30,7 +30,6 @@ from deploy.options.config import ProxyConfig
 from deploy.plan.proxy_settings import check_certificate, settings_with
 from epd_serve.instances import Instance
 from epd_serve.key_files import read_key
-from epd_serve.lifeline import adopt_orphans
 from proxy.config.settings import ModelIdentity
 
 HEALTH_EVERY_S = 1.0
@@ -60,7 +59,7 @@ def run_proxy(config: ProxyConfig) -> int:
         observed=not config.admin_port,
     )
     check_certificate(settings)
-    adopt_orphans()
+    be_root()
     ending = Ending(config.lame_duck_s, config.drain_s, _say)
     root = Path(config.run_root) if config.run_root else None
     with contextlib.ExitStack() as stack:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from deploy.host import processes
 from deploy.host.spawned import GO, PID
+from epd_serve.lifeline import adopt_orphans
 
 PASSED_FROM = 3
 """The number of the first descriptor that is passed to a child."""
@@ -197,6 +198,19 @@ class Children:
             if (pid, born_ticks) == (child.pid, child.born_ticks):
                 return os.waitstatus_to_exitcode(status)
         return None
+
+
+def be_root() -> None:
+    """Have this process be the root of those that are started below it, which inherit what they are passed and no more.
+
+    Raises:
+        OSError: the kernel knows no such thing.
+    """
+    adopt_orphans()
+    for one in os.listdir("/proc/self/fd"):  # Python opens none that is inherited: whoever has started us may have
+        with contextlib.suppress(OSError):  # that of the listing
+            if int(one) > 2:  # stdin, stdout and stderr are
+                os.set_inheritable(int(one), False)
 
 
 def _pidfd(pid: int) -> int | None:

@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from deploy.host import event_loop
-from deploy.host.children import EXIT, Children
+from deploy.host.children import EXIT, Children, be_root
 from deploy.host.processes import signal_process, stat
 from deploy.host.state import SharedState, StateFiles
-from epd_serve.lifeline import adopt_orphans, die_with_parent, name_process
+from epd_serve.lifeline import die_with_parent, name_process
 
 T = TypeVar("T")
 
@@ -168,8 +168,7 @@ class _Root:
 
     def __post_init__(self) -> None:
         self.root = os.getpid()
-        adopt_orphans()
-        _keep_descriptors_to_ourselves()
+        be_root()
         self.exits = os.memfd_create("exits", os.MFD_CLOEXEC)
         self.state = StateFiles.make()
 
@@ -318,14 +317,6 @@ def _ended_child() -> int | None:
 
 def _how(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has failed (exit code {code})"
-
-
-def _keep_descriptors_to_ourselves() -> None:
-    """Python opens none that a program inherits, but whoever has started us may have left some."""
-    for one in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing
-            if int(one) > 2:  # stdin, stdout and stderr are
-                os.set_inheritable(int(one), False)
 
 
 def _flush() -> None:

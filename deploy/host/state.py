@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import struct
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+
+COUNT = struct.Struct("=q")
 
 
 class State(Protocol):
@@ -28,36 +31,40 @@ class StateFiles:
     root they go.
 
     Attributes:
-        halves: of which one has the sections and the other one is written next. which: says which, in one byte.
+        halves: of which one has the sections and the other one is written next.
+        count: how often they have been written, which says which half is which.
     """
 
     halves: tuple[int, int]
-    which: int
+    count: int
 
     @classmethod
     def make(cls) -> StateFiles:
-        first, second, which = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("state.0", "state.1", "state"))
-        return cls((first, second), which)
+        first, second, count = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("state.0", "state.1", "state"))
+        return cls((first, second), count)
 
     def sections(self) -> dict[str, bytes]:
-        """As they are now, whoever has written them."""
-        descriptor = self.halves[self._current()]
-        raw = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        return msgspec.msgpack.decode(raw, type=dict[str, bytes]) if raw else {}
+        """As they are now, whoever writes them meanwhile."""
+        while True:
+            written = self._written()
+            descriptor = self.halves[written % 2]
+            raw = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+            if self._written() == written:  # else its half may have been the next one
+                return msgspec.msgpack.decode(raw, type=dict[str, bytes]) if raw else {}
 
     def replace(self, sections: dict[str, bytes]) -> None:
         """All of them. A process that is killed meanwhile has changed nothing."""
-        other = 1 - self._current()
-        raw = msgspec.msgpack.encode(sections)
-        os.ftruncate(self.halves[other], len(raw))
-        written = 0
-        while written < len(raw):
-            written += os.pwrite(self.halves[other], raw[written:], written)
-        os.pwrite(self.which, bytes([other]), 0)
+        number = self._written() + 1
+        half, raw = self.halves[number % 2], msgspec.msgpack.encode(sections)
+        os.ftruncate(half, len(raw))
+        at = 0
+        while at < len(raw):
+            at += os.pwrite(half, raw[at:], at)
+        os.pwrite(self.count, COUNT.pack(number), 0)
 
-    def _current(self) -> int:
-        found = os.pread(self.which, 1, 0)
-        return found[0] if found else 0
+    def _written(self) -> int:
+        found = os.pread(self.count, COUNT.size, 0)
+        return int(COUNT.unpack(found)[0]) if found else 0
 
 
 class SharedState:
