@@ -132,7 +132,7 @@ class AllDoors:
         """There are front doors on this node, too; those that it was said to have are asked by `doors` from now on."""
         self.lose(node)
         front = self.fronts[node] = _Front(node, doors)
-        doors.state, doors.node = self._state, node
+        doors.state, doors.node = self.state, node
         front.stale.set()
         front.tasks = [
             asyncio.create_task(self._keep_telling(front), name=f"tell {node}"),
@@ -313,7 +313,8 @@ class AllDoors:
 
     # How.
 
-    def _state(self) -> FrontState | None:
+    def state(self) -> FrontState | None:
+        """What they are to know now; None before anybody has said what there is."""
         if self._instances is None:
             return None
         self._number += 1

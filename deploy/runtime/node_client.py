@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import NoneType
@@ -28,6 +29,7 @@ RETRY_S, RETRY_MAX_S = 0.05, 1.0
 
 ANSWER_S = WAIT_S + 10.0
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -65,13 +67,15 @@ class NodeHttp:
         while True:
             try:
                 answer = await self._http.request(method, path, content=content, params=query)
+                if answer.status_code != NOT_YET:
+                    return _decoded(answer, kind)
+                retry_s = RETRY_S
             except httpx.TransportError:
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, RETRY_MAX_S)
-                continue
-            if answer.status_code != NOT_YET:
-                return _decoded(answer, kind)
-            retry_s = RETRY_S
+            except msgspec.MsgspecError:  # of a server that is ending, perhaps
+                logger.exception("a node answers what it cannot answer: %s %s", method, path)
+                await asyncio.sleep(RETRY_MAX_S)
 
     async def watch(self, path: str, kind: type[T]) -> AsyncGenerator[Seen[T]]:
         """What there is, and whatever is newer, through all lives of the node. Some may be skipped, never the last."""
@@ -142,10 +146,11 @@ class NodeClient:
 
 
 def _decoded(answer: httpx.Response, kind: type[T]) -> T:
-    if answer.is_success:
-        return msgspec.json.decode(answer.content, type=kind)
+    """Raises as `NodeHttp.call`, and MsgspecError."""
     if answer.status_code == SUPERSEDED:
         raise SupersededError("another controller has followed this one")
+    if answer.is_success:
+        return msgspec.json.decode(answer.content, type=kind)
     refusal = msgspec.json.decode(answer.content, type=Refusal)
     if answer.status_code == REFUSED:
         raise ConfigError(refusal.message, param=refusal.param)

@@ -17,7 +17,7 @@ class FakeNode:
     Attributes:
         runtime: of its present life. known: what it was told of others; None before the first time.
         reachable: cleared while no call and no word comes through.
-        parted: nothing more is asked.
+        parted: nothing more is asked. said: lines for the operator.
     """
 
     def __init__(self, name: str, *, reachable: bool = True) -> None:
@@ -27,6 +27,7 @@ class FakeNode:
         self.known: tuple[Peer, ...] | None = None
         self.reachable = asyncio.Event()
         self.parted = False
+        self.said: asyncio.Queue[str] = asyncio.Queue()
         if reachable:
             self.reachable.set()
 
@@ -67,6 +68,10 @@ class FakeNode:
                 if runtime is not self.runtime:
                     break
                 yield item
+
+    async def lines(self) -> AsyncIterator[str]:
+        while True:
+            yield await self.said.get()
 
     async def know(self, peers: tuple[Peer, ...]) -> None:
         await self.reachable.wait()
