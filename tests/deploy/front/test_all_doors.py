@@ -166,9 +166,9 @@ async def made(count: int, config: ProxySettings = PATIENT) -> AsyncIterator[Hou
             stack.callback(shared.close)
             asked = stack.enter_context(private_socket(run.socket(NODE_SOCKET)))
             asked.listen()
-            root = stack.enter_context(root_here())
+            rooted = stack.enter_context(root_here())
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            nodes.append(Node(f"n{number}", run, shared, root, url, asked, Way(run.socket(NODE_SOCKET)), config))
+            nodes.append(Node(f"n{number}", run, shared, rooted, url, asked, Way(run.socket(NODE_SOCKET)), config))
             nodes[-1].live()
         doors = AllDoors(say=lines.append)
         serving = asyncio.create_task(doors.serve())

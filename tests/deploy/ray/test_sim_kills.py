@@ -18,7 +18,7 @@ from tests.deploy.ray.deployed import PER_S, SECONDS, Deployed, deployed_on, loa
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
-KEEPS_STAGES = ("controller", "node actor", "agent", "front part", "front door")
+KEEPS_STAGES = ("controller", "node actor", "control", "front door")
 ENDS_STAGES = ("stage", NODE, RAYLET)
 
 
