@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -40,13 +39,13 @@ class RemoteDoors:
 
     async def follow(self) -> None:
         """Keep `status` up to date, until cancelled."""
-        life = 0
-        async with contextlib.aclosing(self._http.watch("/front", FrontStatus)) as watch:
-            async for seen in watch:
-                self.status = seen.value
-                if seen.life != life:
-                    await self.tell()
-                    life = seen.life
+        number = life = 0
+        while True:
+            seen = await self._http.newer("/front", FrontStatus, number)
+            number, self.status = seen.number, seen.value
+            if seen.life != life:
+                await self.tell()
+                life = seen.life
 
     async def tell(self) -> None:
         """Have it know what is so now. Before anybody has said what is, nothing is told."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from deploy.runtime.lost import LostError, SilentError, SupersededError, until_lost
-from deploy.runtime.protocol import Node, Observed, Order, Phase, Runtime
+from deploy.runtime.node_api import Seen
+from deploy.runtime.protocol import Node, Observed, Order, Phase
 from epd_serve.errors import EpdError
 from epd_serve.peers import Peer, peer_of
 from epd_serve.roles import Role
@@ -31,8 +32,22 @@ ASK_S = 1.0
 LEFTOVER_GRACE_S = 8.0
 
 
-class NodeAgent(Runtime, Protocol):
-    """That of one node (`node_client.py`)."""
+class NodeAgent(Protocol):
+    """That of one node (`node_client.py`). Its calls are those of `Runtime`, but for the watch."""
+
+    async def nodes(self) -> tuple[Node, ...]: ...
+
+    async def start(self, order: Order) -> None: ...
+
+    async def flip(self, id: str, role: Role) -> None: ...
+
+    async def drain(self, id: str) -> None: ...
+
+    async def stop(self, id: str, grace_s: float) -> None: ...
+
+    async def instances(self, after: int = 0) -> Seen[tuple[Observed, ...]]:
+        """What is there now; as soon as that is something newer than what had the number `after`."""
+        ...
 
     def lines(self) -> AsyncIterator[str]:
         """What is said there for the operator from now on."""
@@ -54,8 +69,7 @@ class _Member:
     Attributes:
         agent: None while it is only remembered.
         instances: its last word, or what is remembered of it.
-        asked, heard: numbers of the watch of it that was begun last, and of that whose word was the last.
-        again: another watch is to begin when that one has spoken.
+        heard: the number of that.
         away: set while it does not answer, and when it is lost.
         nodes: what it said of itself.
         leftovers: instances that are being stopped because others have their names.
@@ -64,14 +78,11 @@ class _Member:
     id: str
     agent: NodeAgent | None = None
     instances: tuple[Observed, ...] = ()
-    asked: int = 0
     heard: int = 0
-    again: bool = False
     nodes: tuple[Node, ...] = ()
     away: asyncio.Event = field(default_factory=asyncio.Event)
     spoken: asyncio.Event = field(default_factory=asyncio.Event)
     lost: bool = False
-    following: asyncio.Task[None] | None = None
     keeping: list[asyncio.Task[None]] = field(default_factory=list)
     leftovers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
@@ -83,9 +94,9 @@ class _Member:
         return tuple(replace(one, phase=Phase.DOWN, reason=why, retry_in_s=None, up_s=0.0) for one in self.instances)
 
     def end_tasks(self) -> None:
-        for task in (*self.keeping, *self.leftovers.values(), *([self.following] if self.following else [])):
+        for task in (*self.keeping, *self.leftovers.values()):
             task.cancel()
-        self.keeping, self.leftovers, self.following = [], {}, None
+        self.keeping, self.leftovers = [], {}
 
 
 class ManyNodes:
@@ -126,10 +137,10 @@ class ManyNodes:
         """It is a part of the deployment, from its first word on. One that is already has another agent now."""
         member = self._members.setdefault(node, _Member(node))
         self._part_from(member)
-        member.agent = agent
+        member.agent, member.heard = agent, 0
         member.away.clear()
-        self._begin_watch(member, agent)
         member.keeping = [
+            asyncio.create_task(self._follow(member, agent), name=f"watch {node}"),
             asyncio.create_task(self._feel_pulse(member, agent), name=f"pulse of {node}"),
             asyncio.create_task(self._inform(member, agent), name=f"peers of {node}"),
             asyncio.create_task(self._pass_on(agent), name=f"lines of {node}"),
@@ -233,9 +244,7 @@ class ManyNodes:
         async def called() -> None:
             assert member.agent is not None, "it is not away"
             await call(member.agent)
-            number = self._look_again(member, member.agent)
-            while member.heard < number:
-                await self._changed.wait()
+            self._take_in(member, member.agent, await member.agent.instances())
 
         try:
             if member.away.is_set():
@@ -253,27 +262,11 @@ class ManyNodes:
 
     # --- what the nodes say ---------------------------------------------------------------------------------------
 
-    def _look_again(self, member: _Member, agent: NodeAgent) -> int:
-        """Returns the number of a watch whose first item says what is so now, or later. Who asks while one has not said
-        anything yet shares the one after it, or nobody would get an answer where many ask."""
-        if member.heard == member.asked:
-            return self._begin_watch(member, agent)
-        member.again = True
-        return member.asked + 1
-
-    def _begin_watch(self, member: _Member, agent: NodeAgent) -> int:
-        """In place of the one there is. Returns its number."""
-        if member.following is not None:
-            member.following.cancel()
-        member.asked += 1
-        member.following = asyncio.create_task(self._follow(member, agent, member.asked), name=f"watch {member.id}")
-        return member.asked
-
-    async def _follow(self, member: _Member, agent: NodeAgent, number: int) -> None:
+    async def _follow(self, member: _Member, agent: NodeAgent) -> None:
         while True:
             try:
-                async for instances in agent.watch():
-                    self._take_in(member, agent, instances, number)
+                self._take_in(member, agent, await agent.instances(member.heard))
+                continue
             except SupersededError:
                 self.superseded.set()
                 return
@@ -281,12 +274,11 @@ class ManyNodes:
                 self._say(f"node {member.id} cannot be watched: {error}")
             await asyncio.sleep(PULSE_S)
 
-    def _take_in(self, member: _Member, agent: NodeAgent, instances: tuple[Observed, ...], number: int) -> None:
-        had = {one.order.id for one in member.instances}
-        member.instances, member.heard = instances, number
-        if member.again:
-            member.again = False
-            self._begin_watch(member, agent)
+    def _take_in(self, member: _Member, agent: NodeAgent, seen: Seen[tuple[Observed, ...]]) -> None:
+        if seen.number <= member.heard or member.agent is not agent:  # answers may overtake each other
+            return
+        had, instances = {one.order.id for one in member.instances}, seen.value
+        member.instances, member.heard = instances, seen.number
         for gone in had - {one.order.id for one in instances}:
             if self._homes.get(gone) == member.id:
                 del self._homes[gone]

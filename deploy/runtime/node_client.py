@@ -7,7 +7,6 @@ are idempotent. How long that may take is for the caller to say.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -77,13 +76,9 @@ class NodeHttp:
                 logger.exception("a node answers what it cannot answer: %s %s", method, path)
                 await asyncio.sleep(RETRY_MAX_S)
 
-    async def watch(self, path: str, kind: type[T]) -> AsyncGenerator[Seen[T]]:
-        """What there is, and whatever is newer, through all lives of the node. Some may be skipped, never the last."""
-        number = 0
-        while True:
-            seen: Seen[T] = await self.call("GET", path, Seen[kind], after=number)  # type: ignore[valid-type]
-            number = seen.number
-            yield seen
+    async def newer(self, path: str, kind: type[T], after: int = 0) -> Seen[T]:
+        """What there is now; as soon as that is something newer than what had this number."""
+        return await self.call("GET", path, Seen[kind], after=after)  # type: ignore[valid-type]
 
     async def close(self) -> None:
         """Nothing more is asked."""
@@ -113,20 +108,22 @@ class NodeClient:
     async def stop(self, id: str, grace_s: float) -> None:
         await self._http.call("DELETE", f"/instances/{id}", NoneType, grace_s=grace_s)
 
-    async def watch(self) -> AsyncGenerator[tuple[Observed, ...]]:
-        async with contextlib.aclosing(self._http.watch("/instances", tuple[Observed, ...])) as watch:
-            async for seen in watch:
-                if seen.life != self._life and self._peers is not None:
-                    await self.know(self._peers)  # the node may have begun again with nothing
-                self._life = seen.life
-                yield seen.value
+    async def instances(self, after: int = 0) -> Seen[tuple[Observed, ...]]:
+        """As of `NodeHttp.newer`."""
+        seen = await self._http.newer("/instances", tuple[Observed, ...], after)
+        if seen.life != self._life and self._peers is not None:
+            await self.know(self._peers)  # the node may have begun again with nothing
+        self._life = seen.life
+        return seen
 
     async def lines(self) -> AsyncGenerator[str]:
         """What is said there for the operator from now on."""
-        async with contextlib.aclosing(self._http.watch("/lines", tuple[str, ...])) as watch:
-            async for seen in watch:
-                for line in seen.value:
-                    yield line
+        number = 0
+        while True:
+            seen = await self._http.newer("/lines", tuple[str, ...], number)
+            number = seen.number
+            for line in seen.value:
+                yield line
 
     async def know(self, peers: tuple[Peer, ...]) -> None:
         """These are there on other nodes, and no others."""

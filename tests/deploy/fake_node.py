@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from deploy.runtime.node_api import Seen
 from deploy.runtime.protocol import Node, Observed, Order
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
@@ -58,6 +59,18 @@ class FakeNode:
     async def stop(self, id: str, grace_s: float) -> None:
         await self.reachable.wait()
         await self.runtime.stop(id, grace_s)
+
+    async def instances(self, after: int = 0) -> Seen[tuple[Observed, ...]]:
+        while True:
+            await self.reachable.wait()
+            runtime = self.runtime
+            async for item in runtime.watch():
+                number = runtime.number
+                await self.reachable.wait()
+                if runtime is not self.runtime:
+                    break
+                if number != after:
+                    return Seen(runtime.life, number, item)
 
     async def watch(self) -> AsyncIterator[tuple[Observed, ...]]:
         while True:

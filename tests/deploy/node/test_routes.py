@@ -82,14 +82,14 @@ async def test_whoever_decided_before_is_told_that_it_is_over(tmp_path: Path) ->
     async with world_in(tmp_path) as world:
         first, second = world.client(1), world.client(2)
         await within(first.start(P))
-        async with contextlib.aclosing(first.watch()) as watch:
-            while [one.serves for one in await within(anext(watch))] != [True]:
-                pass
-            waiting = asyncio.create_task(anext(watch))
-            await asyncio.sleep(0.1)
-            await within(second.nodes())
-            with pytest.raises(SupersededError):
-                await asyncio.wait_for(waiting, 5.0)  # sooner than a watch is answered without news
+        seen = await within(first.instances())
+        while not all(one.serves for one in seen.value):
+            seen = await within(first.instances(seen.number))
+        waiting = asyncio.create_task(first.instances(seen.number))
+        await asyncio.sleep(0.1)
+        await within(second.nodes())
+        with pytest.raises(SupersededError):
+            await asyncio.wait_for(waiting, 5.0)  # sooner than a watch is answered without news
         with pytest.raises(SupersededError):
             await within(first.stop("P0", 1.0))
         assert world.agent.running() == {"P0"}, "what the first one asked was not done"
@@ -111,28 +111,29 @@ async def test_a_watch_goes_on_with_the_next_life_and_that_is_told_who_is_there_
     async with world_in(tmp_path) as world:
         client, peers = world.client(), (Peer("D0", Role.D),)
         await within(client.know(peers))
-        async with contextlib.aclosing(client.watch()) as watch:
-            for _ in range(3):
-                assert await within(anext(watch)) == ()
-                assert world.agent.known == peers
-                await world.end()
-                world.agent.begin_again()
-                world.begin()
-            await within(anext(watch))
-            await within(client.start(P))
-            while not await within(anext(watch)):
-                pass
+        number = 0
+        for _ in range(3):
+            seen = await within(client.instances(number))
+            assert seen.value == () and seen.number > number
+            assert world.agent.known == peers
+            number = seen.number
+            await world.end()
+            world.agent.begin_again()
+            world.begin()
+        await within(client.start(P))
+        while not (seen := await within(client.instances(number))).value:
+            number = seen.number
 
 
 async def test_of_several_changes_the_last_one_is_seen(tmp_path: Path) -> None:
     async with world_in(tmp_path) as world:
         client = world.client()
-        async with contextlib.aclosing(client.watch()) as watch:
-            assert await within(anext(watch)) == ()
-            for number in range(20):
-                await client.start(replace(P, id=f"P{number}"))
-            while len(await within(anext(watch))) < 20:
-                pass
+        seen = await within(client.instances())
+        assert seen.value == ()
+        for number in range(20):
+            await client.start(replace(P, id=f"P{number}"))
+        while len(seen.value) < 20:
+            seen = await within(client.instances(seen.number))
 
 
 async def test_lines_reach_who_watches_once_each_through_lives_of_the_node(
