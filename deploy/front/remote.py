@@ -42,6 +42,8 @@ class RemoteDoors:
         number = life = 0
         while True:
             seen = await self._http.newer("/front", FrontStatus, number)
+            if seen is None:
+                continue
             number, self.status = seen.number, seen.value
             if seen.life != life:
                 await self.tell()

@@ -38,7 +38,7 @@ from deploy.host.ports import BACKLOG, address_of, listen, private_socket
 from deploy.host.reaper import kill_leftovers, reap_dead
 from deploy.host.rundir import RunDir
 from deploy.node.front import FrontSetup, NodeFront
-from deploy.node.routes import Lines, serve_node
+from deploy.node.routes import NodeWatch, serve_node
 from deploy.node.setup import NodeSetup
 from deploy.node.start import LOOK_S, START_S, Failed, NodeError, NodeRun, end_node, find_node
 from deploy.runtime.node_api import NODE_SOCKET
@@ -176,14 +176,14 @@ class _Node:
         shared = self._shared(stack, run, self._setup.front) if self._setup.front is not None else None
 
         async def control(life: root.Life) -> int:
-            children, lines = life.children(), Lines()
-            agent = Agent(setup, children, life.state, say=lines.say)
+            children, watch = life.children(), NodeWatch()
+            agent = Agent(setup, children, life.state, say=watch.say)
             front = None
             if self._setup.front is not None and shared is not None:
                 key_file = str(run.path / KEY)
-                front = NodeFront(self._setup.front, run, shared, key_file, children, life.state, lines.say)
+                front = NodeFront(self._setup.front, run, shared, key_file, children, life.state, watch.say)
             async with agent.running():
-                answering = [serve_node(asked, life.state, lines, agent, front)]
+                answering = [serve_node(asked, life.state, watch, agent, front)]
                 if front is not None:
                     answering.append(front.serve())
                 await root.crash_only(together(*answering, self._until_signalled(life, agent)))

@@ -6,12 +6,12 @@ Whoever asked may go and come again, or be another one: what was accepted goes o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -28,15 +28,17 @@ from deploy.runtime.lost import LostError, SupersededError, until_lost
 from deploy.runtime.node_api import (
     EPOCH_HEADER,
     FAILED,
+    JSON,
     NOT_YET,
     REFUSED,
     SUPERSEDED,
     WAIT_S,
     FrontState,
+    NodeStatus,
     Refusal,
     Seen,
 )
-from deploy.runtime.protocol import Observed, Order
+from deploy.runtime.protocol import Order
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
@@ -64,37 +66,46 @@ class Watched(Generic[T]):
 
     def __init__(self, value: T) -> None:
         self.value = value
-        self._life = self._number = time.monotonic_ns()  # later lives have larger numbers
+        self.number = self._life = time.monotonic_ns()  # later lives have larger numbers
         self._changed = asyncio.Event()
 
     def put(self, value: T) -> None:
         self.value = value
-        self._number += 1
+        self.number += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def after(self, number: int) -> Seen[T]:
         """As soon as there is something newer than this number."""
-        while self._number == number:
+        while self.number == number:
             await self._changed.wait()
-        return Seen(self._life, self._number, self.value)
+        return Seen(self._life, self.number, self.value)
 
 
-class Lines:
-    """For the operator: to stderr, and to the controller once it watches."""
+class NodeWatch:
+    """What runs on the node, and what the operator is to read, for the controller that watches."""
 
     def __init__(self) -> None:
-        self._last: Watched[tuple[str, ...]] = Watched(())
+        self._seen: Watched[NodeStatus | None] = Watched(None)
+        self._lines: deque[tuple[int, str]] = deque(maxlen=LINES)
 
     def say(self, line: str) -> None:
+        """To the operator; stderr has it, too."""
         print(line, file=sys.stderr, flush=True)
-        self._last.put((*self._last.value[1 - LINES :], line))
+        self._seen.put(self._seen.value)
+        self._lines.append((self._seen.number, line))
 
-    async def after(self, number: int) -> Seen[tuple[str, ...]]:
-        """Those beyond this number, which each of them adds one to; none for who watches for the first time (0)."""
-        seen = await self._last.after(number)
-        new = seen.number - max(number, seen.life) if number else 0
-        return msgspec.structs.replace(seen, value=seen.value[max(0, len(seen.value) - new) :])
+    async def follow(self, agent: Agent) -> None:
+        async for instances in agent.watch():
+            self._seen.put(NodeStatus(await agent.nodes(), instances))
+
+    async def after(self, number: int) -> Seen[NodeStatus]:
+        """As of `Watched`. 0: whatever there is."""
+        seen = await self._seen.after(number)
+        while seen.value is None:
+            seen = await self._seen.after(seen.number)
+        lines = tuple(line for at, line in self._lines if number and at > number)
+        return Seen(seen.life, seen.number, msgspec.structs.replace(seen.value, lines=lines))
 
 
 class Fence:
@@ -150,7 +161,7 @@ class Routes:
         try:
             async with waiting:
                 answer = await self._fence.passed(_epoch(request), lambda: handler(request))
-                return Response(msgspec.json.encode(answer), media_type="application/json")
+                return Response(msgspec.json.encode(answer), media_type=JSON)
         except SupersededError as error:
             return _refused(SUPERSEDED, error.message)
         except ConfigError as error:
@@ -165,32 +176,26 @@ class Routes:
 
 
 async def serve_node(
-    listening: socket.socket, state: State, lines: Lines, agent: Agent, front: NodeFront | None
+    listening: socket.socket, state: State, watch: NodeWatch, agent: Agent, front: NodeFront | None
 ) -> None:
     """Answer on this socket until cancelled; it is closed at the end."""
     routes = Routes(Fence(state))
-    async with contextlib.aclosing(agent.watch()) as watch, asyncio.TaskGroup() as group:
-        instances = Watched(await anext(watch))
-        agent_routes(routes, agent, instances, lines)
+    agent_routes(routes, agent, watch)
+    async with asyncio.TaskGroup() as group:
         if front is not None:
             status = Watched(front.status())
             front_routes(routes, front, status)
             group.create_task(_look(front, status))
+        group.create_task(watch.follow(agent))
         group.create_task(serve(routes.app(), sockets=[listening], grace_s=1.0))
-        async for item in watch:
-            instances.put(item)
 
 
-def agent_routes(routes: Routes, agent: Agent, instances: Watched[tuple[Observed, ...]], lines: Lines) -> None:
+def agent_routes(routes: Routes, agent: Agent, watch: NodeWatch) -> None:
     """What `deploy.runtime.node_client.NodeClient` asks."""
 
-    @routes.on("GET", "/nodes")
-    async def nodes(request: Request) -> Any:
-        return await agent.nodes()
-
-    @routes.on("GET", "/instances")
-    async def watch(request: Request) -> Any:
-        return await instances.after(_number(request))
+    @routes.on("GET", "/node")
+    async def status(request: Request) -> Any:
+        return await watch.after(_number(request))
 
     @routes.on("POST", "/instances")
     async def start(request: Request) -> None:
@@ -219,10 +224,6 @@ def agent_routes(routes: Routes, agent: Agent, instances: Watched[tuple[Observed
     @routes.on("GET", "/groups")
     async def groups(request: Request) -> Any:
         return await agent.groups()
-
-    @routes.on("GET", "/lines")
-    async def said(request: Request) -> Any:
-        return await lines.after(_number(request))
 
 
 def front_routes(routes: Routes, front: NodeFront, status: Watched[Any]) -> None:
@@ -306,4 +307,4 @@ def _epoch(request: Request) -> int:
 
 
 def _refused(status: int, message: str, param: str | None = None) -> Response:
-    return Response(msgspec.json.encode(Refusal(message, param)), status, media_type="application/json")
+    return Response(msgspec.json.encode(Refusal(message, param)), status, media_type=JSON)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from deploy.runtime.lost import LostError, SilentError, SupersededError, until_lost
-from deploy.runtime.node_api import Seen
+from deploy.runtime.node_api import NodeStatus, Seen
 from deploy.runtime.protocol import Node, Observed, Order, Phase
 from epd_serve.errors import EpdError
 from epd_serve.peers import Peer, peer_of
@@ -25,7 +25,7 @@ SILENT_S = 10.0
 """The way to an agent may be interrupted for a few seconds while its stages serve on."""
 
 FIRST_WORD_S = 10.0
-PULSE_S = 1.0
+RETRY_S = 1.0
 ASK_S = 1.0
 """How long whoever asks all nodes waits for each."""
 
@@ -35,8 +35,6 @@ LEFTOVER_GRACE_S = 8.0
 class NodeAgent(Protocol):
     """That of one node (`node_client.py`). Its calls are those of `Runtime`, but for the watch."""
 
-    async def nodes(self) -> tuple[Node, ...]: ...
-
     async def start(self, order: Order) -> None: ...
 
     async def flip(self, id: str, role: Role) -> None: ...
@@ -45,13 +43,8 @@ class NodeAgent(Protocol):
 
     async def stop(self, id: str, grace_s: float) -> None: ...
 
-    async def instances(self, after: int = 0) -> Seen[tuple[Observed, ...]]:
-        """What is there now; as soon as that is something newer than what had the number `after`."""
-        ...
-
-    def lines(self) -> AsyncIterator[str]:
-        """What is said there for the operator from now on."""
-        ...
+    async def status(self, after: int = 0) -> Seen[NodeStatus] | None:
+        """What is there that is newer than what had this number. None, soon: there is nothing. 0: whatever is there."""
 
     async def know(self, peers: tuple[Peer, ...]) -> None: ...
 
@@ -141,9 +134,7 @@ class ManyNodes:
         member.away.clear()
         member.keeping = [
             asyncio.create_task(self._follow(member, agent), name=f"watch {node}"),
-            asyncio.create_task(self._feel_pulse(member, agent), name=f"pulse of {node}"),
             asyncio.create_task(self._inform(member, agent), name=f"peers of {node}"),
-            asyncio.create_task(self._pass_on(agent), name=f"lines of {node}"),
         ]
         self._tell()
 
@@ -160,17 +151,9 @@ class ManyNodes:
     # --- Runtime --------------------------------------------------------------------------------------------------
 
     async def nodes(self) -> tuple[Node, ...]:
-        """Within a second; of those that do not answer, what they said last."""
-
-        async def of(member: _Member, agent: NodeAgent) -> tuple[Node, ...]:
-            if not member.away.is_set():
-                with contextlib.suppress(TimeoutError, EpdError):
-                    async with asyncio.timeout(ASK_S):
-                        member.nodes = await agent.nodes()
-            return member.nodes
-
-        told = await asyncio.gather(*(of(member, agent) for member, agent in self._joined()))
-        return tuple(node for nodes in told for node in nodes)
+        """As they said last; of those that have just joined, what they say within a second."""
+        await self._first_words(ASK_S)
+        return tuple(node for member, _ in self._joined() for node in member.nodes)
 
     async def start(self, order: Order) -> None:
         node = order.spec.node
@@ -194,7 +177,7 @@ class ManyNodes:
 
     async def watch(self) -> AsyncIterator[tuple[Observed, ...]]:
         """Not before each node that is joined now has spoken, or has had its time to."""
-        await self._first_words()
+        await self._first_words(self._first_word_s)
         while True:
             changed = self._changed
             yield tuple(one for member in self._in_order() for one in member.shown() if self._is_home(member, one))
@@ -244,7 +227,7 @@ class ManyNodes:
         async def called() -> None:
             assert member.agent is not None, "it is not away"
             await call(member.agent)
-            self._take_in(member, member.agent, await member.agent.instances())
+            self._take_in(member, member.agent, await member.agent.status())
 
         try:
             if member.away.is_set():
@@ -263,22 +246,38 @@ class ManyNodes:
     # --- what the nodes say ---------------------------------------------------------------------------------------
 
     async def _follow(self, member: _Member, agent: NodeAgent) -> None:
+        number = 0
         while True:
             try:
-                self._take_in(member, agent, await agent.instances(member.heard))
-                continue
+                async with asyncio.timeout(self._silent_s):
+                    seen = await agent.status(number)
+            except TimeoutError:
+                if not member.away.is_set():
+                    member.away.set()
+                    self._say(f"node {member.id} does not answer for {self._silent_s:g} s")
+                    self._tell()
             except SupersededError:
                 self.superseded.set()
                 return
             except EpdError as error:
                 self._say(f"node {member.id} cannot be watched: {error}")
-            await asyncio.sleep(PULSE_S)
+                await asyncio.sleep(RETRY_S)
+            else:
+                if member.away.is_set():
+                    member.away.clear()
+                    self._say(f"node {member.id} answers again")
+                    self._tell()
+                if seen is not None:
+                    number = seen.number
+                    for line in seen.value.lines:
+                        self._say(line)
+                    self._take_in(member, agent, seen)
 
-    def _take_in(self, member: _Member, agent: NodeAgent, seen: Seen[tuple[Observed, ...]]) -> None:
-        if seen.number <= member.heard or member.agent is not agent:  # answers may overtake each other
+    def _take_in(self, member: _Member, agent: NodeAgent, seen: Seen[NodeStatus] | None) -> None:
+        if seen is None or seen.number <= member.heard or member.agent is not agent:  # answers may overtake each other
             return
-        had, instances = {one.order.id for one in member.instances}, seen.value
-        member.instances, member.heard = instances, seen.number
+        had, instances = {one.order.id for one in member.instances}, seen.value.instances
+        member.nodes, member.instances, member.heard = seen.value.nodes, instances, seen.number
         for gone in had - {one.order.id for one in instances}:
             if self._homes.get(gone) == member.id:
                 del self._homes[gone]
@@ -298,39 +297,9 @@ class ManyNodes:
         finally:
             member.leftovers.pop(id, None)
 
-    async def _pass_on(self, agent: NodeAgent) -> None:
-        """What the node says to the operator."""
-        while True:
-            with contextlib.suppress(EpdError):  # who follows what runs there says why
-                async for line in agent.lines():
-                    self._say(line)
-            await asyncio.sleep(PULSE_S)
-
-    async def _feel_pulse(self, member: _Member, agent: NodeAgent) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(self._silent_s):
-                    member.nodes = await agent.nodes()
-            except TimeoutError:
-                if not member.away.is_set():
-                    member.away.set()
-                    self._say(f"node {member.id} does not answer for {self._silent_s:g} s")
-                    self._tell()
-            except SupersededError:
-                self.superseded.set()
-                return
-            except EpdError as error:
-                self._say(f"node {member.id} does not say what it is: {error}")
-            else:
-                if member.away.is_set():
-                    member.away.clear()
-                    self._say(f"node {member.id} answers again")
-                    self._tell()
-            await asyncio.sleep(PULSE_S)
-
     async def _inform(self, member: _Member, agent: NodeAgent) -> None:
         """Of the instances of other nodes. Not before these have spoken: it would part its own from them."""
-        await self._first_words()
+        await self._first_words(self._first_word_s)
         told: tuple[Peer, ...] | None = None
         while True:
             changed, peers = self._changed, self._beyond(member)
@@ -344,7 +313,7 @@ class ManyNodes:
                 return
             except EpdError as error:
                 self._say(f"node {member.id} is not told who is there: {error}")
-                await asyncio.sleep(PULSE_S)
+                await asyncio.sleep(RETRY_S)
             else:
                 told = peers
 
@@ -356,11 +325,11 @@ class ManyNodes:
             if other is not member and one.instance is not None and self._is_home(other, one)
         )
 
-    async def _first_words(self) -> None:
+    async def _first_words(self, wait_s: float) -> None:
         waiting = [asyncio.create_task(self._first_word(member)) for member, _ in self._joined()]
         try:
             if waiting:
-                await asyncio.wait(waiting, timeout=self._first_word_s)
+                await asyncio.wait(waiting, timeout=wait_s)
         finally:
             for task in waiting:
                 task.cancel()

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from deploy.runtime.protocol import Observed
+from deploy.runtime.protocol import Node, Observed
 from epd_serve.roles import Role
 from proxy.config.keys import ApiKeys
 from proxy.registry.ledger import Tally, Work
@@ -23,8 +23,9 @@ from proxy.workers.shared_counters import Asked
 NODE_SOCKET = "node.sock"
 """In the run directory."""
 
-EPOCH_HEADER = "epd-epoch"
-WAIT_S = 10.0
+EPOCH_HEADER, JSON = "epd-epoch", "application/json"
+WAIT_S, WATCH_S = 10.0, 1.0
+"""For which a call waits on the node, and a watch: often enough to say that the node is there."""
 
 NOT_YET, REFUSED, SUPERSEDED, FAILED = 202, 400, 409, 500
 """Status codes beside 200: asked again; a ConfigError; the epoch is over; the node has failed at it."""
@@ -43,6 +44,18 @@ class Seen(msgspec.Struct, Generic[T], frozen=True):
     life: int
     number: int
     value: T
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """What runs on a node.
+
+    Attributes:
+        lines: for the operator: those that have been said since; none for who asks for the first time.
+    """
+
+    nodes: tuple[Node, ...]
+    instances: tuple[Observed, ...]
+    lines: tuple[str, ...] = ()
 
 
 class Refusal(msgspec.Struct, frozen=True):

@@ -7,8 +7,7 @@ are idempotent. How long that may take is for the caller to say.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
@@ -17,8 +16,19 @@ import httpx
 import msgspec
 
 from deploy.runtime.lost import SupersededError
-from deploy.runtime.node_api import EPOCH_HEADER, NOT_YET, REFUSED, SUPERSEDED, WAIT_S, Refusal, Seen
-from deploy.runtime.protocol import Node, Observed, Order
+from deploy.runtime.node_api import (
+    EPOCH_HEADER,
+    JSON,
+    NOT_YET,
+    REFUSED,
+    SUPERSEDED,
+    WAIT_S,
+    WATCH_S,
+    NodeStatus,
+    Refusal,
+    Seen,
+)
+from deploy.runtime.protocol import Order
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
@@ -28,7 +38,6 @@ RETRY_S, RETRY_MAX_S = 0.05, 1.0
 
 ANSWER_S = WAIT_S + 10.0
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -61,24 +70,38 @@ class NodeHttp:
             ConfigError: it is refused. SupersededError: another controller has followed this one.
             NodeCallError: the node has failed at it.
         """
+        while (answer := await self._answer(method, path, body, query)) is None:
+            pass
+        return _decoded(answer, kind)
+
+    async def newer(self, path: str, kind: type[T], after: int) -> Seen[T] | None:
+        """What there is that is newer than what had this number. None: the node answers, and has nothing."""
+        answer = await self._answer("GET", path, None, {"after": after, "wait_s": WATCH_S})
+        return _decoded(answer, Seen[kind]) if answer is not None else None  # type: ignore[valid-type]
+
+    async def _answer(self, method: str, path: str, body: Any, query: Mapping[str, float | str]) -> bytes | None:
+        """Its body; None where that would take longer than a request waits."""
         content = msgspec.json.encode(body) if body is not None else None
         retry_s = RETRY_S
         while True:
             try:
                 answer = await self._http.request(method, path, content=content, params=query)
-                if answer.status_code != NOT_YET:
-                    return _decoded(answer, kind)
-                retry_s = RETRY_S
+                if answer.status_code == NOT_YET:
+                    return None
+                if answer.headers.get("content-type") != JSON:
+                    raise httpx.RemoteProtocolError("the node's server is ending")
             except httpx.TransportError:
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, RETRY_MAX_S)
-            except msgspec.MsgspecError:  # of a server that is ending, perhaps
-                logger.exception("a node answers what it cannot answer: %s %s", method, path)
-                await asyncio.sleep(RETRY_MAX_S)
-
-    async def newer(self, path: str, kind: type[T], after: int = 0) -> Seen[T]:
-        """What there is now; as soon as that is something newer than what had this number."""
-        return await self.call("GET", path, Seen[kind], after=after)  # type: ignore[valid-type]
+                continue
+            if answer.is_success:
+                return answer.content
+            if answer.status_code == SUPERSEDED:
+                raise SupersededError("another controller has followed this one")
+            refusal = _decoded(answer.content, Refusal)
+            if answer.status_code == REFUSED:
+                raise ConfigError(refusal.message, param=refusal.param)
+            raise NodeCallError(refusal.message)
 
     async def close(self) -> None:
         """Nothing more is asked."""
@@ -93,9 +116,6 @@ class NodeClient:
         self._life = 0
         self._peers: tuple[Peer, ...] | None = None
 
-    async def nodes(self) -> tuple[Node, ...]:
-        return await self._http.call("GET", "/nodes", tuple[Node, ...])
-
     async def start(self, order: Order) -> None:
         await self._http.call("POST", "/instances", NoneType, order)
 
@@ -108,22 +128,14 @@ class NodeClient:
     async def stop(self, id: str, grace_s: float) -> None:
         await self._http.call("DELETE", f"/instances/{id}", NoneType, grace_s=grace_s)
 
-    async def instances(self, after: int = 0) -> Seen[tuple[Observed, ...]]:
+    async def status(self, after: int = 0) -> Seen[NodeStatus] | None:
         """As of `NodeHttp.newer`."""
-        seen = await self._http.newer("/instances", tuple[Observed, ...], after)
-        if seen.life != self._life and self._peers is not None:
-            await self.know(self._peers)  # the node may have begun again with nothing
-        self._life = seen.life
+        seen = await self._http.newer("/node", NodeStatus, after)
+        if seen is not None and seen.life != self._life:
+            if self._peers is not None:
+                await self.know(self._peers)  # the node may have begun again with nothing
+            self._life = seen.life
         return seen
-
-    async def lines(self) -> AsyncGenerator[str]:
-        """What is said there for the operator from now on."""
-        number = 0
-        while True:
-            seen = await self._http.newer("/lines", tuple[str, ...], number)
-            number = seen.number
-            for line in seen.value:
-                yield line
 
     async def know(self, peers: tuple[Peer, ...]) -> None:
         """These are there on other nodes, and no others."""
@@ -142,13 +154,8 @@ class NodeClient:
         await self._http.close()
 
 
-def _decoded(answer: httpx.Response, kind: type[T]) -> T:
-    """Raises as `NodeHttp.call`, and MsgspecError."""
-    if answer.status_code == SUPERSEDED:
-        raise SupersededError("another controller has followed this one")
-    if answer.is_success:
-        return msgspec.json.decode(answer.content, type=kind)
-    refusal = msgspec.json.decode(answer.content, type=Refusal)
-    if answer.status_code == REFUSED:
-        raise ConfigError(refusal.message, param=refusal.param)
-    raise NodeCallError(refusal.message)
+def _decoded(content: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.MsgspecError as error:
+        raise NodeCallError(f"the node answers what it cannot answer: {error}") from error

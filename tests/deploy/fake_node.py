@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
-from deploy.runtime.node_api import Seen
+from deploy.runtime.node_api import NodeStatus, Seen
 from deploy.runtime.protocol import Node, Observed, Order
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
 from tests.deploy.fake_runtime import FakeRuntime
+
+WATCH_S = 0.02
 
 
 class FakeNode:
@@ -18,7 +21,7 @@ class FakeNode:
     Attributes:
         runtime: of its present life. known: what it was told of others; None before the first time.
         reachable: cleared while no call and no word comes through.
-        parted: nothing more is asked. said: lines for the operator.
+        parted: nothing more is asked.
     """
 
     def __init__(self, name: str, *, reachable: bool = True) -> None:
@@ -28,7 +31,6 @@ class FakeNode:
         self.known: tuple[Peer, ...] | None = None
         self.reachable = asyncio.Event()
         self.parted = False
-        self.said: asyncio.Queue[str] = asyncio.Queue()
         if reachable:
             self.reachable.set()
 
@@ -60,17 +62,24 @@ class FakeNode:
         await self.reachable.wait()
         await self.runtime.stop(id, grace_s)
 
-    async def instances(self, after: int = 0) -> Seen[tuple[Observed, ...]]:
-        while True:
-            await self.reachable.wait()
-            runtime = self.runtime
-            async for item in runtime.watch():
-                number = runtime.number
-                await self.reachable.wait()
-                if runtime is not self.runtime:
-                    break
-                if number != after:
-                    return Seen(runtime.life, number, item)
+    async def status(self, after: int = 0) -> Seen[NodeStatus] | None:
+        """The word of a life that has ended meanwhile is lost."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if not after else WATCH_S):
+                while True:
+                    await self.reachable.wait()
+                    seen = await self._newer(self.runtime, after)
+                    await self.reachable.wait()
+                    if seen.life == self.runtime.life:
+                        return seen
+        await self.reachable.wait()
+        return None
+
+    async def _newer(self, runtime: FakeRuntime, after: int) -> Seen[NodeStatus]:
+        async for item in runtime.watch():
+            if runtime.number != after or runtime is not self.runtime:
+                return Seen(runtime.life, runtime.number, NodeStatus((self.node,), item))
+        raise AssertionError("a watch never ends")
 
     async def watch(self) -> AsyncIterator[tuple[Observed, ...]]:
         while True:
@@ -81,10 +90,6 @@ class FakeNode:
                 if runtime is not self.runtime:
                     break
                 yield item
-
-    async def lines(self) -> AsyncIterator[str]:
-        while True:
-            yield await self.said.get()
 
     async def know(self, peers: tuple[Peer, ...]) -> None:
         await self.reachable.wait()

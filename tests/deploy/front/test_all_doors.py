@@ -26,7 +26,7 @@ from deploy.front.traced import about_requests
 from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
 from deploy.node.front import STATE, FrontSetup, NodeFront
-from deploy.node.routes import Lines, serve_node
+from deploy.node.routes import NodeWatch, serve_node
 from deploy.runtime.lost import LostError, until_lost
 from deploy.runtime.node_api import NODE_SOCKET
 from deploy.runtime.node_client import NodeCallError, NodeHttp, unix_transport
@@ -86,16 +86,15 @@ class Node:
     way: Way
     config: ProxySettings = PATIENT
     living: list[asyncio.Task[None]] = field(default_factory=list)
-    lines: Lines = field(default_factory=Lines)
 
     def live(self) -> None:
         """Another life of it."""
-        shared, state = replace(self.shared, feed=self.shared.feed.dup()), self.root.state()
+        shared, state, watch = replace(self.shared, feed=self.shared.feed.dup()), self.root.state(), NodeWatch()
         setup = FrontSetup(self.config, grace_s=1.0, drain_s=PATIENCE_S)
-        front = NodeFront(setup, self.run, shared, "", self.root.children, state, self.lines.say)
+        front = NodeFront(setup, self.run, shared, "", self.root.children, state, watch.say)
         agent: Any = FakeNode(self.name)
         self.living = [
-            asyncio.create_task(serve_node(self.asked.dup(), state, self.lines, agent, front)),
+            asyncio.create_task(serve_node(self.asked.dup(), state, watch, agent, front)),
             asyncio.create_task(front.serve()),
         ]
 

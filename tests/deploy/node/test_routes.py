@@ -16,12 +16,11 @@ import pytest
 from deploy.agent.specs import orders
 from deploy.host.state import SharedState, StateFiles
 from deploy.node import routes
-from deploy.node.routes import Lines, serve_node
+from deploy.node.routes import NodeWatch, serve_node
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.runtime import node_client
 from deploy.runtime.lost import SupersededError
-from deploy.runtime.node_api import NODE_SOCKET
+from deploy.runtime.node_api import NODE_SOCKET, NodeStatus, Seen
 from deploy.runtime.node_client import NodeCallError, NodeClient, unix_transport
 from deploy.runtime.protocol import Order
 from epd_serve.errors import ConfigError
@@ -41,13 +40,13 @@ class World:
     listening: socket.socket
     agent: FakeNode = field(default_factory=lambda: FakeNode("local"))
     state: StateFiles = field(default_factory=StateFiles.make)
-    lines: Lines = field(default_factory=Lines)
+    watch: NodeWatch = field(default_factory=NodeWatch)
     serving: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Another life of it."""
-        self.lines = Lines()
-        serving = serve_node(self.listening.dup(), SharedState(self.state), self.lines, self.agent, None)  # type: ignore[arg-type]
+        self.watch = NodeWatch()
+        serving = serve_node(self.listening.dup(), SharedState(self.state), self.watch, self.agent, None)  # type: ignore[arg-type]
         self.serving = asyncio.create_task(serving)
 
     async def end(self) -> None:
@@ -78,18 +77,21 @@ async def within(what: Any) -> Any:
     return await asyncio.wait_for(what, PATIENCE_S)
 
 
+async def newer(client: NodeClient, number: int = 0) -> Seen[NodeStatus]:
+    async with asyncio.timeout(PATIENCE_S):
+        while (seen := await client.status(number)) is None:
+            pass
+    return seen
+
+
 async def test_whoever_decided_before_is_told_that_it_is_over(tmp_path: Path) -> None:
     async with world_in(tmp_path) as world:
         first, second = world.client(1), world.client(2)
         await within(first.start(P))
-        seen = await within(first.instances())
-        while not all(one.serves for one in seen.value):
-            seen = await within(first.instances(seen.number))
-        waiting = asyncio.create_task(first.instances(seen.number))
-        await asyncio.sleep(0.1)
-        await within(second.nodes())
+        lasts = asyncio.create_task(newer(first, (await newer(first)).number))
+        await within(second.groups())
         with pytest.raises(SupersededError):
-            await asyncio.wait_for(waiting, 5.0)  # sooner than a watch is answered without news
+            await within(lasts)
         with pytest.raises(SupersededError):
             await within(first.stop("P0", 1.0))
         assert world.agent.running() == {"P0"}, "what the first one asked was not done"
@@ -98,13 +100,13 @@ async def test_whoever_decided_before_is_told_that_it_is_over(tmp_path: Path) ->
 
 async def test_who_comes_late_with_an_earlier_epoch_is_refused_by_the_next_life_too(tmp_path: Path) -> None:
     async with world_in(tmp_path) as world:
-        await within(world.client(7).nodes())
+        await within(world.client(7).groups())
         await world.end()
         world.begin()
         for epoch in (0, 6):
             with pytest.raises(SupersededError):
-                await within(world.client(epoch).nodes())
-        await within(world.client(7).nodes())
+                await within(world.client(epoch).groups())
+        await within(world.client(7).groups())
 
 
 async def test_a_watch_goes_on_with_the_next_life_and_that_is_told_who_is_there_elsewhere(tmp_path: Path) -> None:
@@ -113,27 +115,27 @@ async def test_a_watch_goes_on_with_the_next_life_and_that_is_told_who_is_there_
         await within(client.know(peers))
         number = 0
         for _ in range(3):
-            seen = await within(client.instances(number))
-            assert seen.value == () and seen.number > number
+            seen = await newer(client, number)
+            assert seen.value.instances == () and seen.number > number
             assert world.agent.known == peers
             number = seen.number
             await world.end()
             world.agent.begin_again()
             world.begin()
         await within(client.start(P))
-        while not (seen := await within(client.instances(number))).value:
+        while not (seen := await newer(client, number)).value.instances:
             number = seen.number
 
 
 async def test_of_several_changes_the_last_one_is_seen(tmp_path: Path) -> None:
     async with world_in(tmp_path) as world:
         client = world.client()
-        seen = await within(client.instances())
-        assert seen.value == ()
+        seen = await newer(client)
+        assert seen.value.instances == ()
         for number in range(20):
             await client.start(replace(P, id=f"P{number}"))
-        while len(seen.value) < 20:
-            seen = await within(client.instances(seen.number))
+        while len(seen.value.instances) < 20:
+            seen = await newer(client, seen.number)
 
 
 async def test_lines_reach_who_watches_once_each_through_lives_of_the_node(
@@ -141,38 +143,46 @@ async def test_lines_reach_who_watches_once_each_through_lives_of_the_node(
 ) -> None:
     heard: list[str] = []
 
-    async def hear() -> None:
-        async for line in client.lines():
-            if line != "does anybody watch?":
-                heard.append(line)
-            watched.set()
+    async def hear(number: int) -> None:
+        while True:
+            seen = await newer(client, number)
+            number = seen.number
+            heard.extend(seen.value.lines)
 
     async with world_in(tmp_path) as world:
-        client, watched = world.client(), asyncio.Event()
-        world.lines.say("nobody watches")
-        hearing = asyncio.create_task(hear())
-        await until(lambda: world.lines.say("does anybody watch?") or watched.is_set())
+        client = world.client()
+        world.watch.say("nobody watches")
+        first = await newer(client)
+        assert first.value.lines == ()
+        hearing = asyncio.create_task(hear(first.number))
         for number in range(3):
-            world.lines.say(f"line {number}")
+            world.watch.say(f"line {number}")
         await until(lambda: heard == ["line 0", "line 1", "line 2"])
         await world.end()
         world.begin()
-        world.lines.say("of the next life")
-        world.lines.say("and another one")
+        world.watch.say("of the next life")
+        world.watch.say("and another one")
         await until(lambda: heard[3:] == ["of the next life", "and another one"])
         hearing.cancel()
     assert "nobody watches" in capsys.readouterr().err, "the log of the node has all of them"
 
 
-async def test_of_lines_that_nobody_has_taken_the_newest_are_kept() -> None:
-    lines = Lines()
-    begun = await lines.after(0)
-    for number in range(2 * routes.LINES):
-        lines.say(str(number))
-    seen = await lines.after(begun.number)
-    assert seen.value == tuple(str(number) for number in range(routes.LINES, 2 * routes.LINES))
-    lines.say("one more")
-    assert (await lines.after(seen.number)).value == ("one more",)
+async def test_of_lines_that_nobody_has_taken_the_newest_are_kept(tmp_path: Path) -> None:
+    async with world_in(tmp_path) as world:
+        client = world.client()
+        first = await newer(client)
+        for number in range(2 * routes.LINES):
+            world.watch.say(str(number))
+        seen = await newer(client, first.number)
+        assert seen.value.lines == tuple(str(number) for number in range(routes.LINES, 2 * routes.LINES))
+        world.watch.say("one more")
+        assert (await newer(client, seen.number)).value.lines == ("one more",)
+
+
+async def test_a_watch_is_answered_without_news_too(tmp_path: Path) -> None:
+    async with world_in(tmp_path) as world:
+        client = world.client()
+        assert await within(client.status((await newer(client)).number)) is None
 
 
 async def test_what_is_refused_and_what_fails_is_told_and_costs_nothing_else(
@@ -195,7 +205,7 @@ async def test_what_is_refused_and_what_fails_is_told_and_costs_nothing_else(
             patch.setattr(world.agent, "start", fails)
             with pytest.raises(NodeCallError, match="KeyError: 'oops'"):
                 await within(client.start(E))
-        assert [node.id for node in await within(client.nodes())] == ["local"]
+        assert [node.id for node in (await newer(client)).value.nodes] == ["local"]
 
 
 async def test_what_takes_longer_than_a_request_waits_is_asked_again(
@@ -221,11 +231,12 @@ async def _a_call_waits_for_a_node(folder: Path) -> None:
     async with world_in(folder, begins=False) as world:
         client = world.client()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.nodes(), 0.1)
-        asked = asyncio.create_task(client.nodes())
+            await asyncio.wait_for(client.groups(), 0.1)
+        asked = asyncio.create_task(client.start(P))
         await asyncio.sleep(0.05)
         world.begin()
-        assert [node.id for node in await within(asked)] == ["local"]
+        await within(asked)
+        assert world.agent.running() == {"P0"}
         await client.disconnect()
 
 
@@ -250,15 +261,14 @@ async def test_who_cannot_be_reached_is_tried_less_and_less_often() -> None:
         raise httpx.ConnectError("nobody is there")
 
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(NodeClient(httpx.MockTransport(nowhere)).nodes(), 1.0)
+        await asyncio.wait_for(NodeClient(httpx.MockTransport(nowhere)).groups(), 1.0)
     assert 3 <= len(tried) <= 6 and tried[-1] - tried[-2] > tried[1] - tried[0]
 
 
-async def test_who_says_what_is_no_answer_is_asked_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_client, "RETRY_MAX_S", 0.05)
-    answers = iter([httpx.Response(500, text="Internal Server Error"), httpx.Response(200, content=b"[{}]")])
-    client = NodeClient(httpx.MockTransport(lambda request: next(answers, httpx.Response(200, content=b"[]"))))
-    assert await within(client.nodes()) == ()
-    assert caplog.text.count("what it cannot answer: GET /nodes") == 2
+async def test_who_says_what_is_no_answer_is_asked_again_and_what_cannot_be_one_is_an_error() -> None:
+    ending = httpx.Response(500, text="Internal Server Error")
+    answers = iter([ending, httpx.Response(200, json={}), ending, httpx.Response(200, json=["nonsense"])])
+    client = NodeClient(httpx.MockTransport(lambda request: next(answers)))
+    assert await within(client.groups()) == {}
+    with pytest.raises(NodeCallError, match="cannot answer"):
+        await within(client.groups())

@@ -16,6 +16,7 @@ from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.runtime.lost import LostError, SilentError
 from deploy.runtime.many import ManyNodes
+from deploy.runtime.node_api import NodeStatus
 from deploy.runtime.node_api import Seen as Answer
 from deploy.runtime.protocol import Observed, Order, Phase
 from epd_serve.roles import Role
@@ -140,13 +141,13 @@ async def test_a_call_to_a_silent_node_fails_at_once_and_one_under_way_when_it_f
 
 
 async def test_an_answer_that_a_newer_one_has_overtaken_changes_nothing() -> None:
-    async with joined("a") as (nodes, (a,)):
+    async with joined("a", silent_s=PATIENCE_S) as (nodes, (a,)):
         await up(nodes, on("a", E))
-        instances, late, shown = a.instances, asyncio.Event(), list[set[str]]()
+        status, late, shown = a.status, asyncio.Event(), list[set[str]]()
 
-        async def overtaken(after: int = 0) -> Answer[tuple[Observed, ...]]:
-            answer = await instances(after)
-            if after:
+        async def overtaken(after: int = 0) -> Answer[NodeStatus] | None:
+            answer = await status(after)
+            if after and answer is not None:
                 await late.wait()
             return answer
 
@@ -154,8 +155,8 @@ async def test_an_answer_that_a_newer_one_has_overtaken_changes_nothing() -> Non
             async for item in nodes.watch():
                 shown.append({one.order.id for one in item})
 
-        a.instances = overtaken  # type: ignore[method-assign]
-        await nodes.drain("E0")  # answers what was asked before
+        a.status = overtaken  # type: ignore[method-assign]
+        await asyncio.sleep(0.1)  # what was asked before is answered
         await nodes.start(on("a", P))
         await nodes.stop("P0", 0.0)
         watching = asyncio.create_task(watch())
