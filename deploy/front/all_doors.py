@@ -193,13 +193,13 @@ class AllDoors:
         await self._of_all(lambda doors: doors.tell())
 
     async def seen(self) -> None:
-        await self._of_all(lambda doors: doors.seen())
+        await self._of_all(lambda doors: doors.told("seen"))
 
     async def until_empty(self, id: str) -> None:
-        await self._of_all(lambda doors: doors.until_empty(id))
+        await self._of_all(lambda doors: doors.told("until_empty", id))
 
     async def until_quiet(self, id: str) -> None:
-        await self._of_all(lambda doors: doors.until_quiet(id))
+        await self._of_all(lambda doors: doors.told("until_quiet", id))
 
     # What is known of them.
 
@@ -214,7 +214,7 @@ class AllDoors:
 
     async def ready(self) -> None:
         """Wait until all of them serve, and know what has been said. Raises EpdError: one does not start."""
-        await self._of_all(lambda doors: doors.ready())
+        await self._of_all(lambda doors: doors.told("ready"))
 
     async def pausable_s(self) -> float:
         """Of the node that has the least room: who sends it what is nobody's decision here."""
@@ -301,7 +301,7 @@ class AllDoors:
         self._ask(Asked.DRAIN)
 
     async def idle(self) -> None:
-        await self._of_all(lambda doors: doors.idle())
+        await self._of_all(lambda doors: doors.told("idle"))
 
     async def end(self) -> None:
         """All of them, gracefully."""

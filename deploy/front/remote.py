@@ -35,13 +35,13 @@ class RemoteDoors:
         self.counts: list[Family] = []
         self.node = ""
         self.state: Callable[[], FrontState | None] = lambda: None
-        self._http = NodeHttp(transport, epoch)
+        self._http = NodeHttp("/front", transport, epoch)
 
     async def follow(self) -> None:
         """Keep `status` up to date, until cancelled."""
         number = life = 0
         while True:
-            seen = await self._http.newer("/front", FrontStatus, number)
+            seen = await self._http.newer(FrontStatus, number)
             if seen is None:
                 continue
             number, self.status = seen.number, seen.value
@@ -52,56 +52,41 @@ class RemoteDoors:
     async def tell(self) -> None:
         """Have it know what is so now. Before anybody has said what is, nothing is told."""
         if (state := self.state()) is not None:
-            await self._http.call("PUT", "/front", NoneType, state)
+            await self._http.call("take_in", NoneType, state)
 
-    async def ready(self) -> None:
-        """Wait until all of its front doors serve, and know what has been said."""
-        await self._told("/front/ready")
-
-    async def seen(self) -> None:
-        await self._told("/front/seen")
-
-    async def until_empty(self, id: str) -> None:
-        await self._told(f"/front/empty/{id}")
-
-    async def until_quiet(self, id: str) -> None:
-        await self._told(f"/front/quiet/{id}")
-
-    async def idle(self) -> None:
-        await self._told("/front/idle")
+    async def told(self, wait: str, *arguments: str) -> None:
+        """Wait there for something (`ready`, `seen`, `until_empty`, `until_quiet`, `idle`) that is about all that has
+        been said until now."""
+        await self.tell()
+        await self._http.call(wait, NoneType, *arguments)
 
     async def pausable_s(self) -> float:
-        (seconds,) = await self._http.call("GET", "/front/pausable", tuple[float | None])
+        seconds = await self._http.call("pausable_s", float | None)  # type: ignore[arg-type]
         return math.inf if seconds is None else seconds
 
     async def counted(self) -> list[Family]:
-        self.counts = await self._http.call("GET", "/front/counts", list[Family])
+        self.counts = await self._http.call("counted", list[Family])
         return self.counts
 
     async def look(self, question: Question) -> RecordsAnswer:
-        return await self._http.call("POST", "/front/records", RecordsAnswer, question)
+        return await self._http.call("look", RecordsAnswer, question)
 
     async def traced(self, subjects: Sequence[str]) -> NodeTrace:
         """What is stamped there about these, with how far its clock is from ours."""
 
         async def time_s() -> float:
-            return await self._http.call("GET", "/front/time", float)
+            return await self._http.call("time_s", float)
 
         apart_s, uncertainty_s = await offset_s(time_s)
-        stamps = await self._http.call("POST", "/front/stamps", list[Stamp], subjects) if subjects else ()
+        stamps = await self._http.call("stamps", list[Stamp], subjects) if subjects else ()
         return NodeTrace(self.node, apart_s, uncertainty_s, stamps)
 
     async def restart(self) -> None:
-        await self._http.call("PUT", f"/front/restarts/{secrets.token_hex(4)}", NoneType)
+        await self._http.call("restart", NoneType, secrets.token_hex(4))
 
     async def end(self) -> None:
-        await self._http.call("DELETE", "/front", NoneType)
+        await self._http.call("end", NoneType)
 
     async def disconnect(self) -> None:
         """Nothing more is asked."""
         await self._http.close()
-
-    async def _told(self, path: str) -> None:
-        """Wait for something there that is about all that has been said until now."""
-        await self.tell()
-        await self._http.call("GET", path, NoneType)

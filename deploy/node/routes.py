@@ -1,4 +1,4 @@
-"""What a node answers over HTTP (`deploy/runtime/node_api.py` says how): its agent's calls, and its front doors'.
+"""What a node answers over HTTP (`deploy/runtime/node_api.py` says how): calls of its agent and of its front doors.
 
 Whoever asked may go and come again, or be another one: what was accepted goes on.
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -34,6 +33,7 @@ from deploy.runtime.node_api import (
     SUPERSEDED,
     WAIT_S,
     FrontState,
+    FrontStatus,
     NodeStatus,
     Refusal,
     Seen,
@@ -57,8 +57,8 @@ LOOK_S = 0.25
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-Handler = Callable[[Request], Awaitable[Any]]
-"""Does what a request asks, and returns the answer's body. Raises EpdError."""
+Calls = Mapping[str, tuple[Callable[..., Awaitable[Any]], Any]]
+"""What can be called by which name, and the type of all its arguments together. Raises EpdError."""
 
 
 class Watched(Generic[T]):
@@ -112,18 +112,18 @@ class Fence:
     """Lets calls of the latest epoch pass. One life after the other remembers it."""
 
     def __init__(self, state: State) -> None:
+        self.epoch = int(state.read(EPOCH) or b"0")
         self._state = state
-        self._epoch = int(state.read(EPOCH) or b"0")
         self._over = asyncio.Event()
 
     async def passed(self, epoch: int, call: Callable[[], Awaitable[T]]) -> T:
         """Its outcome. Raises SupersededError: a later epoch has begun, or begins meanwhile."""
-        if epoch > self._epoch:
-            self._epoch = epoch
+        if epoch > self.epoch:
+            self.epoch = epoch
             self._state.write(EPOCH, str(epoch).encode())
             self._over.set()
             self._over = asyncio.Event()
-        if epoch < self._epoch:
+        if epoch < self.epoch:
             raise SupersededError(f"epoch {epoch} is over")
         over = self._over
         try:
@@ -134,176 +134,100 @@ class Fence:
             raise
 
 
-class Routes:
-    """Requests by method and path."""
-
-    def __init__(self, fence: Fence) -> None:
-        self._fence = fence
-        self._routes: list[Route] = []
-
-    def on(self, method: str, path: str) -> Callable[[Handler], Handler]:
-        """Decorates what answers them."""
-
-        def added(handler: Handler) -> Handler:
-            async def answered(request: Request) -> Response:
-                return await self._answered(request, handler)
-
-            self._routes.append(Route(path, answered, methods=[method]))
-            return handler
-
-        return added
-
-    def app(self) -> Starlette:
-        return Starlette(routes=self._routes)
-
-    async def _answered(self, request: Request, handler: Handler) -> Response:
-        waiting = asyncio.timeout(float(request.query_params.get("wait_s", WAIT_S)))
-        try:
-            async with waiting:
-                answer = await self._fence.passed(_epoch(request), lambda: handler(request))
-                return Response(msgspec.json.encode(answer), media_type=JSON)
-        except SupersededError as error:
-            return _refused(SUPERSEDED, error.message)
-        except ConfigError as error:
-            return _refused(REFUSED, error.message, error.param)
-        except EpdError as error:
-            return _refused(FAILED, error.message)
-        except Exception as error:
-            if waiting.expired():
-                return Response(status_code=NOT_YET)
-            logger.exception("%s %s failed", request.method, request.url.path)
-            return _refused(FAILED, f"{type(error).__name__}: {error}")
-
-
 async def serve_node(
     listening: socket.socket, state: State, watch: NodeWatch, agent: Agent, front: NodeFront | None
 ) -> None:
     """Answer on this socket until cancelled; it is closed at the end."""
-    routes = Routes(Fence(state))
-    agent_routes(routes, agent, watch)
+    fence = Fence(state)
+    routes = _routes("/agent", fence, watch.after, lambda: agent_calls(agent))
     async with asyncio.TaskGroup() as group:
         if front is not None:
             status = Watched(front.status())
-            front_routes(routes, front, status)
+            routes += _routes("/front", fence, status.after, lambda: front_calls(front, fence))
             group.create_task(_look(front, status))
         group.create_task(watch.follow(agent))
-        group.create_task(serve(routes.app(), sockets=[listening], grace_s=1.0))
+        group.create_task(serve(Starlette(routes=routes), sockets=[listening], grace_s=1.0))
 
 
-def agent_routes(routes: Routes, agent: Agent, watch: NodeWatch) -> None:
+def agent_calls(agent: Agent) -> Calls:
     """What `deploy.runtime.node_client.NodeClient` asks."""
-
-    @routes.on("GET", "/node")
-    async def status(request: Request) -> Any:
-        return await watch.after(_number(request))
-
-    @routes.on("POST", "/instances")
-    async def start(request: Request) -> None:
-        await agent.start(await _body(request, Order))
-
-    @routes.on("PUT", "/instances/{id}/role")
-    async def flip(request: Request) -> None:
-        await agent.flip(request.path_params["id"], await _body(request, Role))
-
-    @routes.on("POST", "/instances/{id}/drain")
-    async def drain(request: Request) -> None:
-        await agent.drain(request.path_params["id"])
-
-    @routes.on("DELETE", "/instances/{id}")
-    async def stop(request: Request) -> None:
-        await agent.stop(request.path_params["id"], float(request.query_params["grace_s"]))
-
-    @routes.on("DELETE", "/instances")
-    async def close(request: Request) -> None:
-        await agent.close()
-
-    @routes.on("PUT", "/peers")
-    async def know(request: Request) -> None:
-        await agent.know(await _body(request, tuple[Peer, ...]))
-
-    @routes.on("GET", "/groups")
-    async def groups(request: Request) -> Any:
-        return await agent.groups()
+    return {
+        "start": (agent.start, tuple[Order]),
+        "flip": (agent.flip, tuple[str, Role]),
+        "drain": (agent.drain, tuple[str]),
+        "stop": (agent.stop, tuple[str, float]),
+        "know": (agent.know, tuple[tuple[Peer, ...]]),
+        "groups": (agent.groups, tuple[()]),
+        "close": (agent.close, tuple[()]),
+    }
 
 
-def front_routes(routes: Routes, front: NodeFront, status: Watched[Any]) -> None:
+def front_calls(front: NodeFront, fence: Fence) -> Calls:
     """What `deploy.front.remote.RemoteDoors` asks."""
-
-    @routes.on("GET", "/front")
-    async def watch(request: Request) -> Any:
-        return await status.after(_number(request))
-
-    @routes.on("PUT", "/front")
-    async def told(request: Request) -> None:
-        await front.take_in(await _body(request, FrontState), _epoch(request))
-
-    @routes.on("DELETE", "/front")
-    async def end(request: Request) -> None:
-        await front.end()
-
-    @routes.on("GET", "/front/ready")
-    async def ready(request: Request) -> None:
-        await front.ready()
-
-    @routes.on("GET", "/front/seen")
-    async def seen(request: Request) -> None:
-        await front.doors.seen()
-
-    @routes.on("GET", "/front/idle")
-    async def idle(request: Request) -> None:
-        await front.doors.idle()
-
-    @routes.on("GET", "/front/empty/{id}")
-    async def empty(request: Request) -> None:
-        await front.doors.until_empty(request.path_params["id"])
-
-    @routes.on("GET", "/front/quiet/{id}")
-    async def quiet(request: Request) -> None:
-        await front.doors.until_quiet(request.path_params["id"])
-
-    @routes.on("GET", "/front/pausable")
-    async def pausable_s(request: Request) -> Any:
-        seconds = await front.doors.pausable_s()
-        return (None,) if math.isinf(seconds) else (seconds,)
-
-    @routes.on("GET", "/front/counts")
-    async def counts(request: Request) -> Any:
-        return await front.doors.counted()
-
-    @routes.on("POST", "/front/records")
-    async def look(request: Request) -> Any:
-        return await front.doors.look(await _body(request, Question))
-
-    @routes.on("GET", "/front/time")
-    async def time_s(request: Request) -> Any:
-        return time.monotonic()
-
-    @routes.on("POST", "/front/stamps")
-    async def stamps(request: Request) -> Any:
-        return await front.doors.stamps(await _body(request, list[str]))
-
-    @routes.on("PUT", "/front/restarts/{id}")
-    async def restart(request: Request) -> None:
-        await front.restart(request.path_params["id"])
+    doors = front.doors
+    return {
+        "take_in": (lambda state: front.take_in(state, fence.epoch), tuple[FrontState]),
+        "ready": (front.ready, tuple[()]),
+        "seen": (doors.seen, tuple[()]),
+        "until_empty": (doors.until_empty, tuple[str]),
+        "until_quiet": (doors.until_quiet, tuple[str]),
+        "pausable_s": (doors.pausable_s, tuple[()]),
+        "counted": (doors.counted, tuple[()]),
+        "look": (doors.look, tuple[Question]),
+        "stamps": (doors.stamps, tuple[list[str]]),
+        "time_s": (_time_s, tuple[()]),
+        "restart": (front.restart, tuple[str]),
+        "idle": (doors.idle, tuple[()]),
+        "end": (front.end, tuple[()]),
+    }
 
 
-async def _look(front: NodeFront, status: Watched[Any]) -> None:
+async def _time_s() -> float:
+    return time.monotonic()
+
+
+async def _look(front: NodeFront, status: Watched[FrontStatus]) -> None:
     while True:
         await asyncio.sleep(LOOK_S)
         if (now := front.status()) != status.value:
             status.put(now)
 
 
-async def _body(request: Request, kind: type[T]) -> T:
-    return msgspec.json.decode(await request.body(), type=kind)
+def _routes(path: str, fence: Fence, after: Callable[[int], Awaitable[Any]], calls: Callable[[], Calls]) -> list[Route]:
+    """A watch, and calls."""
+
+    async def watch(request: Request) -> Response:
+        return await _answered(request, fence, lambda: after(int(request.query_params["after"])))
+
+    async def call(request: Request) -> Response:
+        body = await request.body()
+
+        def begun() -> Awaitable[Any]:
+            method, kinds = calls()[request.path_params["call"]]
+            return method(*msgspec.json.decode(body, type=kinds))
+
+        return await _answered(request, fence, begun)
+
+    return [Route(path, watch), Route(f"{path}/{{call}}", call, methods=["POST"])]
 
 
-def _number(request: Request) -> int:
-    return int(request.query_params.get("after", 0))
-
-
-def _epoch(request: Request) -> int:
-    return int(request.headers.get(EPOCH_HEADER, 0))
+async def _answered(request: Request, fence: Fence, call: Callable[[], Awaitable[Any]]) -> Response:
+    waiting = asyncio.timeout(float(request.query_params.get("wait_s", WAIT_S)))
+    try:
+        async with waiting:
+            answer = await fence.passed(int(request.headers.get(EPOCH_HEADER, 0)), call)
+            return Response(msgspec.json.encode(answer), media_type=JSON)
+    except SupersededError as error:
+        return _refused(SUPERSEDED, error.message)
+    except ConfigError as error:
+        return _refused(REFUSED, error.message, error.param)
+    except EpdError as error:
+        return _refused(FAILED, error.message)
+    except Exception as error:
+        if waiting.expired():
+            return Response(status_code=NOT_YET)
+        logger.exception("%s %s failed", request.method, request.url.path)
+        return _refused(FAILED, f"{type(error).__name__}: {error}")
 
 
 def _refused(status: int, message: str, param: str | None = None) -> Response:

@@ -180,7 +180,7 @@ class Nodes:
 
     def _join(self, node: str) -> None:
         assert self._doors is not None, "open() has been called"
-        transport = _ThroughActor(partial(self._ask, node))
+        transport = ThroughActor(partial(self._ask, node))
         self.many.join(node, NodeClient(transport, self._epoch))
         if self._has_front(node):
             self._doors.join(node, RemoteDoors(transport, self._epoch))
@@ -311,7 +311,7 @@ class Nodes:
         return ""
 
 
-class _ThroughActor(httpx.AsyncBaseTransport):
+class ThroughActor(httpx.AsyncBaseTransport):
     """HTTP to a node by way of its actor."""
 
     def __init__(self, ask: Callable[..., Awaitable[tuple[int, list[tuple[str, str]], bytes] | None]]) -> None:

@@ -1,11 +1,12 @@
 """The HTTP API of a node: what both of its ends agree on. `deploy/node/routes.py` answers, on a unix socket in the run
 directory; `node_client.py` and `deploy/front/remote.py` ask.
 
-Bodies are JSON of the types named there. A call is answered at once or when what it asks for has happened: with 202
-where that takes longer than `WAIT_S`, and is then asked again. A watch is a call for what is newer than the number that
-one has. Every request says in which epoch it is made (`EPOCH_HEADER`): of several controllers, one that is cut off and
-the one that has followed it, the one of the latest epoch counts, and others get 409. Both ends come from one version of
-one program, so there are no versions here.
+A call is `POST /agent/NAME`, or `/front/NAME` for the front doors, with its arguments as a JSON list. It is answered
+when what it asks for has happened: with 202 where that takes longer than `WAIT_S`, and is then asked again. A watch is
+`GET /agent?after=NUMBER`, or `/front`, for what is newer than that; 202: there is nothing yet. Every request says in
+which epoch it is made (`EPOCH_HEADER`): of several controllers, one that is cut off and the one that has followed it,
+the one of the latest epoch counts, and others get 409. Both ends come from one version of one program, so there are no
+versions here.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ are idempotent. How long that may take is for the caller to say.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
@@ -54,38 +53,39 @@ def unix_transport(path: Path) -> httpx.AsyncHTTPTransport:
 
 class NodeHttp:
     """Args:
+    path: of what is asked there: `/agent` or `/front`.
     transport: to the node.
     epoch: in which whoever asks decides; 0 where it has no rivals.
     """
 
-    def __init__(self, transport: httpx.AsyncBaseTransport, epoch: int = 0) -> None:
-        self._http = httpx.AsyncClient(
-            transport=transport, base_url="http://node", timeout=ANSWER_S, headers={EPOCH_HEADER: str(epoch)}
-        )
+    def __init__(self, path: str, transport: httpx.AsyncBaseTransport, epoch: int = 0) -> None:
+        headers = {EPOCH_HEADER: str(epoch)}
+        self._path = path
+        self._http = httpx.AsyncClient(transport=transport, base_url="http://node", timeout=ANSWER_S, headers=headers)
 
-    async def call(self, method: str, path: str, kind: type[T], body: Any = None, **query: float | str) -> T:
+    async def call(self, name: str, kind: type[T], *arguments: Any) -> T:
         """Its answer, of this type.
 
         Raises:
             ConfigError: it is refused. SupersededError: another controller has followed this one.
             NodeCallError: the node has failed at it.
         """
-        while (answer := await self._answer(method, path, body, query)) is None:
+        content = msgspec.json.encode(arguments)
+        while (answer := await self._answer("POST", f"{self._path}/{name}", content=content)) is None:
             pass
         return _decoded(answer, kind)
 
-    async def newer(self, path: str, kind: type[T], after: int) -> Seen[T] | None:
+    async def newer(self, kind: type[T], after: int) -> Seen[T] | None:
         """What there is that is newer than what had this number. None: the node answers, and has nothing."""
-        answer = await self._answer("GET", path, None, {"after": after, "wait_s": WATCH_S})
+        answer = await self._answer("GET", self._path, params={"after": after, "wait_s": WATCH_S})
         return _decoded(answer, Seen[kind]) if answer is not None else None  # type: ignore[valid-type]
 
-    async def _answer(self, method: str, path: str, body: Any, query: Mapping[str, float | str]) -> bytes | None:
-        """Its body; None where that would take longer than a request waits."""
-        content = msgspec.json.encode(body) if body is not None else None
+    async def _answer(self, method: str, path: str, **more: Any) -> bytes | None:
+        """Its body; None where that would take longer than the node waits. `more`: of the request."""
         retry_s = RETRY_S
         while True:
             try:
-                answer = await self._http.request(method, path, content=content, params=query)
+                answer = await self._http.request(method, path, **more)
                 if answer.status_code == NOT_YET:
                     return None
                 if answer.headers.get("content-type") != JSON:
@@ -112,25 +112,25 @@ class NodeClient:
     """The runtime of one node: a `deploy.runtime.many.NodeAgent`. Calls raise what those of `NodeHttp` do."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport, epoch: int = 0) -> None:
-        self._http = NodeHttp(transport, epoch)
+        self._http = NodeHttp("/agent", transport, epoch)
         self._life = 0
         self._peers: tuple[Peer, ...] | None = None
 
     async def start(self, order: Order) -> None:
-        await self._http.call("POST", "/instances", NoneType, order)
+        await self._http.call("start", NoneType, order)
 
     async def flip(self, id: str, role: Role) -> None:
-        await self._http.call("PUT", f"/instances/{id}/role", NoneType, role)
+        await self._http.call("flip", NoneType, id, role)
 
     async def drain(self, id: str) -> None:
-        await self._http.call("POST", f"/instances/{id}/drain", NoneType)
+        await self._http.call("drain", NoneType, id)
 
     async def stop(self, id: str, grace_s: float) -> None:
-        await self._http.call("DELETE", f"/instances/{id}", NoneType, grace_s=grace_s)
+        await self._http.call("stop", NoneType, id, grace_s)
 
     async def status(self, after: int = 0) -> Seen[NodeStatus] | None:
         """As of `NodeHttp.newer`."""
-        seen = await self._http.newer("/node", NodeStatus, after)
+        seen = await self._http.newer(NodeStatus, after)
         if seen is not None and seen.life != self._life:
             if self._peers is not None:
                 await self.know(self._peers)  # the node may have begun again with nothing
@@ -140,15 +140,15 @@ class NodeClient:
     async def know(self, peers: tuple[Peer, ...]) -> None:
         """These are there on other nodes, and no others."""
         self._peers = peers
-        await self._http.call("PUT", "/peers", NoneType, peers)
+        await self._http.call("know", NoneType, peers)
 
     async def groups(self) -> dict[str, int]:
         """Process groups that run now: of the instances, of the template, of Mooncake's master, by name."""
-        return await self._http.call("GET", "/groups", dict[str, int])
+        return await self._http.call("groups", dict[str, int])
 
     async def close(self) -> None:
         """End all instances and what they share; returns when nothing of it is left."""
-        await self._http.call("DELETE", "/instances", NoneType)
+        await self._http.call("close", NoneType)
 
     async def disconnect(self) -> None:
         await self._http.close()

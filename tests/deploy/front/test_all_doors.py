@@ -264,12 +264,12 @@ async def test_a_state_that_is_overtaken_by_a_newer_one_is_not_gone_back_to() ->
     async with made(1) as h:
         h.publish()
         await asyncio.wait_for(h.doors.ready(), PATIENCE_S)
-        http = NodeHttp(h.nodes[0].way, 1)
+        http = NodeHttp("/front", h.nodes[0].way, 1)
         older = h.doors.state()
         h.doors.drain("PD0")
         await asyncio.wait_for(h.doors.seen(), PATIENCE_S)
         assert older is not None
-        await http.call("PUT", "/front", NoneType, older)
+        await http.call("take_in", NoneType, older)
         noted = msgspec.msgpack.decode(h.nodes[0].root.state().read(STATE) or b"")
         assert noted["state"]["leaving"] == ["PD0"]
 
@@ -336,7 +336,7 @@ async def test_front_doors_are_replaced_node_by_node_with_other_options() -> Non
         before = dict(h.doors.pids)
         async with asyncio.timeout(PATIENCE_S):
             await h.doors.configure(replace(PATIENT, served_models=("another",)))
-            h.nodes[0].way.losing = "/front/restarts/"
+            h.nodes[0].way.losing = "/front/restart"
             await h.doors.restart()
         assert not h.nodes[0].way.losing
         await until(lambda: len(h.doors.pids) == 2 and not set(before.values()) & set(h.doors.pids.values()))
