@@ -51,7 +51,7 @@ class Agent:
         self._children = children
         self._state = state
         self._say = say
-        self._tier = SecondTier(setup.run, children, state, say, setup.master, setup.master_address)
+        self._tier = SecondTier(setup.run, setup.tier, children, state, say)
         self._instances = Instances(setup.site, say, state)
         self._ports = PortBlocks(setup.net.host, setup.net.ports)
         self._arena = HostArena(setup.run.arena, setup.arena_bytes)

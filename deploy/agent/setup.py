@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from deploy.agent.pool_master import PoolMaster, mooncake_command
-from deploy.agent.second_tier import planned_tier
+from deploy.agent.second_tier import MasterCommand, PlannedTier, mooncake_command, planned_tier
 from deploy.agent.waits import Patience
 from deploy.agent.wiring import Net, Site
 from deploy.host.environment import shm_root
@@ -21,7 +20,6 @@ from deploy.plan.blueprint import Blueprint
 from deploy.runtime.protocol import HOST_MEMORY, SHARED_MEMORY, Node, device_memory
 from epd_serve.errors import ConfigError
 from epd_serve.stage_plan import StageCommand, StagePlan
-from store.mooncake.master import MasterSettings
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class AgentSetup:
         blueprint: its model, options and devices are those of all instances, its layout is not.
         memory: sizes of the arena and of the staging buffer of each KV link.
         room: bytes by resource that instances may take together.
-        master: of the second tier, where it is ours. master_address: of the one there is, or "".
+        tier: the feature store's second one.
         command_of: makes a stage's command; tests put a stand-in for vLLM here.
         patience: the supervisor's waits.
         net: where this node is, for those of others.
@@ -42,8 +40,7 @@ class AgentSetup:
     blueprint: Blueprint
     memory: SharedMemory
     room: Mapping[str, int]
-    master: PoolMaster | None = None
-    master_address: str = ""
+    tier: PlannedTier
     command_of: Callable[[StagePlan], StageCommand] = command_of
     patience: Patience = field(default_factory=Patience)
     net: Net = field(default_factory=Net)
@@ -54,7 +51,7 @@ class AgentSetup:
         run: RunDir,
         blueprint: Blueprint,
         command_of: Callable[[StagePlan], StageCommand] = command_of,
-        master_command_of: Callable[[MasterSettings], tuple[str, ...]] = mooncake_command,
+        master_command_of: MasterCommand = mooncake_command,
         patience: Patience | None = None,
         net: Net = Net(),
         shm_mib: int | None = None,
@@ -82,9 +79,9 @@ class AgentSetup:
                 raise ConfigError(
                     f"--trace-dir {config.trace_dir} cannot be made: {error.strerror}", param="--trace-dir"
                 ) from error
-        master, address = planned_tier(blueprint, run, net, master_command_of)
+        tier = planned_tier(blueprint, net, master_command_of)
         waits = replace(patience or Patience(), start_s=config.startup_timeout_s)
-        return cls(run, blueprint, memory, _room(blueprint, shm_mib), master, address, command_of, waits, net)
+        return cls(run, blueprint, memory, _room(blueprint, shm_mib), tier, command_of, waits, net)
 
     @property
     def arena_bytes(self) -> int:
@@ -99,7 +96,7 @@ class AgentSetup:
     @property
     def site(self) -> Site:
         """What is wired the same in all instances."""
-        return Site(self.run, self.staging_bytes, self.master_address, self.net)
+        return Site(self.run, self.staging_bytes, self.tier.address, self.net)
 
     def node(self) -> Node:
         """This machine."""

@@ -92,10 +92,10 @@ class StageLife:
         """SIGKILL the whole group, without waiting."""
         self._signal(signal.SIGKILL)
 
-    async def stop(self, grace_s: float) -> None:
-        """End the whole group: SIGTERM, SIGKILL after `grace_s`; at once SIGKILL when the leader has gone already."""
+    async def stop(self, grace_s: float, by: signal.Signals = signal.SIGTERM) -> None:
+        """End the whole group: a signal, SIGKILL after `grace_s`; at once SIGKILL when the leader has gone already."""
         if grace_s > 0 and self._process.poll() is None:
-            self._signal(signal.SIGTERM)
+            self._signal(by)
             if await self._gone(grace_s):
                 return
         deadline, killing = time.monotonic() + KILL_TIMEOUT_S, processes.Killing()

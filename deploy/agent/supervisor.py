@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class StageSpec:
         turns: stages that have one in common start one after the other (their memory is profiled).
         what: what messages call it, before its id.
         health: asks it how it is.
+        ends_by: the signal that asks it to end.
     """
 
     id: str
@@ -57,6 +59,7 @@ class StageSpec:
     turns: Sequence[str] = ()
     what: str = "stage"
     health: Health = health_status
+    ends_by: signal.Signals = signal.SIGTERM
 
 
 class StageEvents(Protocol):
@@ -90,7 +93,7 @@ class _Supervised:
         answered: set when it has answered once; a StageError where it never will.
         life: that of now. code: how the last one ended by itself. found: it has been begun by a supervisor before this.
         retired: it is not started again.
-        grace_s: of its end, where it is ended by us.
+        grace_s: of its end, once it is to end. A task that is cancelled without leaves the process be.
     """
 
     stage: StageSpec
@@ -100,7 +103,7 @@ class _Supervised:
     code: int | None = None
     found: bool = False
     retired: bool = False
-    grace_s: float = 0.0
+    grace_s: float | None = None
     task: asyncio.Task[None] = field(init=False)
 
 
@@ -153,8 +156,7 @@ class Supervisor:
         if not one.task.cancelling():
             one.task.cancel()
         await asyncio.wait([one.task])
-        if one.life is not None:  # it was being cleared away, which our word has interrupted
-            await one.life.stop(grace_s)
+        await self._end(one, grace_s)  # where it was being cleared away, which our word has interrupted
         self._refuse(one, "it was ended")
         if self._stages.get(stage_id) is one:  # else somebody was quicker, and the name may be another's by now
             del self._stages[stage_id]
@@ -164,6 +166,14 @@ class Supervisor:
         async with asyncio.TaskGroup() as group:
             for stage_id in self._stages:
                 group.create_task(self.remove(stage_id, self.patience.stop_grace_s))
+
+    async def leave(self) -> None:
+        """Watch none of them any more. They go on."""
+        tasks = [one.task for one in self._stages.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     async def answered(self, stage_id: str) -> None:
         """Wait until it has answered once.
@@ -226,26 +236,38 @@ class Supervisor:
 
     async def _live(self, one: _Supervised) -> str:
         """One life, from its turn to start, or from where it was left, to the end of its process group. Returns why."""
-        stage, record, grace_s = one.stage, one.record, min(SHORT_GRACE_S, self.patience.stop_grace_s)
+        grace_s = min(SHORT_GRACE_S, self.patience.stop_grace_s)
         try:
-            if one.life is None or record.phase is Phase.STARTING:
-                trouble = await self._start(one)
-                if trouble is not None:
-                    return trouble
-            if record.phase is Phase.UP:
-                assert one.life is not None, "it has started"
-                self._falls(record, await until_trouble(stage.url, one.life, self.patience, stage.health))
-                # At once, before the group is cleared away: the proxy must send nothing more.
-                self.events.down(stage.id, record.incarnation, record.reason, None)
-            return record.reason
+            reason = await self._until_trouble(one)
         except asyncio.CancelledError:
-            grace_s = one.grace_s
+            if one.grace_s is not None:
+                await self._end(one, one.grace_s)
             raise
-        finally:
-            if one.life is not None:
-                one.code = one.life.exit_code
-                await one.life.stop(grace_s)
-                one.life = None
+        except BaseException:
+            await self._end(one, grace_s)
+            raise
+        await self._end(one, grace_s)
+        return reason
+
+    async def _until_trouble(self, one: _Supervised) -> str:
+        stage, record = one.stage, one.record
+        if one.life is None or record.phase is Phase.STARTING:
+            trouble = await self._start(one)
+            if trouble is not None:
+                return trouble
+        if record.phase is Phase.UP:
+            assert one.life is not None, "it has started"
+            self._falls(record, await until_trouble(stage.url, one.life, self.patience, stage.health))
+            # At once, before the group is cleared away: the proxy must send nothing more.
+            self.events.down(stage.id, record.incarnation, record.reason, None)
+        return record.reason
+
+    async def _end(self, one: _Supervised, grace_s: float) -> None:
+        """Returns when nothing of its life is left."""
+        if one.life is not None:
+            one.code = one.life.exit_code
+            await one.life.stop(grace_s, one.stage.ends_by)
+            one.life = None
 
     async def _start(self, one: _Supervised) -> str | None:
         """None once it answers; else why it never will."""

@@ -100,7 +100,7 @@ class Template:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """As long as this is open. It goes on with a template that is there, and ends it in the end."""
+        """As long as this is open. It goes on with a template that is there; one ends with it, but not by an error."""
         record, process = self._record, None
         if record.pid:
             process = self._children.adopt(record.pid, record.born_ticks)
@@ -112,8 +112,10 @@ class Template:
             self._supervisor.add(self._spec, record, process)
         try:
             yield
-        finally:
-            await self._supervisor.close()
+        except BaseException:
+            await self._supervisor.leave()
+            raise
+        await self._supervisor.close()
 
     async def start(self, command: Spawn, log: BinaryIO, noted: Noted) -> Child:
         """Fork the stage, or execute its command where that cannot be: a `deploy.agent.stage_life.Start`."""

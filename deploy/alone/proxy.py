@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import importlib
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from deploy.agent.health import health_status
 from deploy.alone.stages import GivenStages, given_stages
@@ -31,6 +32,7 @@ from deploy.plan.proxy_settings import check_certificate, settings_with
 from epd_serve.instances import Instance
 from epd_serve.key_files import read_key
 from proxy.config.settings import ModelIdentity
+from proxy.workers.wire import Row
 
 HEALTH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
@@ -108,10 +110,9 @@ async def _serve(
 ) -> None:
     """Until it is time to end. Raises EpdError when a front door does not start."""
     ending.listen()
-    doors.publish((), ())  # who is there is told to the table
+    health = _Health(given.instances, doors)
     for one in given.instances:
-        doors.table.apply(one, up=False)
-        doors.background.start(f"health of {one.id}", partial(_watch, one, doors.table))
+        doors.background.start(f"health of {one.id}", partial(health.watch, one))
     if keys.path:
         read, metrics = of_this_machine(keys.path), KeyMetrics(doors.registry)
         watch = KeyWatch(keys.path, keys.text, read, lambda now, _: doors.go_by(now), _say, metrics)
@@ -142,20 +143,29 @@ def _say(line: str) -> None:
     os.write(2, f"{line}\n".encode())
 
 
-async def _watch(one: Instance, table: Any) -> None:
-    """Keep the table's view of one stage as its /health says."""
-    unanswered = 0
-    while True:
-        try:
-            status = await health_status(one.url, HEALTH_TIMEOUT_S)
-        except TimeoutError:
-            unanswered += 1
-            if unanswered >= HUNG_AFTER:
-                table.mark_down(one.id, f"hung: no answer on /health, {unanswered} times in a row")
-        else:
-            unanswered = 0
-            if status == 200:
-                table.mark_up(one.id)
+class _Health:
+    """Tells front doors of each stage what its /health says."""
+
+    def __init__(self, instances: Sequence[Instance], doors: FrontDoors) -> None:
+        self._rows = {one.id: Row(one, False, "starting") for one in instances}
+        self._doors = doors
+        self._roles = frozenset(one.role for one in instances)
+        doors.tell(self._rows.values(), self._roles)
+
+    async def watch(self, one: Instance) -> None:
+        unanswered = 0
+        while True:
+            try:
+                status = await health_status(one.url, HEALTH_TIMEOUT_S)
+            except TimeoutError:
+                unanswered += 1
+                if unanswered >= HUNG_AFTER:
+                    self._say(one, f"hung: no answer on /health, {unanswered} times in a row")
             else:
-                table.mark_down(one.id, f"/health answers {status or 'nothing'}")
-        await asyncio.sleep(HEALTH_EVERY_S)
+                unanswered = 0
+                self._say(one, "" if status == 200 else f"/health answers {status or 'nothing'}")
+            await asyncio.sleep(HEALTH_EVERY_S)
+
+    def _say(self, one: Instance, trouble: str) -> None:
+        self._rows[one.id] = Row(one, not trouble, trouble)
+        self._doors.tell(self._rows.values(), self._roles)

@@ -19,8 +19,8 @@ from typing import TypeVar
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from deploy.front.doors import rows_of
 from deploy.front.remote import RemoteDoors
-from deploy.front.told import Told
 from deploy.front.traced import NodeTrace
 from deploy.runtime.lost import LostError, SupersededError, until_lost
 from deploy.runtime.node_api import FrontState
@@ -40,6 +40,7 @@ from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable
 from proxy.registry.warm_links import GRACE_S
 from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed
+from proxy.workers.roster import Publisher
 from proxy.workers.shared_counters import Asked
 from proxy.workers.stage_scrape import StageScrape
 from proxy.workers.wire import Family, packed_settings
@@ -98,7 +99,7 @@ class AllDoors:
         self.table = InstanceTable(ledger=_Total(self), link_grace_s=link_grace_s)
         self.fronts: dict[str, _Front] = {}
         self._say = say
-        self._told = Told(self.table, goes_on=goes_on)
+        self._published = Publisher(self.table, goes_on=goes_on)
         self._announcements = Announcements(self.table, partial(take_in, self.table), self.background, key_file)
         self._registry = CollectorRegistry()
         register_stage_metrics(self._registry, self.table)
@@ -158,7 +159,7 @@ class AllDoors:
         now = tuple(map(_for_fronts, instances)), tuple(sorted(wanted))
         if now != (self._instances, self._wanted):
             self._instances, self._wanted = now
-            self._told.publish(*now)
+            self._published.publish(rows_of(now[0]), now[1])
             self._changed()
 
     def go_by(self, keys: ApiKeys) -> None:
@@ -167,11 +168,11 @@ class AllDoors:
         self._changed()
 
     def drain(self, id: str) -> None:
-        self._told.drain(id)
+        self._published.drain(id)
         self._changed()
 
     def take_back(self, id: str) -> None:
-        self._told.take_back(id)
+        self._published.drain(id, False)
         self._changed()
 
     def pause(self, seconds: float) -> None:
@@ -322,7 +323,7 @@ class AllDoors:
             self._number,
             self._instances,
             self._wanted,
-            tuple(sorted(self._told.leaving)),
+            tuple(sorted(self._published.leaving)),
             self.paused_s,
             self._asked,
             self._settings,

@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.front.door import POLL_S, House
-from deploy.front.lives import FrontLives
+from deploy.front.lives import POLL_S, FrontLives, House
 from deploy.front.occupancy import until_empty, until_quiet
-from deploy.front.shared import Shared, pausable_s
-from deploy.front.told import Told
+from deploy.front.shared import Shared, Slots, pausable_s
 from deploy.front.traced import NodeTrace
 from deploy.host.children import Children
 from deploy.host.environment import LAUNCH_ENV, LAUNCHER_PID_ENV, module_environment
 from deploy.host.state import State
-from deploy.runtime.protocol import Observed
+from deploy.runtime.protocol import Observed, Phase
 from epd_serve.instances import IncarnationId
 from epd_serve.phases.stamps import Stamp, stamps_about
 from epd_serve.roles import Role
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from proxy.records.records import Question, RecordsAnswer
     from proxy.registry.ledger import Tally, Work
     from proxy.workers.hub import WorkerHub
-    from proxy.workers.wire import Family
+    from proxy.workers.wire import Family, Row
 
 
 class FrontDoors:
@@ -51,7 +49,7 @@ class FrontDoors:
         link_grace_s: as of `InstanceTable`.
 
     Attributes:
-        table: what is known of the instances. Told by `publish`, or directly by whoever watches them.
+        table: what is known of the instances.
         background: tasks that feed it; what of them is down is part of being ready.
         registry: metrics of the deployment: who has some registers them.
         deployment: says what the deployment is, for the page; None where nobody here knows.
@@ -73,8 +71,9 @@ class FrontDoors:
         from prometheus_client import CollectorRegistry
 
         from proxy.background import Background
+        from proxy.registry.table import InstanceTable
         from proxy.workers.limit_shares import share_of
-        from proxy.workers.roster import ParentTable
+        from proxy.workers.roster import Publisher
         from proxy.workers.shared_ledger import SharedLedger
         from proxy.workers.wire import Setup
 
@@ -94,8 +93,9 @@ class FrontDoors:
         self.background = Background()
         seen = max(counters.roster(row) for row in range(counters.rows))
         self._ledger = SharedLedger(counters, None)
-        self.table = ParentTable(ledger=self._ledger, link_grace_s=link_grace_s, after=seen)
-        self._told = Told(self.table, goes_on=seen > 0)
+        self.table = InstanceTable(ledger=self._ledger, link_grace_s=link_grace_s)
+        slots = Slots(state, self._ledger, counters.slots)
+        self._published = Publisher(self.table, slots, after=seen, goes_on=seen > 0)
         self.registry = CollectorRegistry()
 
     async def serve(self) -> None:
@@ -115,6 +115,7 @@ class FrontDoors:
         scrape = StageScrape(self.table, self.registry, self._settings.bearer_of_stages())
         hub = self._hub = WorkerHub(
             self.table,
+            self._published,
             self._shared.feed,
             self.background,
             Observed(self),
@@ -122,8 +123,8 @@ class FrontDoors:
             scrape.text,
             self._api_keys,
         )
-        house = House(self._children, hub, self._shared, self._counters, environment, self._setup.grace_s)
-        lives = self._lives = FrontLives(house, self._state, self._setup, say=self._say)
+        house = House(self._children, self._state, hub, self._shared, self._counters, environment, self._setup.grace_s)
+        lives = self._lives = FrontLives(house, self._setup, say=self._say)
         try:
             self._started.set()
             await lives.run()
@@ -148,7 +149,11 @@ class FrontDoors:
 
     def publish(self, instances: Iterable[Observed], wanted: Iterable[Role]) -> None:
         """Everything that there is, and the roles that there are to be."""
-        self._told.publish(instances, wanted)
+        self.tell(rows_of(instances), wanted)
+
+    def tell(self, rows: Iterable[Row], wanted: Iterable[Role]) -> None:
+        """The same, as front doors are told."""
+        self._published.publish(rows, wanted)
 
     def go_by(self, keys: ApiKeys) -> None:
         """From now on these are the clients' keys."""
@@ -158,22 +163,22 @@ class FrontDoors:
 
     def drain(self, id: str) -> None:
         """Give an instance nothing new, until it is taken back or gone; what it has goes on."""
-        self._told.drain(id)
+        self._published.drain(id)
 
     def take_back(self, id: str) -> None:
-        self._told.take_back(id)
+        self._published.drain(id, False)
 
     @property
     def leaving(self) -> frozenset[str]:
         """Those that are given nothing new by `drain`."""
-        return self._told.leaving
+        return self._published.leaving
 
     def pause(self, seconds: float) -> None:
         """Have new requests wait for so long at most."""
-        self.table.pause_for(seconds)
+        self._published.pause(seconds)
 
     def resume(self) -> None:
-        self.table.pause_for(0)
+        self._published.pause(0)
 
     @property
     def paused_s(self) -> float:
@@ -187,7 +192,7 @@ class FrontDoors:
     async def seen(self) -> None:
         """Wait until all go by what has been said until now. Who does not soon is killed, and followed by another."""
         if self._lives is not None:
-            await self._lives.prompt(self.table.number)
+            await self._lives.prompt(self._published.number)
 
     async def until_empty(self, id: str) -> None:
         """Returns when nothing is under way on an instance that is given nothing new, or it has gone."""
@@ -291,7 +296,17 @@ class FrontDoors:
 
         counters = self._counters
         while self._lives is not None and not all(  # noqa: ASYNC110 - other processes write there
-            counters.obeyed(worker.row) is Asked.DRAIN and not counters.requests(worker.row)
-            for worker in self._lives.serving
+            counters.obeyed(row) is Asked.DRAIN and not counters.requests(row) for row in self._lives.serving
         ):
             await asyncio.sleep(POLL_S)
+
+
+def rows_of(instances: Iterable[Observed]) -> list[Row]:
+    """What front doors are told of instances; of one that has no life yet nothing."""
+    from proxy.workers.wire import Row
+
+    return [
+        Row(one.instance, one.serves, "" if one.serves else one.reason or one.phase.value, one.phase is Phase.DRAINING)
+        for one in instances
+        if one.instance is not None
+    ]

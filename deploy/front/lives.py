@@ -1,63 +1,114 @@
 """The lives of front doors: found or started, followed by another when they end, replaced one by one, ended together.
 
-Whatever becomes of one of them, the socket that all accept from and the memory of their counters stay: no connection is
-refused while one is away. What is said to them is `proxy/workers/hub.py`'s business. One that dies takes its clients'
-connections with it, and nothing else: what it held is released in the counters as soon as it is collected.
+A front door is a process with a row of the shared counters, which one process after the other fills; a supervisor keeps
+it running as it does a stage. Whatever becomes of one of them, the socket that all accept from and the memory of their
+counters stay: no connection is refused while one is away. What is said to them is `proxy/workers/hub.py`'s business.
+One that dies takes its clients' connections with it, and nothing else: what it held is released in the counters as soon
+as it is collected.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import signal
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
-from deploy.front.door import ENDING_S, POLL_S, Door, House, Mark
+from deploy.agent.record import Record
+from deploy.agent.stage_life import Noted, Spawn
+from deploy.agent.supervisor import StageSpec, Supervisor
+from deploy.agent.waits import Patience
+from deploy.front.shared import Shared
+from deploy.host.children import PASSED_FROM, Child, Children
+from deploy.host.environment import module_command
+from deploy.host.processes import signal_process
 from deploy.host.state import State
+from epd_serve.endpoint import unix_url
 from epd_serve.errors import EpdError
 
 if TYPE_CHECKING:
+    from proxy.workers.hub import Worker, WorkerHub
+    from proxy.workers.shared_counters import SharedCounters
     from proxy.workers.wire import Setup
 
+NAME = "front."
 SECTION = "front doors"
 """Of the state."""
 
-SETTLED_S = 10.0
-BACKOFF_S, BACKOFF_MAX_S = 0.1, 10.0
+PATIENCE = Patience(
+    start_s=60.0, poll_s=0.02, backoff_s=0.1, backoff_max_s=10.0, settled_s=10.0, hung_s=30.0, stop_grace_s=0.0
+)
+ENDING_S = 5.0
+"""Beyond the grace that requests in flight get."""
+
 PROMPT_S = 2.0
 """Within which a front door takes in what it is told, or is taken for hung."""
 
+POLL_S = 0.02
 
-class _Noted(msgspec.Struct, frozen=True, array_like=True):
+
+class Mark(StrEnum):
+    """What is to become of a process."""
+
+    STAYS = "stays"
+    OUTDATED = "outdated"  # another one is to take its place
+    RETIRED = "retired"  # it was told to end when its requests have, and nobody follows it
+
+
+class Door(msgspec.Struct, eq=False):
+    """What is written down of one. `row`: of the counters. `record`: of its lives."""
+
     row: int
-    pid: int
-    born_ticks: int
-    mark: Mark
+    record: Record = msgspec.field(default_factory=Record)
+    mark: Mark = Mark.STAYS
+
+    @property
+    def name(self) -> str:
+        return f"{NAME}{self.row}"
+
+
+@dataclass(frozen=True)
+class House:
+    """What all of them are made of.
+
+    Attributes:
+        environment: of the processes. grace_s: how long requests may go on in one that is told to end.
+    """
+
+    children: Children
+    state: State
+    hub: WorkerHub
+    shared: Shared
+    counters: SharedCounters
+    environment: Mapping[str, str]
+    grace_s: float
 
 
 class FrontLives:
-    """Keeps a number of front doors alive.
+    """Keeps a number of front doors alive. A `deploy.agent.supervisor.StageEvents`.
 
     Args:
-        state: has what is known of the processes from one life of this one to the next.
         say: takes a line for the operator.
 
     Attributes:
         setup: what those are told that start from now on.
     """
 
-    def __init__(self, house: House, state: State, setup: Setup, *, say: Callable[[str], None]) -> None:
+    def __init__(self, house: House, setup: Setup, *, say: Callable[[str], None]) -> None:
         self.setup = setup
-        self._house = replace(house, note=self._note)
-        self._state = state
+        self._house = house
         self._say = say
-        self._doors: dict[Door, asyncio.Task[None]] = {}
-        self._group = asyncio.TaskGroup()
-        self._ending = False
+        self._folder = Path(house.shared.feed.getsockname()).parent
+        self._supervisor = Supervisor(self, PATIENCE, start=self._start)
+        self._doors: dict[str, Door] = {}
+        self._workers: dict[str, Worker] = {}
+        self._gone = asyncio.Event()
         self._found = asyncio.Event()
         self._replacing = asyncio.Lock()
 
@@ -68,22 +119,22 @@ class FrontLives:
             EpdError: one did not get as far as serving when it was started first.
         """
         try:
-            async with self._group:
-                self._find()
-                await self._house.hub.start()  # not before: who is found says hello
-                while len(self._staying) < self._house.shared.workers:
-                    self._open()
-                self._found.set()
-                if self._marked(Mark.OUTDATED):
-                    self._group.create_task(self._go_on_replacing())
-                await self.begun()
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+            self._find()
+            await self._house.hub.start()  # not before: who is found watches again
+            while len(self._staying) < self._house.shared.workers:
+                self._open()
+            self._found.set()
+            await self.begun()
+            if self._marked(Mark.OUTDATED):
+                await self._go_on_replacing()
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await self._supervisor.leave()
 
     async def begun(self) -> None:
         """Wait until all of them have served. Raises EpdError."""
         await self._found.wait()
-        await asyncio.gather(*(asyncio.shield(door.begun) for door in self._staying))
+        await asyncio.gather(*(self._supervisor.answered(door.name) for door in self._staying))
 
     async def replace(self) -> None:
         """Each in its turn by another one, which serves before its predecessor leaves and lets its requests end.
@@ -93,7 +144,8 @@ class FrontLives:
         """
         await self._found.wait()
         for door in self._staying:
-            door.becomes(Mark.OUTDATED)
+            door.mark = Mark.OUTDATED
+        self._note()
         await self._replace_outdated()
 
     @property
@@ -103,106 +155,161 @@ class FrontLives:
     async def prompt(self, number: int) -> None:
         """Wait until none goes by an older roster than that of this number. Who does for too long is killed."""
         until = time.monotonic() + PROMPT_S
-        while late := [door.worker for door in self._doors if door.is_late(number) and door.worker is not None]:
+        while late := [door for door in self._doors.values() if self._is_late(door, number)]:
             if time.monotonic() > until:
-                for worker in late:
-                    worker.trouble = f"it has not taken in the roster within {PROMPT_S:g} s"
-                    worker.changed.set()
+                for door in late:
+                    self._say(f"{door.name} has not taken in the roster within {PROMPT_S:g} s")
+                    signal_process(door.record.pid, signal.SIGKILL)
+                until = float("inf")
             await asyncio.sleep(POLL_S / 4)
 
     async def end(self) -> None:
         """All of them gracefully; none is followed by another. `run` is to be cancelled after that."""
-        self._ending = True
-        for door in self._doors:
-            door.retired.set()
-        tasks = [*self._doors.values()]
-        await asyncio.gather(*(door.end() for door in self._doors))
-        if tasks:  # they collect, where `run` goes on
-            await asyncio.wait(tasks, timeout=ENDING_S)
+        await asyncio.gather(*(self._end(door) for door in tuple(self._doors.values())))
 
     @property
-    def serving(self) -> list[Door]:
-        """Those that take connections."""
-        return [door for door in self._doors if door.worker is not None and door.worker.serving]
+    def serving(self) -> list[int]:
+        """Rows of those that take connections."""
+        return [worker.row for worker in self._workers.values() if worker.serving]
 
     @property
     def pids(self) -> dict[str, int]:
-        return {door.name: door.child.pid for door in self._doors if door.child is not None}
+        return {door.name: door.record.pid for door in self._doors.values() if door.record.pid}
 
     def _marked(self, mark: Mark) -> list[Door]:
-        return [door for door in self._doors if door.mark is mark]
+        return [door for door in self._doors.values() if door.mark is mark]
 
     @property
     def _staying(self) -> list[Door]:
-        return [door for door in self._doors if door.mark is not Mark.RETIRED]
+        return [door for door in self._doors.values() if door.mark is not Mark.RETIRED]
+
+    def _is_late(self, door: Door, number: int) -> bool:
+        """Whether its process may go by an older roster than that of this number."""
+        worker = self._workers.get(door.name)
+        return worker is not None and worker.told and self._house.counters.roster(door.row) < number
+
+    # --- what is written down -------------------------------------------------------------------------------------
 
     def _find(self) -> None:
-        """Those that an earlier life of this process has started. Who of them has ended meanwhile is settled."""
-        from proxy.workers.shared_ledger import settle
-
-        noted = msgspec.msgpack.decode(self._state.read(SECTION) or b"\x90", type=list[_Noted])
-        for one in noted:
-            child = self._house.children.adopt(one.pid, one.born_ticks)
-            if child.poll() is not None:
-                settle(self._house.counters, one.row)
-            else:
-                self._keep(Door(self._house, one.row, child, one.mark))
-        for door in self._marked(Mark.RETIRED):
-            door.retire()  # it may not have been told
+        """Those that a life of this process before has started. Who of them has ended meanwhile is settled."""
+        for door in msgspec.msgpack.decode(self._house.state.read(SECTION) or b"\x90", type=list[Door]):
+            self._doors[door.name] = door
+            process = self._house.children.adopt(door.record.pid, door.record.born_ticks) if door.record.pid else None
+            if process is not None:
+                self._expect(door, told=self._house.counters.roster(door.row) > 0)
+            self._keep(door, process)
+            if door.mark is Mark.RETIRED:
+                self._retire(door)  # it may not have been told
 
     def _note(self) -> None:
-        there = [(door, door.child) for door in self._doors if door.child is not None]
-        noted = [_Noted(door.row, child.pid, child.born_ticks, door.mark) for door, child in there]
-        self._state.write(SECTION, msgspec.msgpack.encode(noted))
+        self._house.state.write(SECTION, msgspec.msgpack.encode(list(self._doors.values())))
 
-    def _open(self) -> Door:
-        taken = {door.row for door in self._doors}
-        door = Door(self._house, next(row for row in range(self._house.counters.rows) if row not in taken))
-        self._keep(door)
-        return door
+    # --- one of them ----------------------------------------------------------------------------------------------
 
-    def _keep(self, door: Door) -> None:
-        self._doors[door] = self._group.create_task(self._kept(door), name=f"front door {door.row}")
+    def _open(self) -> None:
+        taken = {door.row for door in self._doors.values()}
+        door = Door(next(row for row in range(self._house.counters.rows) if row not in taken))
+        self._doors[door.name] = door
+        self._keep(door, None)
 
-    async def _kept(self, door: Door) -> None:
-        failures = 0
-        while not self._ending:
-            served_s, reason = await door.live(self.setup)
-            if not (door.begun.done() or door.adopted or self._ending):
-                door.begun.set_exception(EpdError(f"{door.name} did not start: {reason}"))
-                break
-            if door.mark is Mark.RETIRED or self._ending:
-                break
-            failures = 0 if served_s >= SETTLED_S else failures + 1
-            delay_s = min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(failures - 1, 16)) if failures else 0.0
-            self._say(f"{door.name} ended: {reason}; another starts in {delay_s:.1f} s")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay_s):
-                    await door.retired.wait()
-                    break
-            if door.mark is Mark.OUTDATED:  # the next one is not
-                door.mark = Mark.STAYS
-        self._doors.pop(door, None)
+    def _keep(self, door: Door, process: Child | None) -> None:
+        feed, own = self._house.shared.feed.getsockname(), self._folder / f"{door.name}.sock"
+        passed = (str(PASSED_FROM + at) for at in range(2))
+        command = Spawn(
+            module_command("deploy.front.process", feed, str(door.row), str(own), *passed), self._house.environment
+        )
+        log = self._folder / f"{door.name}.log"
+        spec = StageSpec(
+            door.name, unix_url(own), log, lambda incarnation: command, what="front door", ends_by=signal.SIGINT
+        )
+        self._supervisor.add(spec, door.record, process)
+
+    async def _start(self, command: Spawn, log: BinaryIO, noted: Noted) -> Child:
+        """A `deploy.agent.stage_life.Start`."""
+        passed = (self._house.shared.listening.fileno(), self._house.shared.memory)
+        return await self._house.children.spawn(
+            command.argv, command.env, output=log.fileno(), passed=passed, noted=noted
+        )
+
+    def _retire(self, door: Door) -> None:
+        """Its requests may end, and nobody is to follow."""
+        door.mark = Mark.RETIRED
+        self._note()
+        self._supervisor.retire(door.name)
+        if door.record.pid:
+            signal_process(door.record.pid, signal.SIGTERM)
+
+    async def _end(self, door: Door) -> None:
+        await self._supervisor.remove(door.name, self._house.grace_s + ENDING_S)
+        self._collected(door.name)
+
+    def _expect(self, door: Door, *, told: bool = False) -> None:
+        own = unix_url(self._folder / f"{door.name}.sock")
+        worker = self._workers[door.name] = self._house.hub.expect(door.row, own, self.setup)
+        worker.told, worker.serving = told, bool(door.record.up_at)
+
+    def _collected(self, name: str) -> None:
+        """Nothing of its process is left."""
+        from proxy.workers.shared_ledger import settle
+
+        if (worker := self._workers.pop(name, None)) is not None:
+            self._house.hub.ended(worker)
+            settle(self._house.counters, worker.row)
+
+    # --- what the supervisor says ---------------------------------------------------------------------------------
+
+    def before_spawn(self, stage: str, incarnation: str) -> None:
+        (self._folder / f"{stage}.sock").unlink(missing_ok=True)
+        if self._doors[stage].mark is Mark.OUTDATED:  # another one it is
+            self._doors[stage].mark = Mark.STAYS
+        self._expect(self._doors[stage])
+
+    def spawned(self, stage: str, pid: int) -> None:
+        self._note()
+
+    def phase(self, stage: str, phase: str) -> None:
+        """It has none worth telling."""
+
+    def up(self, stage: str, incarnation: str, seconds: float) -> None:
+        self._workers[stage].serving = True
+        self._note()
+
+    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
+        if retry_in_s is not None:
+            self._collected(stage)
+            self._say(f"{stage} ended: {reason}; another starts in {retry_in_s:.1f} s")
+        self._note()
+
+    def over(self, stage: str, reason: str) -> None:
+        self._collected(stage)
+        del self._doors[stage]
+        self._note()
+        self._gone.set()
+
+    # --- one after the other --------------------------------------------------------------------------------------
 
     async def _replace_outdated(self) -> None:
         async with self._replacing:
             try:
                 while outdated := self._marked(Mark.OUTDATED):
-                    await self._end_retired()
+                    await self._retired()
                     if len(self._staying) <= self._house.shared.workers:
                         self._open()
-                    await asyncio.gather(*(asyncio.shield(door.begun) for door in self._marked(Mark.STAYS)))
-                    outdated[0].retire()
-                    await self._end_retired()
+                    fresh = self._marked(Mark.STAYS)
+                    await asyncio.gather(*(self._supervisor.answered(door.name) for door in fresh))
+                    self._retire(outdated[0])
+                    await self._retired()
             except EpdError:
                 for door in self._marked(Mark.OUTDATED):
-                    door.becomes(Mark.STAYS)
+                    door.mark = Mark.STAYS
+                self._note()
                 raise
 
-    async def _end_retired(self) -> None:
-        """Wait until there is a free row: one that was retired has been collected."""
-        for door in self._marked(Mark.RETIRED):
-            await asyncio.wait([self._doors[door]])
+    async def _retired(self) -> None:
+        """Wait until there is a free row: those that were retired have been collected."""
+        while self._marked(Mark.RETIRED):
+            self._gone.clear()
+            await self._gone.wait()
 
     async def _go_on_replacing(self) -> None:
         try:

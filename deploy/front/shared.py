@@ -12,11 +12,19 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from deploy.host.ports import BACKLOG
+from deploy.host.state import State
+from epd_serve.instances import IncarnationId
 
 if TYPE_CHECKING:
     from proxy.config.settings import ProxySettings
     from proxy.workers.shared_counters import SharedCounters
+    from proxy.workers.shared_ledger import SharedLedger
+
+SLOTS = "slots"
+"""The section of the state."""
 
 RATE_S = 1.0
 """For so long is counted how many requests come."""
@@ -66,6 +74,42 @@ class Shared:
         from proxy.workers.shared_ledger import COUNTS
 
         return SharedCounters(mmap.mmap(self.memory, 0), self.workers + 1, COUNTS)
+
+
+class Slots:
+    """Which slot of the counters each life of an instance is counted in, from one life of this process to the next."""
+
+    def __init__(self, state: State, ledger: SharedLedger, slots: int) -> None:
+        self._state = state
+        self._ledger = ledger
+        self._slots = slots
+        self._taken = msgspec.msgpack.decode(state.read(SLOTS) or b"\x80", type=dict[str, int])
+        for name, slot in self._taken.items():
+            self._ledger.place(_id_of(name), slot)
+
+    def __call__(self, incarnation_id: IncarnationId) -> int:
+        """Of a new one: a slot that nobody has, or of whom nothing is held any more."""
+        name = "\0".join(incarnation_id)
+        if name not in self._taken:
+            if len(self._taken) == self._slots:
+                self._give_back()
+            taken = set(self._taken.values())
+            self._taken[name] = next(slot for slot in range(self._slots) if slot not in taken)
+            self._ledger.place(incarnation_id, self._taken[name])
+            self._state.write(SLOTS, msgspec.msgpack.encode(self._taken))
+        return self._taken[name]
+
+    def _give_back(self) -> None:
+        """Those of past lives of each instance that are held no more."""
+        present = {_id_of(name)[0]: name for name in self._taken}  # the latest of each
+        for name in [name for name in self._taken if name not in present.values()]:
+            if not self._ledger.total(_id_of(name)).held:
+                del self._taken[name]
+
+
+def _id_of(name: str) -> IncarnationId:
+    id, incarnation = name.split("\0")
+    return id, incarnation
 
 
 async def pausable_s(settings: ProxySettings, counters: SharedCounters) -> float:

@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from epd_serve.lifeline import die_with_parent
 
 
-def parent_death_exec(argv: Sequence[str], by: signal.Signals = signal.SIGKILL, *, parent: int = 0) -> tuple[str, ...]:
-    """Returns what follows `python -m`, for `argv` to get the signal `by` when its parent dies: `parent`, or 0 for this
-    process.
+def parent_death_exec(argv: Sequence[str], by: signal.Signals = signal.SIGKILL) -> tuple[str, ...]:
+    """Returns what follows `python -m`, for `argv` to get the signal `by` when its parent dies: this process.
 
     To be started where `deploy` can be imported, and from the main thread: the kernel's parent is a thread.
     """
-    return ("deploy.host.parent_death_exec", str(parent or os.getpid()), by.name, *argv)
+    return ("deploy.host.parent_death_exec", str(os.getpid()), by.name, *argv)
 
 
 def main() -> None:

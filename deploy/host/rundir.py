@@ -5,13 +5,13 @@
                            groups.jsonl     one line per process group that was ever started: stages, Mooncake's master
                            peers.json       who is there, for the stages, see epd_serve/peers.py
                            pool.json        addresses of the MM Store's second tier, where there is one
-                           wanted.json      layouts that were wanted (deploy/control/journal.py), and other notes of the
-                                            controller (deploy/launch/life.py)
                            admin.sock       where commands are given (deploy/cli/change.py)
                            node.sock        where a node is asked (deploy/runtime/node_api.py)
                            node.json        which node of which deployment this is (deploy/node/start.py)
                            node.log, key    of a node process: its log, the key of its deployment
-                           feed             where front doors hear of the instances (proxy/workers/wire.py)
+                           feed             where front doors hear of the instances (proxy/workers/hub.py)
+                           front.<n>.sock, front.<n>.log   of a front door: where it is asked, its log
+                           template.sock, template.log     of the template of the stages
                            <instance>.log, and its sockets (.http, .events, .load, .kv, .kvw<rank>,
                            .kvnews<rank>, .features<rank>)
                            <instance>.traffic, see epd_serve/engine/traffic.py

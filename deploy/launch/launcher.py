@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from deploy.agent.pool_master import mooncake_command
+from deploy.agent.second_tier import MasterCommand, mooncake_command
 from deploy.agent.setup import AgentSetup
 from deploy.agent.waits import Patience
 from deploy.front.shared import Shared
@@ -36,7 +36,6 @@ from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
 from deploy.plan.proxy_settings import build_proxy_settings, check_certificate
 from epd_serve.stage_plan import StageCommand, StagePlan
-from store.mooncake.master import MasterSettings
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Launch:
 
     blueprint: Blueprint
     command_of: Callable[[StagePlan], StageCommand] = command_of
-    master_command_of: Callable[[MasterSettings], tuple[str, ...]] = mooncake_command
+    master_command_of: MasterCommand = mooncake_command
     patience: Patience = field(default_factory=Patience)
 
     def run(self) -> int:
@@ -82,7 +81,7 @@ class Launch:
             commands.listen(BACKLOG)
             agent = AgentSetup.of(run, self.blueprint, self.command_of, self.master_command_of, self.patience)
             shared = Shared.of(listening, feed, config.workers)
-            mooncake = bool(agent.master_address) or config.kv_transport == "mooncake"
+            mooncake = bool(agent.tier.address) or config.kv_transport == "mooncake"
             setup = ControlSetup(agent, keys, shared, admin, commands, mooncake, screen, started)
 
             def take_down() -> None:

@@ -126,7 +126,7 @@ class _Node:
             stack.callback(run.remove)
             _log_to(run.log(LOG))
             agent = self._agent_setup(run)
-            told = replace(self._told(run), warnings=warnings, master=agent.master_address)
+            told = replace(self._told(run), warnings=warnings, master=agent.tier.address)
             return self._keep(stack, run, agent, told)
 
     def _run_of_our_own(self) -> RunDir | NodeRun:

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from deploy.agent.pool_master import mooncake_command
+from deploy.agent.second_tier import MasterCommand, mooncake_command
 from deploy.agent.waits import Patience
 from deploy.node.front import FrontSetup
 from deploy.options.engines import command_of
@@ -14,7 +14,6 @@ from deploy.plan.blueprint import Blueprint
 from epd_serve import __version__
 from epd_serve.errors import ConfigError
 from epd_serve.stage_plan import StageCommand, StagePlan
-from store.mooncake.master import MasterSettings
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class NodeSetup:
     run_root: str = ""
     patience: Patience = field(default_factory=Patience)
     command_of: Callable[[StagePlan], StageCommand] = command_of
-    master_command_of: Callable[[MasterSettings], tuple[str, ...]] = mooncake_command
+    master_command_of: MasterCommand = mooncake_command
 
     def packed(self) -> bytes:
         """For a process of the same version of this program."""

@@ -237,6 +237,11 @@ class InstanceTable:
         state = self._states.get(instance_id)
         return state is not None and state.instance.incarnation == incarnation and state.healthy_since is not None
 
+    def is_up(self, instance_id: str) -> bool:
+        """Whether it gets requests; one that is not known gets none."""
+        state = self._states.get(instance_id)
+        return state is not None and state.up
+
     def step_budgets(self, instance_id: str) -> tuple[int, int]:
         """Prompt and item tokens that its last step was let have, as it says; zeros where it is held to no SLO."""
         state = self._states.get(instance_id)

@@ -8,18 +8,16 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 
 from proxy.background import Background
 from proxy.redact import redact_logs
 from proxy.server.http_protocol import FrontProtocol
 from proxy.server.idle_clients import IdleClients, IdleTimeouts
 from proxy.server.shared_listener import SharedListener
-
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
 
 BACKLOG = 2048
 IDLE_TIMEOUTS = IdleTimeouts()

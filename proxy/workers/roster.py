@@ -1,4 +1,4 @@
-"""How workers learn of the deployment: the parent's table keeps a roster for them, a worker's table takes it in.
+"""How workers learn of the deployment: whoever decides publishes a roster, a worker's table takes it in.
 
 Only what the parent says travels (which instances there are, whether they answer, drain, or new requests wait). What
 the stages say of themselves every process hears itself, and what requests hold is in the shared counters.
@@ -7,82 +7,83 @@ the stages say of themselves every process hears itself, and what requests hold 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-from epd_serve.instances import Instance
+from msgspec.structs import replace
+
+from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from proxy.registry.table import InstanceTable
 from proxy.workers.wire import Roster, Row
 
 
-class ParentTable(InstanceTable):
-    """An instance table that calls `on_change` when its roster is another one than before.
+class Publisher:
+    """The roster, and a table of this process that goes by it.
 
     Args:
-        after: the largest number of a roster that another table before this one has given.
-        options: those of `InstanceTable`.
+        slot_of: where an incarnation is counted.
+        after: the largest number of a roster that somebody before has published.
+        goes_on: workers have used the links between those that serve at first already.
 
     Attributes:
         number: of the present roster; 0 while nobody has said anything, and there is none.
+        on_change: called when it is another one.
+        leaving: ids that are given nothing new by `drain`.
     """
 
-    def __init__(self, *, after: int = 0, **options: Any) -> None:
-        super().__init__(**options)
-        self._after = after
-        self._published: dict[str, tuple[Instance, bool, str]] = {}
+    def __init__(
+        self,
+        table: InstanceTable,
+        slot_of: Callable[[IncarnationId], int] = lambda _: 0,
+        *,
+        after: int = 0,
+        goes_on: bool = False,
+    ) -> None:
         self.number = 0
         self.on_change: Callable[[], None] = lambda: None
+        self.leaving: frozenset[str] = frozenset()
+        self._table = table
+        self._follower = WorkerRoster(table)
+        self._slot_of = slot_of
+        self._after = after
+        self._goes_on = goes_on
+        self._said: tuple[Row, ...] = ()
+        self._rows: tuple[Row, ...] = ()
+        self._wanted: frozenset[Role] = frozenset()
 
-    def apply(self, instance: Instance, *, up: bool = True) -> None:
-        super().apply(instance, up=up)
-        row = self._published.get(instance.id)
-        if row is not None and row[0].incarnation == instance.incarnation:
-            self._tell(instance, *row[1:])
-        else:
-            self._tell(instance, up, "" if up else "starting")
+    def publish(self, rows: Iterable[Row], wanted: Iterable[Role]) -> None:
+        """Everything that there is, and the roles that there are to be."""
+        self._said = tuple(rows)
+        self.leaving &= {row.instance.id for row in self._said}
+        self._tell(frozenset(wanted))
 
-    def mark_up(self, instance_id: str) -> None:
-        super().mark_up(instance_id)
-        self._tell(self._published[instance_id][0], True, "")
+    def drain(self, id: str, draining: bool = True) -> None:
+        """Give an instance nothing new, until it is taken back or gone; what it has goes on."""
+        self.leaving = self.leaving | {id} if draining else self.leaving - {id}
+        self._tell(self._wanted)
 
-    def mark_down(self, instance_id: str, reason: str, *, incarnation: str | None = None) -> None:
-        super().mark_down(instance_id, reason, incarnation=incarnation)
-        instance = self._published[instance_id][0]
-        if incarnation is None or incarnation == instance.incarnation:
-            self._tell(instance, False, reason)
-
-    def remove(self, instance_id: str) -> None:
-        super().remove(instance_id)
-        del self._published[instance_id]
-        self._changed()
-
-    def drain(self, instance_id: str, draining: bool = True) -> None:
-        if self._states[instance_id].draining is not draining:
-            super().drain(instance_id, draining)
-            self._changed()
-
-    def want(self, roles: Iterable[Role]) -> None:
-        before = self._wanted
-        super().want(roles)
-        if self._wanted != before or not self.number:
-            self._changed()
-
-    def pause_for(self, duration_s: float) -> None:
-        super().pause_for(duration_s)
+    def pause(self, seconds: float) -> None:
+        """Have new requests wait for so long at most."""
+        self._table.pause_for(seconds)
         self._changed()
 
     def roster(self, down: Mapping[str, str]) -> Roster:
-        """What workers are to know; instances in order. `down`: tasks of this process that do not run, and why."""
-        rows = tuple(
-            Row(instance, healthy, reason, self._states[instance.id].up, self._states[instance.id].draining)
-            for instance, healthy, reason in self._published.values()
-        )
-        return Roster(self.number, rows, self._wanted, self.pause.left_s, dict(down))
+        """What workers are to know. `down`: tasks of this process that do not run, and why."""
+        rows = tuple(replace(row, served=self._table.is_up(row.instance.id)) for row in self._rows)
+        return Roster(self.number, rows, self._wanted, self._table.pause.left_s, dict(down))
 
-    def _tell(self, instance: Instance, healthy: bool, reason: str) -> None:
-        row = (instance, healthy, reason)
-        if self._published.get(instance.id) != row:  # a poller repeats itself every second
-            self._published[instance.id] = row
+    def _tell(self, wanted: frozenset[Role]) -> None:
+        rows = tuple(
+            replace(
+                row,
+                draining=row.draining or row.instance.id in self.leaving,
+                slot=self._slot_of(row.instance.incarnation_id),
+                served=self._goes_on,
+            )
+            for row in self._said
+        )
+        if (rows, wanted) != (self._rows, self._wanted) or not self.number:
+            self._rows, self._wanted = rows, wanted
+            self._follower.take_in(Roster(0, rows, wanted, self._table.pause.left_s))
             self._changed()
 
     def _changed(self) -> None:
@@ -91,14 +92,14 @@ class ParentTable(InstanceTable):
 
 
 class WorkerRoster:
-    """Keeps a worker's table as the last roster says."""
+    """Keeps a table as the last roster says."""
 
     def __init__(self, table: InstanceTable) -> None:
         self._table = table
         self._rows: dict[str, Row] = {}
 
     def take_in(self, roster: Roster) -> None:
-        """Takes in the latest roster, in the worker's event loop. An instance that is new here and serves elsewhere
+        """Takes in the latest roster, in the table's event loop. An instance that is new here and serves elsewhere
         serves here at once."""
         now = {row.instance.id: row for row in roster.rows}
         for gone in self._rows.keys() - now.keys():

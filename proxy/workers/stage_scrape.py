@@ -10,15 +10,13 @@ import asyncio
 import re
 import time
 from collections.abc import Iterable, Mapping
-from functools import partial
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from epd_serve import endpoint
 from epd_serve.instances import Instance
 from proxy.metrics import LabelledCounter
 from proxy.registry.table import InstanceTable
-from proxy.stages.connection import Connection
+from proxy.workers.ask import RefusedError, TooLargeError, ask
 
 ASK_S = 1.0
 FRESH_S = 1.0
@@ -85,38 +83,19 @@ class StageScrape:
     async def _ask(self, instance: Instance) -> bytes | None:
         """What it says; None, and a count, where it does not."""
         try:
-            async with asyncio.timeout(ASK_S):
-                return await self._get(instance)
+            return await ask(
+                instance.url, "/metrics", headers=self._authorization, within_s=ASK_S, most_bytes=MAX_BYTES
+            )
         except TimeoutError:
             cause = "late"
+        except RefusedError:
+            cause = "error"
         except OSError:
             cause = "unreachable"
-        except _MissedError as missed:
-            cause = str(missed)
+        except TooLargeError:
+            cause = "too_large"
         self._missed.labels(instance.id, cause).inc()
         return None
-
-    async def _get(self, instance: Instance) -> bytes:
-        """Raises OSError, _MissedError."""
-        address = endpoint.for_http(instance.url)
-        head = f"GET {address.path.rstrip('/')}/metrics HTTP/1.1\r\nhost: {address.netloc}\r\n{self._authorization}\r\n"
-        _, connection = await endpoint.connect(instance.url, partial(Connection, _forget))
-        try:
-            await connection.send(head.encode(), b"")
-            if await connection.head() != 200:
-                raise _MissedError("error")
-            text = b""
-            while chunk := await connection.read():
-                text += chunk
-                if len(text) > MAX_BYTES:
-                    raise _MissedError("too_large")
-            return text
-        finally:
-            connection.close()
-
-
-class _MissedError(Exception):
-    """Says the cause."""
 
 
 def merged(texts: Mapping[str, bytes]) -> tuple[bytes, set[str]]:
@@ -152,7 +131,3 @@ def merged(texts: Mapping[str, bytes]) -> tuple[bytes, set[str]]:
 
 def _family(head: Mapping[bytes, bytes], lines: Iterable[bytes]) -> bytes:
     return b"\n".join((*(head[kind] for kind in (b"HELP", b"TYPE") if kind in head), *lines, b""))
-
-
-def _forget(_: Connection) -> None:
-    """It was used once."""

@@ -1,13 +1,12 @@
-"""What front doors and whoever feeds them tell each other, and the frames it travels in.
+"""What proxy workers are told by whoever feeds them, and the frames it travels in: the answer to `GET /watch`.
 
-A front door connects to a socket in the run directory and says which one it is; again when the connection has ended.
 Both ends come from one start of one program, so there are no versions here. Nothing is pickled: settings and instances
 are checked again where they are decoded.
 """
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,8 +17,6 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.config.keys import ApiKeys
 from proxy.config.settings import ProxySettings
-from proxy.page.observed import Seen
-from proxy.records.records import Question, RecordsAnswer
 
 MAX_FRAME_BYTES = 16 << 20
 _LENGTH_BYTES = 4
@@ -43,22 +40,21 @@ class Row(msgspec.Struct, frozen=True):
 
     Attributes:
         healthy: it answers. reason: why not.
-        served: the parent has seen its KV links used, so a worker that starts later need not wait for them.
         draining: it is given nothing new.
+        served: the parent has seen its KV links used, so a worker that starts later need not wait for them.
+        slot: of the shared counters, where its present life is counted.
     """
 
     instance: Instance
     healthy: bool
-    reason: str
-    served: bool
+    reason: str = ""
     draining: bool = False
-
-
-# From the parent.
+    served: bool = False
+    slot: int = 0
 
 
 class Setup(msgspec.Struct, tag=True, frozen=True):
-    """Answers `Hello`. What a front door is told so the first time holds as long as it lives.
+    """Comes first. What a worker is told so the first time holds as long as it lives.
 
     Attributes:
         rows: of the shared counters.
@@ -96,83 +92,8 @@ class Keys(msgspec.Struct, tag=True, frozen=True):
     keys: ApiKeys
 
 
-class CountsQuery(msgspec.Struct, tag=True, frozen=True):
-    """Say what you have counted. Asked regularly, so that it is known of a worker that dies, and of one that hangs."""
-
-    number: int
-
-
-class RecordsQuery(msgspec.Struct, tag=True, frozen=True):
-    """What do you know of requests?"""
-
-    number: int
-    question: Question
-
-
-class TotalReply(msgspec.Struct, tag=True, frozen=True):
-    """Answers a worker's `TotalQuery` of that number.
-
-    Attributes:
-        counts: of all workers together. more: Prometheus text of what no worker counts.
-    """
-
-    number: int
-    counts: list[Family]
-    more: bytes
-
-
-class SeenReply(msgspec.Struct, tag=True, frozen=True):
-    """Answers a `SeenQuery` of that number."""
-
-    number: int
-    seen: Seen
-
-
-# From a worker.
-
-
-class Hello(msgspec.Struct, tag=True, frozen=True):
-    """The first message. `row`: of the shared counters, where it counts."""
-
-    row: int
-
-
-class Serving(msgspec.Struct, tag=True, frozen=True):
-    """It takes connections from now on."""
-
-
-class CountsReply(msgspec.Struct, tag=True, frozen=True):
-    """Answers a `CountsQuery`."""
-
-    number: int
-    counts: list[Family]
-
-
-class RecordsReply(msgspec.Struct, tag=True, frozen=True):
-    """Answers a `RecordsQuery`."""
-
-    number: int
-    answer: RecordsAnswer
-
-
-class TotalQuery(msgspec.Struct, tag=True, frozen=True):
-    """What have all workers counted, with this one's counts as given?"""
-
-    number: int
-    counts: list[Family]
-
-
-class SeenQuery(msgspec.Struct, tag=True, frozen=True):
-    """What do all front doors know, as of `proxy.page.observed.Observe`?"""
-
-    number: int
-    question: Question
-    whole: bool
-
-
 Message = TypeVar("Message")
-FromParent = Setup | Roster | Keys | CountsQuery | RecordsQuery | TotalReply | SeenReply
-FromWorker = Hello | Serving | CountsReply | RecordsReply | TotalQuery | SeenQuery
+Told = Setup | Roster | Keys
 
 
 def _plain(value: Any) -> Any:
@@ -188,17 +109,35 @@ def _restored(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-from_parent: msgspec.msgpack.Decoder[FromParent] = msgspec.msgpack.Decoder(FromParent, dec_hook=_restored)
-from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_told: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told, dec_hook=_restored)
 _settings: msgspec.msgpack.Decoder[ProxySettings] = msgspec.msgpack.Decoder(ProxySettings, dec_hook=_restored)
 
 
-def frame(message: FromParent | FromWorker) -> bytes:
+def frame(message: Told) -> bytes:
     """The bytes of one message, its length before it. Raises FeedError when it is too large."""
     raw = _encoder.encode(message)
     if len(raw) > MAX_FRAME_BYTES:
         raise FeedError(f"a {type(message).__name__} of {len(raw):,} bytes; {MAX_FRAME_BYTES:,} may travel")
     return len(raw).to_bytes(_LENGTH_BYTES, "big") + raw
+
+
+class Frames:
+    """Puts messages together from the pieces in which they come."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def take(self, piece: bytes) -> Iterator[Told]:
+        """Those that are whole now. Raises FeedError."""
+        self._rest += piece
+        while len(self._rest) >= _LENGTH_BYTES:
+            length = int.from_bytes(self._rest[:_LENGTH_BYTES], "big")
+            if length > MAX_FRAME_BYTES:
+                raise FeedError(f"a frame of {length:,} bytes; {MAX_FRAME_BYTES:,} may travel")
+            if len(self._rest) < _LENGTH_BYTES + length:
+                return
+            raw, self._rest = self._rest[_LENGTH_BYTES : _LENGTH_BYTES + length], self._rest[_LENGTH_BYTES + length :]
+            yield decoded(raw, _told)
 
 
 def decoded(raw: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
@@ -207,17 +146,6 @@ def decoded(raw: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
         return decoder.decode(raw)
     except msgspec.DecodeError as error:
         raise FeedError(f"not a message: {error}") from error
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The next message's bytes; None when the other end has gone. Raises FeedError on one that is too large."""
-    try:
-        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-        if length > MAX_FRAME_BYTES:
-            raise FeedError(f"a frame of {length:,} bytes; {MAX_FRAME_BYTES:,} may travel")
-        return await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
 
 
 def packed_settings(settings: ProxySettings) -> bytes:

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import mmap
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import Request
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from epd_serve.errors import DeadlineError, OverloadedError
+from epd_serve.endpoint import connect, unix_url
+from epd_serve.errors import DeadlineError
 from proxy.background import Background
 from proxy.errors import most_telling
 from proxy.http.app import create_app
@@ -33,32 +39,13 @@ from proxy.registry.table import InstanceTable
 from proxy.server.shared_listener import SharedListener, most_connections
 from proxy.server.tls import Certificate
 from proxy.server.uvicorn_server import serve
-from proxy.workers.metrics_aggregation import exposition, own_counts
+from proxy.stages.connection import Connection
+from proxy.workers.ask import TooLargeError, ask
+from proxy.workers.metrics_aggregation import own_counts
 from proxy.workers.roster import WorkerRoster
 from proxy.workers.shared_counters import Asked, SharedCounters
 from proxy.workers.shared_ledger import COUNTS, SharedLedger
-from proxy.workers.wire import (
-    CountsQuery,
-    CountsReply,
-    FeedError,
-    FromParent,
-    FromWorker,
-    Hello,
-    Keys,
-    RecordsQuery,
-    RecordsReply,
-    Roster,
-    SeenQuery,
-    SeenReply,
-    Serving,
-    Setup,
-    TotalQuery,
-    TotalReply,
-    decoded,
-    frame,
-    from_parent,
-    read_frame,
-)
+from proxy.workers.wire import FeedError, Frames, Keys, Roster, Setup, Told
 
 logger = logging.getLogger(__name__)
 SUM_S = 5.0
@@ -69,7 +56,7 @@ ALONE_S = 0.1
 """How often it looks at what is asked of it where there are no others."""
 
 RECONNECT_S = 0.2
-MAX_QUESTIONS = 256
+MAX_ANSWER_BYTES = 64 << 20
 
 
 class Feed:
@@ -84,14 +71,12 @@ class Feed:
 
     def __init__(self, path: Path, row: int) -> None:
         self.informed = asyncio.Event()
-        self._path = path
+        self._url = unix_url(path)
         self._row = row
         self._parent = os.getppid()
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._serving = False
-        self._numbers = itertools.count()
-        self._pending: dict[int, asyncio.Future[TotalReply | SeenReply]] = {}
+        self._connection: Connection | None = None
+        self._frames = Frames()
+        self._messages: deque[Told] = deque()
 
     async def connect(self) -> Setup:
         """Connect, however long it takes.
@@ -100,25 +85,24 @@ class Feed:
             FeedError: the parent has gone, which where the kernel says so has ended this process before, or says what
                 no parent says.
         """
+        head = f"GET /watch?row={self._row} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
         while os.getppid() == self._parent:
+            self._frames, self._messages = Frames(), deque()
             with contextlib.suppress(OSError):
-                self._reader, self._writer = await asyncio.open_unix_connection(self._path)
-                self.say(Hello(self._row))
-                if self._serving:
-                    self.say(Serving())
-                if (raw := await read_frame(self._reader)) is not None:
-                    message = decoded(raw, from_parent)
+                _, self._connection = await connect(self._url, partial(Connection, _forget))
+                await self._connection.send(head, b"")
+                if await self._connection.head() == 200 and (message := await self._next()) is not None:
                     if not isinstance(message, Setup):
                         raise FeedError(f"the first message is a {type(message).__name__}")
                     return message
-                self.close()
+            self.close()
             await asyncio.sleep(RECONNECT_S)
         raise FeedError("the parent has gone")
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.transport.abort()
-            self._writer = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     async def listen(self, roster: Callable[[Roster], None], pipeline: Pipeline) -> None:
         """Take in what the parent says, for ever; once connected.
@@ -130,9 +114,7 @@ class Feed:
             FeedError: it says what no parent says.
         """
         while True:
-            assert self._reader is not None, "connected"
-            while (raw := await read_frame(self._reader)) is not None:
-                message = decoded(raw, from_parent)
+            while (message := await self._next()) is not None:
                 with pipeline.background.handling(type(message).__name__):
                     self._take_in(message, roster, pipeline)
             self.close()
@@ -140,7 +122,20 @@ class Feed:
             await self.connect()  # what it is to be like was said when it began
             logger.warning("the feed is back")
 
-    def _take_in(self, message: FromParent, roster: Callable[[Roster], None], pipeline: Pipeline) -> None:
+    async def _next(self) -> Told | None:
+        """None when the other end has gone. Raises FeedError."""
+        assert self._connection is not None, "connected"
+        while not self._messages:
+            try:
+                piece = await self._connection.read()
+            except ConnectionError:
+                return None
+            if not piece:
+                return None
+            self._messages.extend(self._frames.take(piece))
+        return self._messages.popleft()
+
+    def _take_in(self, message: Told, roster: Callable[[Roster], None], pipeline: Pipeline) -> None:
         match message:
             case Roster():
                 pipeline.background.elsewhere = message.down
@@ -148,61 +143,68 @@ class Feed:
                 self.informed.set()
             case Keys(keys):
                 pipeline.callers.go_by(keys)
-            case CountsQuery():
-                self.say(CountsReply(message.number, own_counts(pipeline.metrics.registry)))
-            case RecordsQuery():
-                self.say(RecordsReply(message.number, pipeline.records.look(message.question)))
-            case TotalReply() | SeenReply():
-                waiting = self._pending.get(message.number)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(message)
             case Setup():
                 raise FeedError("a second setup")
 
-    def serves(self) -> None:
-        """It takes connections from now on."""
-        self._serving = True
-        self.say(Serving())
-
-    def say(self, message: FromWorker) -> None:
-        if self._writer is not None:
-            with contextlib.suppress(ConnectionError):  # who reads notices
-                self._writer.write(frame(message))
-
     async def metrics(self, pipeline: Pipeline) -> bytes:
         """Prometheus text of all workers together. Raises as `observe`."""
-        registry = pipeline.metrics.registry
-        reply = await self._asked(lambda number: TotalQuery(number, own_counts(registry)))
-        assert isinstance(reply, TotalReply), "a TotalQuery's answer"
-        return exposition(registry, reply.counts) + reply.more
+        return await self._asked("/metrics")
 
     async def observe(self, question: Question, whole: bool) -> Seen:
         """A `proxy.page.observed.Observe`.
 
         Raises:
-            DeadlineError: the parent does not answer. OverloadedError: too many questions at a time.
+            DeadlineError: the parent does not answer.
         """
-        reply = await self._asked(lambda number: SeenQuery(number, question, whole))
-        assert isinstance(reply, SeenReply), "a SeenQuery's answer"
-        return reply.seen
+        asked = msgspec.msgpack.encode({"question": question, "whole": whole})
+        return msgspec.msgpack.decode(await self._asked("/seen", asked), type=Seen)
 
-    async def _asked(self, query: Callable[[int], TotalQuery | SeenQuery]) -> TotalReply | SeenReply:
-        """Raises as `observe`."""
-        if self._writer is None:
-            raise DeadlineError("the launcher cannot be asked; try again later")
-        if len(self._pending) >= MAX_QUESTIONS:
-            raise OverloadedError("too many questions wait for the launcher; try again later")
-        number = next(self._numbers)
-        answer: asyncio.Future[TotalReply | SeenReply] = asyncio.get_running_loop().create_future()
-        self._pending[number] = answer
+    async def _asked(self, path: str, body: bytes | None = None) -> bytes:
         try:
-            self.say(query(number))
-            async with asyncio.timeout(SUM_S):
-                return await answer
-        except TimeoutError:
-            raise DeadlineError(f"the launcher did not answer within {SUM_S:.0f} s") from None
-        finally:
-            del self._pending[number]
+            return await ask(self._url, path, body=body, within_s=SUM_S, most_bytes=MAX_ANSWER_BYTES)
+        except (OSError, TimeoutError, TooLargeError) as error:
+            raise DeadlineError(f"the launcher cannot be asked ({error or 'too late'}); try again later") from error
+
+
+def _forget(_: Connection) -> None:
+    """It is looked at where it is read."""
+
+
+class Answering:
+    """What this worker answers on a socket of its own: how it is, what it has counted, what it knows of requests.
+
+    Attributes:
+        serving: it takes clients' connections.
+    """
+
+    def __init__(self) -> None:
+        self.serving = False
+        self._pipeline: Pipeline | None = None
+
+    async def serve(self, pipeline: Pipeline, own: socket.socket) -> None:
+        """Until cancelled."""
+        self._pipeline = pipeline
+        routes = [
+            Route("/health", self._health),
+            Route("/counts", self._counts),
+            Route("/records", self._records, methods=["POST"]),
+        ]
+        await serve(Starlette(routes=routes), sockets=[own])
+
+    def serves(self) -> None:
+        self.serving = True
+
+    async def _health(self, request: Request) -> Response:
+        return Response(status_code=200 if self.serving else 503)
+
+    async def _counts(self, request: Request) -> Response:
+        assert self._pipeline is not None
+        return Response(msgspec.msgpack.encode(own_counts(self._pipeline.metrics.registry)))
+
+    async def _records(self, request: Request) -> Response:
+        assert self._pipeline is not None
+        question = msgspec.msgpack.decode(await request.body(), type=Question)
+        return Response(msgspec.msgpack.encode(self._pipeline.records.look(question)))
 
 
 class OwnRow:
@@ -253,11 +255,14 @@ class WorkerSignals:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-async def run_worker(path: Path, row: int, listening: socket.socket, counters: int, signals: WorkerSignals) -> None:
+async def run_worker(
+    path: Path, row: int, own: socket.socket, listening: socket.socket, counters: int, signals: WorkerSignals
+) -> None:
     """Serve until it is told otherwise, or the parent has gone.
 
     Args:
         path: of the parent's socket. row: of the shared counters. counters: descriptor of their memory.
+        own: bound; where the parent asks it.
 
     Raises:
         FeedError: the parent says what no parent says, or has gone.
@@ -265,7 +270,8 @@ async def run_worker(path: Path, row: int, listening: socket.socket, counters: i
     feed = Feed(path, row)
     try:
         setup = await feed.connect()
-        await _serve(feed, setup, listening, SharedCounters(mmap.mmap(counters, 0), setup.rows, COUNTS), row, signals)
+        shared = SharedCounters(mmap.mmap(counters, 0), setup.rows, COUNTS)
+        await _serve(feed, setup, own, listening, shared, row, signals)
     except ExceptionGroup as failed:
         raise most_telling(failed) from None
     finally:
@@ -273,7 +279,13 @@ async def run_worker(path: Path, row: int, listening: socket.socket, counters: i
 
 
 async def _serve(
-    feed: Feed, setup: Setup, listening: socket.socket, counters: SharedCounters, row: int, signals: WorkerSignals
+    feed: Feed,
+    setup: Setup,
+    own: socket.socket,
+    listening: socket.socket,
+    counters: SharedCounters,
+    row: int,
+    signals: WorkerSignals,
 ) -> None:
     ledger = SharedLedger(counters, row)
     table = InstanceTable(ledger=ledger, link_grace_s=setup.link_grace_s)
@@ -289,8 +301,11 @@ async def _serve(
     shared = SharedListener(listening, lambda: counters.least_connections(row), certificate, most_connections())
     own_row = OwnRow(counters, row, ledger, shared, pipeline)
     worker_roster = WorkerRoster(table)
+    answers = Answering()
 
     def take_in(roster: Roster) -> None:
+        for one in roster.rows:
+            ledger.place(one.instance.incarnation_id, one.slot)
         worker_roster.take_in(roster)
         counters.say_roster(row, roster.number)
 
@@ -299,7 +314,7 @@ async def _serve(
         own_row.look()  # what is asked may have been asked before this process was there
         background.start("notes on the board", own_row.keep)
         grace_s = max(setup.grace_s, setup.drain_s)
-        await serve(app, shared=shared, grace_s=grace_s, started=feed.serves, ends=page.end, background=background)
+        await serve(app, shared=shared, grace_s=grace_s, started=answers.serves, ends=page.end, background=background)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -307,7 +322,11 @@ async def _serve(
             def start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
                 return group.create_task(work)
 
-            serving, fed = start(front()), start(feed.listen(take_in, pipeline))
+            serving, fed, answering = (
+                start(front()),
+                start(feed.listen(take_in, pipeline)),
+                start(answers.serve(pipeline, own)),
+            )
             leave, stop = start(signals.leave.wait()), start(signals.stop.wait())
             await asyncio.wait((serving, leave, stop), return_when=asyncio.FIRST_COMPLETED)
             serving.cancel()  # it takes no more connections; what is in flight goes on, and so does the feed
@@ -315,7 +334,7 @@ async def _serve(
                 await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait([serving], timeout=setup.grace_s)
             serving.cancel()
-            for task in (leave, stop, fed):
+            for task in (leave, stop, fed, answering):
                 task.cancel()
     finally:
         await background.stop()

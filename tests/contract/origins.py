@@ -62,7 +62,7 @@ FLAGS = {
     "deploy/options/stage_args.py": "vllm",
     "deploy/plan/identity.py": "vllm",
     "store/mooncake/master.py": "mooncake",
-    "deploy/agent/pool_master.py": "mooncake",
+    "deploy/agent/second_tier.py": "mooncake",
 }
 
 # Functions and tables whose strings are words of a package (attributes, keys): which one. A dot joins two of them.

@@ -1,4 +1,4 @@
-"""A keeper with an agent that a test kills, seen through its socket."""
+"""A root with an agent that a test kills, seen through its socket."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deploy.agent.pool_master import mooncake_command
+from deploy.agent.second_tier import mooncake_command
 from deploy.agent.waits import Patience
 from deploy.launch.launcher import Launch
 from deploy.options import mm_store

@@ -17,7 +17,6 @@ from deploy.agent.setup import AgentSetup
 from deploy.agent.specs import orders
 from deploy.agent.wiring import Net
 from deploy.host.rundir import RunDir
-from deploy.keeper.in_process import InProcess
 from deploy.plan.blueprint import Blueprint
 from deploy.plan.proxy_settings import build_proxy_settings
 from deploy.runtime.protocol import Observed, Phase
@@ -25,6 +24,7 @@ from epd_serve.instances import Instance
 from epd_serve.peers import Peer, peer_of
 from proxy.http.app import create_app
 from proxy.registry.table import InstanceTable
+from tests.deploy.rooted_here import root_here
 from tests.proxy.fakes import served
 from tests.waiting import PATIENCE_S, until
 
@@ -120,7 +120,7 @@ async def nodes(
             at = replace(blueprint, config=replace(blueprint.config, mooncake_master=master))
             setup = made.setup(folder, at, Net(name, host, made.key_file, PORTS))
             made.agents[name] = await stack.enter_async_context(_running(setup))
-            master = setup.master_address
+            master = setup.tier.address
         following = [asyncio.create_task(made.follow(name)) for name in hosts]
         stack.callback(lambda: [task.cancel() for task in following])
         app = create_app(replace(build_proxy_settings(blueprint), key_file=str(key), explain=True), made.table)
@@ -139,14 +139,12 @@ async def nodes(
 
 @contextlib.asynccontextmanager
 async def _running(setup: AgentSetup) -> AsyncIterator[Agent]:
-    keeper = InProcess()
-    try:
-        agent = Agent(setup, keeper, say=print)
+    with contextlib.ExitStack() as stack:
+        root = stack.enter_context(root_here())
+        stack.callback(setup.run.remove)
+        agent = Agent(setup, root.children, root.state(), say=print)
         async with agent.running():
             try:
                 yield agent
             finally:
                 await agent.close()
-    finally:
-        keeper.close()
-        setup.run.remove()

@@ -37,6 +37,22 @@ class ChildrenHere(Children):
 
 
 @dataclass
+class StateHere:
+    """A `State` that ends with this process."""
+
+    sections: dict[str, bytes] = field(default_factory=dict)
+
+    def read(self, name: str) -> bytes | None:
+        return self.sections.get(name)
+
+    def write(self, name: str, content: bytes) -> None:
+        self.sections[name] = content
+
+    async def kept(self) -> None:
+        """It is."""
+
+
+@dataclass
 class RootHere:
     """What lives of control have in common."""
 

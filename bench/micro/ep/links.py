@@ -18,7 +18,7 @@ from bench.clients.process import Child
 from bench.micro.measurement import Row
 from bench.served import scratch
 from bench.started import answers
-from deploy.agent.pool_master import mooncake_command
+from deploy.agent.second_tier import mooncake_command
 from deploy.host.ports import free_ports
 from deploy.host.started import started
 from deploy.memory.shared_memory import free_mib

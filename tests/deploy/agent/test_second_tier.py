@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -21,7 +22,6 @@ from deploy.agent.specs import orders
 from deploy.agent.waits import Patience
 from deploy.host import processes
 from deploy.host.rundir import RunDir
-from deploy.keeper.in_process import InProcess
 from deploy.options import mm_store
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
@@ -30,6 +30,7 @@ from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake.master import MasterSettings
 from tests.deploy.fake_launch import FAKE_MASTER, FAKE_STAGE
 from tests.deploy.launched import DEADLINE_S, FakeLaunch
+from tests.deploy.rooted_here import root_here
 from tests.waiting import until, wait_for
 
 POOLED = "+mm_store=mooncake"
@@ -102,9 +103,11 @@ async def test_the_master_of_a_layout_without_features_begins_with_the_first_ins
     run = RunDir.create(tmp_path / "run")
     lines: list[str] = []
     patience = Patience(poll_s=0.03, stop_grace_s=1.0)
-    try:
+    with contextlib.ExitStack() as stack:
+        root = stack.enter_context(root_here())
+        stack.callback(run.remove)
         setup = AgentSetup.of(run, before, fake, stand_in, patience)
-        agent = Agent(setup, InProcess(), say=lines.append)
+        agent = Agent(setup, root.children, root.state(), say=lines.append)
         async with agent.running():
             first, (encoder, *_) = orders(before), orders(after)
 
@@ -114,18 +117,17 @@ async def test_the_master_of_a_layout_without_features_begins_with_the_first_ins
             await asyncio.gather(*map(agent.start, first))
             await until(lambda: run_all(*(one.id for one in first)))
             assert recorded_pool(run.path) == ("", "")
-            assert setup.master is not None
-            for port in (setup.master.settings.rpc_port, setup.master.settings.metrics_port):
+            master = setup.tier.master
+            assert master is not None
+            for port in (master.rpc_port, master.metrics_port):
                 with socket.socket() as other, pytest.raises(OSError, match="in use"):
-                    other.bind((setup.master.settings.host, port))
+                    other.bind((master.host, port))
             await agent.start(encoder)
             await until(lambda: run_all("mooncake_master", encoder.id, *(one.id for one in first)))
-            assert recorded_pool(run.path)[0] == setup.master_address
+            assert recorded_pool(run.path)[0] == setup.tier.address
             assert answers(f"{recorded_pool(run.path)[1]}/health")
             await agent.close()
             assert not await agent.groups()
-    finally:
-        run.remove()
 
 
 def fake(plan: StagePlan) -> StageCommand:

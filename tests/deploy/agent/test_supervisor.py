@@ -8,28 +8,37 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from deploy.agent.record import Record
 from deploy.agent.stage_life import Spawn, Start, executed
 from deploy.agent.supervisor import StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.host import processes
+from deploy.host.children import Child, Children
 from deploy.host.ports import free_ports
-from deploy.keeper.in_process import InProcess
+from deploy.host.spawned import NOT_BEGUN
 from epd_serve.errors import ConfigError, StageError
+from tests.deploy.rooted_here import RootHere, root_here
 from tests.waiting import PATIENCE_S, until
 
 FAKE_STAGE = str(Path(__file__).parents[1] / "fake_stage.py")
 QUICK = Patience(poll_s=0.03, backoff_s=0.1, health_every_s=0.05, stop_grace_s=1.0, health_timeout_s=PATIENCE_S)
 
 
+@pytest.fixture(autouse=True)
+def root() -> Iterator[RootHere]:
+    with root_here() as root:
+        yield root
+
+
 def started() -> Start:
     """Each supervisor has children of its own."""
-    return executed(InProcess())
+    return executed(Children())
 
 
 @dataclass
@@ -298,3 +307,82 @@ async def test_whoever_listens_and_fails_costs_a_life_and_not_the_launch(
         await all_answered(supervisor, stage)
         os.kill(events.pids["E0"][0], signal.SIGKILL)
         await until(lambda: not fails and len(events.pids["E0"]) >= lives)
+
+
+async def test_a_life_that_was_never_told_to_go_is_begun_again_without_being_counted(
+    tmp_path: Path, root: RootHere
+) -> None:
+    """Whoever had begun it was killed in between; a first start that ends so has not failed."""
+    events, stage = Recorder(), spec(tmp_path)
+
+    def killed(child: Child) -> None:
+        raise OSError("here it ends")
+
+    with pytest.raises(OSError, match="here it ends"):
+        await root.children.spawn(stage.command("").argv, os.environ, output=2, noted=killed)
+    (process,) = root.children.known
+    assert await asyncio.wait_for(process.exited(), PATIENCE_S) == NOT_BEGUN
+    stage.log_path.touch()
+    record = Record(incarnation="first", pid=process.pid, born_ticks=process.born_ticks, began_at=1.0, lives=1)
+    supervisor = Supervisor(events, QUICK, start=started())
+    supervisor.add(stage, record, process)
+    try:
+        await all_answered(supervisor, stage)
+        assert record.lives == 1 and record.incarnation != "first"
+        assert not events.of("down") and not events.of("over") and len(events.pids["E0"]) == 1
+    finally:
+        await supervisor.close()
+
+
+async def test_a_stage_that_ends_with_the_code_of_one_that_was_not_told_has_failed(tmp_path: Path) -> None:
+    """If it has been told: it is its own code then."""
+    events = Recorder()
+    stage = replace(spec(tmp_path), command=lambda _: Spawn(("/bin/sh", "-c", f"exit {NOT_BEGUN}"), os.environ))
+    supervisor = Supervisor(events, QUICK, start=started())
+    async with running(supervisor, stage):
+        with pytest.raises(StageError, match=f"exited with code {NOT_BEGUN}"):
+            await asyncio.wait_for(supervisor.answered("E0"), PATIENCE_S)
+    assert len(events.pids["E0"]) == 1
+
+
+async def test_first_starts_that_a_signal_ends_are_tried_again_as_often_as_patience_says(tmp_path: Path) -> None:
+    events, patience = Recorder(), replace(QUICK, first_starts=3)
+    stage = replace(spec(tmp_path), command=lambda _: Spawn(("/bin/sh", "-c", "kill -9 $$"), os.environ))
+    async with running(Supervisor(events, patience, start=started()), stage):
+        await until(lambda: events.of("over"))
+    assert len(events.pids["E0"]) == 3 and "killed by SIGKILL" in events.of("over")[0][3]
+    events = Recorder()
+    stage = replace(stage, command=lambda _: Spawn(("/bin/sh", "-c", "exit 3"), os.environ))
+    async with running(Supervisor(events, patience, start=started()), stage):
+        await until(lambda: events.of("over"))
+    assert len(events.pids["E0"]) == 1, "one that fails by itself would again"
+
+
+async def test_short_lives_in_a_row_are_enough_where_patience_says_so(tmp_path: Path) -> None:
+    events = Recorder()
+    patience = replace(QUICK, settled_s=3600.0, short_lives=3)
+    async with running(Supervisor(events, patience, start=started()), spec(tmp_path)):
+        for life in range(3):
+            await until(lambda life=life: len(events.of("up")) > life)
+            os.kill(events.pids["E0"][-1], signal.SIGKILL)
+        await until(lambda: events.of("over"))
+    assert len(events.pids["E0"]) == 3
+
+
+async def test_a_stage_may_say_otherwise_how_it_is(tmp_path: Path) -> None:
+    answers: dict[str, int | None] = {"now": None}
+
+    async def health(url: str, timeout_s: float) -> int | None:
+        assert url == "anywhere" and timeout_s == QUICK.health_timeout_s
+        return answers["now"]
+
+    events = Recorder()
+    command = Spawn(("/bin/sleep", "600"), os.environ)
+    stage = StageSpec("E0", "anywhere", tmp_path / "E0.log", lambda _: command, health=health)
+    async with running(Supervisor(events, QUICK, start=started()), stage):
+        await until(lambda: events.of("phase"))
+        assert not events.of("up")
+        answers["now"] = 200
+        await until(lambda: events.of("up"))
+        answers["now"] = 503
+        await until(lambda: events.of("down"))

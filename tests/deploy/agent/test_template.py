@@ -11,33 +11,37 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy.agent.stage_life import Process, Spawn, StageLife
+from deploy.agent.stage_life import Spawn, StageLife
 from deploy.agent.template import Template
+from deploy.host import children as host_children
 from deploy.host import processes
+from deploy.host.children import Child
 from deploy.host.environment import shm_root
-from deploy.keeper.in_process import InProcess
-from deploy.keeper.interface import Child
+from deploy.host.spawned import NOT_BEGUN
 from epd_serve.engine.argv import STAGE_ENV, STAGE_MODULE
 from epd_serve.stage_plan import MEMORY_NAMES_ENV
+from tests.deploy.rooted_here import ChildrenHere, RootHere, root_here
 from tests.waiting import until
 
 FAKE_TEMPLATE = str(Path(__file__).parents[2] / "epd_serve" / "engine" / "template" / "fake_template.py")
 EVERYBODY = ("api", "core", "worker")
 
 
-class Adopting(InProcess):
-    """Knows whom it has adopted."""
+class Executing(ChildrenHere):
+    """Knows whom it has executed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.adopted: list[int] = []
+        self.executed: set[int] = set()
 
-    async def adopt(self, name: str, pid: int, *, tag: bytes = b"") -> Child:
-        self.adopted.append(pid)
-        return await super().adopt(name, pid, tag=tag)
+    async def spawn(self, *args: Any, **options: Any) -> Child:
+        child = await super().spawn(*args, **options)
+        self.executed.add(child.pid)
+        return child
 
 
 @dataclass
@@ -46,7 +50,8 @@ class Launch:
 
     folder: Path
     template: Template
-    keeper: Adopting
+    root: RootHere
+    children: Executing
     lines: list[str]
     lives: list[StageLife] = field(default_factory=list)
     memory_names: str = field(default_factory=lambda: f"epd-test-{os.urandom(4).hex()}-")
@@ -55,10 +60,14 @@ class Launch:
         """A life of a stage whose processes do what the flags say."""
         command = (sys.executable, "-m", STAGE_MODULE, act, str(self.folder), *more)
         environment = {**os.environ, STAGE_ENV: "P0", MEMORY_NAMES_ENV: self.memory_names, **env}
-        spawn = Spawn(command, environment, f"P{len(self.lives)}", lambda: b"record")
-        life = await StageLife.begin(spawn, self.folder / "P0.log", self.template.start)
-        self.lives.append(life)
-        return life
+        path = self.folder / "P0.log"
+
+        def noted(child: Child) -> None:
+            self.lives.append(StageLife(child, path, 0))
+
+        with path.open("ab") as log:
+            await self.template.start(Spawn(command, environment), log, noted)
+        return self.lives[-1]
 
     async def serving(self, *more: str, **env: str) -> StageLife:
         life = await self.stage("serve", *more, **env)
@@ -66,7 +75,7 @@ class Launch:
         return life
 
     def was_forked(self, life: StageLife) -> bool:
-        return life.pid in self.keeper.adopted
+        return life.pid not in self.children.executed
 
     def pid(self, name: str) -> int:
         return int(self.read(name).split()[0])
@@ -88,18 +97,18 @@ class Launch:
 
     @property
     def template_pid(self) -> int:
-        return next(
-            process.pid for process in processes.running() if f"{self.folder}/model".encode() in _command(process.pid)
-        )
+        return self.template.pid
+
+    def another(self) -> Template:
+        """Of an agent that goes on after the first one, and knows nothing but what is written down."""
+        program, lines = (FAKE_TEMPLATE,), self.lines.append
+        state, env = self.root.state(), self.template._env
+        return Template(f"{self.folder}/model", env, self.folder, lines, self.children, state, program)
 
 
 async def _never(*_: object, **__: object) -> Child:
     await asyncio.Event().wait()
     raise AssertionError
-
-
-async def _nothing(*_: object) -> None:
-    """Not done."""
 
 
 def _named(name: str) -> list[int]:
@@ -110,29 +119,25 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
 @contextlib.asynccontextmanager
 async def launching(folder: Path, model: str = "") -> AsyncIterator[Launch]:
     lines: list[str] = []
     env = {name: value for name, value in os.environ.items() if name != STAGE_ENV}
-    log = folder / "template.log"
-    keeper = Adopting()
-    template = Template(model or f"{folder}/model", env, log, lines.append, keeper, program=(FAKE_TEMPLATE,))
-    launch = Launch(folder, template, keeper, lines)
-    async with template.running():
-        try:
-            yield launch
-        finally:
-            for life in launch.lives:
-                await life.stop(0)
-            for left in shm_root().glob(f"*{launch.memory_names}*"):  # as a launch does: a killed group cannot
-                left.unlink()
+    with root_here() as root:
+        root.children = children = Executing()
+        program = (FAKE_TEMPLATE,)
+        template = Template(
+            model or f"{folder}/model", env, folder, lines.append, children, root.state(), program=program
+        )
+        launch = Launch(folder, template, root, children, lines)
+        async with template.running():
+            try:
+                yield launch
+            finally:
+                for life in launch.lives:
+                    await life.stop(0)
+                for left in shm_root().glob(f"*{launch.memory_names}*"):  # as a launch does: a killed group cannot
+                    left.unlink()
 
 
 async def test_a_stage_is_a_group_whose_root_forks_every_process(tmp_path: Path) -> None:
@@ -196,26 +201,43 @@ async def test_sigterm_to_the_group_is_for_the_processes_and_the_root_tells_of_t
         assert time.monotonic() - begun < 10
 
 
-async def test_a_root_is_the_child_of_the_keeper_and_leads_its_group(tmp_path: Path) -> None:
+async def test_a_stages_root_is_the_child_of_the_launchs_root_and_leads_its_group(tmp_path: Path) -> None:
     async with launching(tmp_path) as launch:
         life = await launch.serving()
-        assert launch.was_forked(life) and _parent(life.pid) == launch.keeper.pid
+        assert launch.was_forked(life) and _parent(life.pid) == launch.children.root
         assert os.getpgid(life.pid) == os.getsid(life.pid) == life.pid
-        (entry,) = [one for one in await launch.keeper.entries() if one.pid == life.pid]
-        assert entry.tag == b"record"
+
+
+async def test_a_root_does_nothing_before_it_is_noted(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch:
+        await until(lambda: launch.template._ready)
+        noted: list[int] = []
+
+        def note(child: Child) -> None:
+            time.sleep(0.2)
+            assert not (tmp_path / "api").exists() and child.poll() is None
+            noted.append(child.pid)
+
+        with (tmp_path / "P0.log").open("ab") as log:
+            env = {**os.environ, STAGE_ENV: "P0", MEMORY_NAMES_ENV: launch.memory_names}
+            spawn = Spawn((sys.executable, "-m", STAGE_MODULE, "exit", str(tmp_path), "0"), env)
+            child = await launch.template.start(spawn, log, note)
+        assert noted == [child.pid] and await asyncio.wait_for(child.exited(), 20) == 0
+        assert (tmp_path / "api").exists()
 
 
 async def test_a_root_that_is_not_told_to_go_ends_itself_and_has_done_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.agent.template.GO", b"no\n")
     async with launching(tmp_path) as launch:
+        await until(lambda: launch.template._ready)
+        monkeypatch.setattr(host_children, "GO", b"no\n")
         life = await launch.stage("serve")
-        assert launch.was_forked(life) and await asyncio.wait_for(life.exited(), 20) == 0
+        assert launch.was_forked(life) and await asyncio.wait_for(life.exited(), 20) == NOT_BEGUN
         assert not (tmp_path / "api").exists()
 
 
-@pytest.mark.parametrize("at", ["the pid", "the keeper's word"])
+@pytest.mark.parametrize("at", ["the pid", "the word to go"])
 async def test_an_agent_that_goes_between_two_steps_of_a_fork_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
@@ -225,9 +247,12 @@ async def test_an_agent_that_goes_between_two_steps_of_a_fork_leaves_nothing(
         if at == "the pid":
             os.kill(launch.template_pid, signal.SIGSTOP)
         else:
-            monkeypatch.setattr(launch.keeper, "adopt", _never)
+            monkeypatch.setattr(launch.children, "begin", _never)
         starting = asyncio.create_task(launch.stage("serve"))
-        await until(lambda: launch.template_pid if at == "the pid" else _named("stage P0"))
+        if at == "the pid":
+            await asyncio.sleep(0.05)  # the request is in its socket
+        else:
+            await until(lambda: _named("stage P0"))
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
@@ -238,41 +263,58 @@ async def test_an_agent_that_goes_between_two_steps_of_a_fork_leaves_nothing(
         assert not (tmp_path / "core").exists()
 
 
-async def test_a_root_whose_parent_is_not_that_keeper_ends_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_root_that_comes_to_somebody_else_ends_itself(tmp_path: Path) -> None:
     async with launching(tmp_path) as launch:
-        launch.keeper.pid = 1
+        await until(lambda: launch.template._ready)
+        launch.children.root = 1
         with (tmp_path / "P0.log").open("ab") as log:
-            await until(lambda: launch.template._ready)
-            spawn = Spawn((sys.executable, "-m", STAGE_MODULE, "serve", str(tmp_path)), {STAGE_ENV: "P0"}, "P0")
-            assert launch.template._ready is not None
+            spawn = Spawn((sys.executable, "-m", STAGE_MODULE, "serve", str(tmp_path)), {STAGE_ENV: "P0"})
             with pytest.raises(EOFError):
-                await launch.template._fork(launch.template._ready, spawn, log)
+                await launch.template._fork(spawn, log, lambda child: None)
+        assert not (tmp_path / "api").exists()
 
 
 async def test_another_agent_goes_on_with_the_template_and_its_stages(tmp_path: Path) -> None:
-    """The first one is killed, as far as anybody can tell: it says and closes nothing any more."""
+    """The first one is as good as dead: nobody asks it anything."""
     async with launching(tmp_path) as launch:
         life, first = await launch.serving(), launch.template_pid
-        launch.template._ended = _nothing  # type: ignore[assignment,method-assign]
-        for task in asyncio.all_tasks():
-            if task.get_name() == "template":
-                task.cancel()
-        other = Template(
-            launch.template._model,
-            launch.template._env,
-            tmp_path / "template.log",
-            launch.lines.append,
-            launch.keeper,
-            program=(FAKE_TEMPLATE,),
-        )
+        other = launch.another()
         async with other.running():
             launch.template = other
             again = await launch.stage("exit", "0")
             assert launch.was_forked(again) and await asyncio.wait_for(again.exited(), 20) == 0
             assert launch.template_pid == first and life.exit_code is None
             assert launch.lines == []
+
+
+async def test_another_agent_waits_for_the_template_that_the_first_has_begun(tmp_path: Path) -> None:
+    slow = tmp_path / "model.slow"
+    slow.touch()
+    async with launching(tmp_path) as launch:
+        first = await until(lambda: launch.template_pid)
+        other = launch.another()
+        async with other.running():
+            launch.template = other
+            starting = asyncio.create_task(launch.stage("exit", "0"))
+            await asyncio.sleep(0.2)
+            assert not starting.done()
+            slow.unlink()
+            assert launch.was_forked(await starting) and launch.lines == []
+            assert launch.template_pid == first
+
+
+async def test_another_agent_starts_a_template_where_the_one_before_has_ended(tmp_path: Path) -> None:
+    async with launching(tmp_path) as launch:
+        assert launch.was_forked(await launch.stage("exit", "0"))
+        state, first = launch.root.state(), launch.template_pid
+    assert processes.stat(first) is None and state.read("template") is not None
+    with root_here() as root:
+        children, lines = Executing(), list[str]()
+        root.children = children
+        env = launch.template._env
+        other = Template(f"{tmp_path}/model", env, tmp_path, lines.append, children, state, (FAKE_TEMPLATE,))
+        async with other.running():
+            await until(lambda: other._ready and other.pid not in (0, first))
 
 
 async def test_a_template_that_dies_costs_no_stage_and_another_is_started(tmp_path: Path) -> None:
@@ -309,7 +351,7 @@ async def test_a_template_that_dies_with_a_request_costs_that_life_the_fork(tmp_
         template = launch.template_pid
         os.kill(template, signal.SIGSTOP)
         starting = asyncio.create_task(launch.stage("exit", "0"))
-        await asyncio.sleep(0)  # the request is in its socket
+        await asyncio.sleep(0.05)  # the request is in its socket
         os.kill(template, signal.SIGKILL)
         assert not launch.was_forked(await starting)
         second = await launch.stage("exit", "0")
@@ -323,7 +365,7 @@ async def test_a_template_that_dies_again_and_again_is_given_up(tmp_path: Path) 
             os.kill(launch.template_pid, signal.SIGKILL)
             await until(lambda death=death: len(launch.lines) >= death)
         assert not launch.was_forked(await launch.stage("exit", "0"))
-        assert len(launch.lines) == 4
+        assert len(launch.lines) == 3 and "without a template: killed by SIGKILL" in launch.lines[-1]
 
 
 @pytest.mark.parametrize(("doomed", "forked"), [(1, True), (2, True), (3, False)])
@@ -333,7 +375,8 @@ async def test_one_that_is_killed_before_it_is_ready_is_followed_by_another_some
     (tmp_path / "model.doomed").write_text("killed\n" * doomed)
     async with launching(tmp_path) as launch:
         assert launch.was_forked(await launch.stage("exit", "0")) is forked
-        assert len(launch.lines) == doomed + (not forked)
+        assert len(launch.lines) == doomed
+        assert any("without a template" in line for line in launch.lines) is not forked
 
 
 async def test_a_template_that_cannot_be_says_why_and_stages_are_executed(tmp_path: Path) -> None:
@@ -361,7 +404,6 @@ async def test_a_process_that_needs_other_libraries_is_spawned(tmp_path: Path) -
 async def test_what_is_no_stage_of_vllm_is_executed(tmp_path: Path) -> None:
     async with launching(tmp_path) as launch, asyncio.timeout(20):
         with (tmp_path / "E0.log").open("ab") as log:
-            process: Process = await launch.template.start(
-                Spawn((sys.executable, "-c", "raise SystemExit(3)"), {}), log
-            )
+            spawn = Spawn((sys.executable, "-c", "raise SystemExit(3)"), {})
+            process = await launch.template.start(spawn, log, lambda child: None)
         await until(lambda: process.poll() == 3)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from deploy.options.config import ProxyConfig
 from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
+from proxy.workers.wire import Row
 from tests.deploy.alone.test_stages import stages_file
 from tests.deploy.client_keys import client_keys
 from tests.stage_http import stage_client
@@ -141,16 +142,14 @@ def test_a_stage_on_a_port_has_a_key_of_its_own_and_one_on_a_socket_needs_none(t
 
 
 class Seen:
-    """A status table that notes what it is told, and ends the watch when it was told enough."""
+    """Front doors that note what they are told of the one stage there is."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def mark_up(self, _: str) -> None:
-        self.told.append("up")
-
-    def mark_down(self, _: str, why: str) -> None:
-        self.told.append(why)
+    def tell(self, rows: Iterable[Row], wanted: Iterable[Role]) -> None:
+        (row,) = rows
+        self.told.append("up" if row.healthy else row.reason)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,8 @@ async def test_a_stage_is_down_when_it_says_so_or_is_gone_and_not_for_one_late_a
 
     monkeypatch.setattr(proxy, "health_status", asked)
     monkeypatch.setattr(proxy, "HEALTH_EVERY_S", 0.0)
-    table = Seen()
+    doors, stage = Seen(), Instance("PD0", Role.PD, "http://127.0.0.1:1", "static")
+    health = proxy._Health([stage], doors)  # type: ignore[arg-type]
     with pytest.raises(asyncio.CancelledError):
-        await proxy._watch(Instance("PD0", Role.PD, "http://127.0.0.1:1", "static"), table)
-    assert table.told == told
+        await health.watch(stage)
+    assert doors.told == ["starting", *told]

@@ -14,7 +14,6 @@ from deploy.change.place import place
 from deploy.change.types import Wanted
 from deploy.control.failure import Deadlines
 from deploy.control.journal import Journal
-from deploy.control.notes import FileNotes
 from deploy.control.progress import State
 from deploy.control.reconciler import Reconciler
 from deploy.front.occupancy import until_empty, until_quiet
@@ -27,6 +26,7 @@ from epd_serve.roles import Role
 from epd_serve.wire import KvReport, StageReport, StoreReport
 from proxy.registry.instance_state import InstanceView, Work
 from proxy.registry.table import InstanceTable
+from tests.deploy.rooted_here import StateHere
 
 MIB = 1 << 20
 
@@ -226,7 +226,7 @@ class World:
 
     def __init__(self, folder: Path, layout: str, deadlines: Deadlines = QUICK, **options: object) -> None:
         self.runtime, self.doors = FakeRuntime(), FakeDoors()
-        self.journal = Journal(FileNotes(folder))
+        self.journal = Journal(StateHere())
         self.said: list[str] = []
         self.options = options
         self.deadlines = deadlines

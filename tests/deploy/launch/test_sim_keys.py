@@ -42,7 +42,7 @@ def test_keys_change_under_a_launch_and_a_broken_file_changes_nothing(tmp_path: 
 
         file.write_text("two\nthree\n")
         wait_for(lambda: metric(url, "two", STALE) == 1, "a metric")
-        operator.kill("controller", "front.0")
+        operator.kill("control", "front.0")
         operator.whole()
         wait_for(lambda: metric(url, "two", STALE) == 1, "a metric of the next controller")
         wait_for(lambda: operator.status()["parts"].get("front.0"), "another front door")

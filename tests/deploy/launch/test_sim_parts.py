@@ -1,4 +1,4 @@
-"""The parts of a deployment fail apart: one that is killed under load costs no request, and comes again."""
+"""What controls a deployment may be killed: under load it costs no request and no process, and comes again."""
 
 from __future__ import annotations
 
@@ -8,36 +8,59 @@ from pathlib import Path
 
 import pytest
 
+from deploy.host import processes
 from tests.deploy.launch.test_sim_launch import launched
 from tests.deploy.launched import children
 from tests.deploy.sim_load import load
 from tests.waiting import wait_for
 
-PARTS = ("epd controller", "epd agent")
+CONTROL = "epd control"
 
 
-def part(keeper: int, name: str) -> int:
-    return int(wait_for(lambda: [pid for pid, own in children(keeper).items() if own == name], name)[0])
+def control(root: int) -> int:
+    """Pid of its life of now."""
+    return int(wait_for(lambda: [pid for pid, own in children(root).items() if own == CONTROL], CONTROL)[0])
 
 
-@pytest.mark.parametrize("killed", [PARTS[:1], PARTS[1:], PARTS], ids=["controller", "agent", "both"])
-def test_a_part_that_is_killed_costs_no_request_and_no_process(tmp_path: Path, killed: tuple[str, ...]) -> None:
+def others(root: int) -> dict[int, int]:
+    """When each of the rest has begun."""
+    found = {pid: processes.stat(pid) for pid, name in children(root).items() if name != CONTROL}
+    return {pid: one.start_ticks for pid, one in found.items() if one is not None}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT], ids=lambda number: number.name)
+def test_control_that_is_killed_costs_no_request_and_no_process(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path, "E-P-D") as (client, launcher):
-        others = {pid for pid, name in children(launcher.pid).items() if name not in PARTS}
+        before = others(launcher.pid)
+        assert len(before) == 4, "three stages and a front door"
         with load(str(client.base_url)) as found:
-            for _ in range(2):
-                before = {name: part(launcher.pid, name) for name in killed}
-                served = found.served
-                for pid in before.values():
-                    os.kill(pid, signal.SIGKILL)
-                wait_for(lambda: all(part(launcher.pid, name) != pid for name, pid in before.items()), "another")  # noqa: B023
+            for _ in range(3):
+                killed, served = control(launcher.pid), found.served
+                os.kill(killed, number)
+                wait_for(lambda: control(launcher.pid) != killed, "another")  # noqa: B023
                 wait_for(lambda: found.served > served + 20, "more requests")  # noqa: B023
         assert (found.errors, found.broken) == ([], [])
-        assert {pid for pid, name in children(launcher.pid).items() if name not in PARTS} == others
+        assert others(launcher.pid) == before
         assert client.get("/ready").status_code == 200
 
 
-def test_the_keeper_stays_small_and_has_one_thread(tmp_path: Path) -> None:
+def test_control_that_is_killed_as_soon_as_it_comes_costs_no_request_either(tmp_path: Path) -> None:
+    """Whatever of its beginning it has come to."""
+    with launched(tmp_path, "E-P-D") as (client, launcher):
+        before, last = others(launcher.pid), 0
+        with load(str(client.base_url)) as found:
+            for _ in range(5):
+                wait_for(lambda: control(launcher.pid) != last, "another")  # noqa: B023
+                last = control(launcher.pid)
+                os.kill(last, signal.SIGKILL)
+            served = found.served
+            wait_for(lambda: found.served > served + 20, "more requests")
+        assert (found.errors, found.broken) == ([], [])
+        assert others(launcher.pid) == before
+        wait_for(lambda: control(launcher.pid) != last and client.get("/ready").status_code == 200, "ready")
+
+
+def test_the_root_stays_small_and_has_one_thread(tmp_path: Path) -> None:
     with launched(tmp_path, "E-P-D") as (_, launcher):
         assert len(os.listdir(f"/proc/{launcher.pid}/task")) == 1
         libraries = Path(f"/proc/{launcher.pid}/maps").read_text()

@@ -9,17 +9,21 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from deploy.host.environment import module_environment
 from deploy.host.reaper import reap_dead
+from deploy.host.rundir import RunDir
+from deploy.node import process
 from deploy.node.process import LOG
 from deploy.node.start import end_node, find_node, start_node
 from epd_serve.errors import ConfigError
 from tests.deploy.launched import children
 from tests.deploy.node.nodes import Deployment, deployment
-from tests.waiting import until
+from tests.deploy.rooted_here import StateHere
+from tests.waiting import PATIENCE_S, until
 
 
 def part(d: Deployment, node: str, name: str) -> int:
@@ -67,19 +71,29 @@ async def test_two_nodes_answer_requests_and_end_at_a_word(tmp_path: Path) -> No
             assert [node.id for node in await d.nodes.nodes()] == ["a", "b"]
 
 
-@pytest.mark.parametrize("killed", ["control", pytest.param("front door", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "killed",
+    [
+        "control",
+        pytest.param("control and front door", marks=pytest.mark.slow),
+        pytest.param("front door", marks=pytest.mark.slow),
+    ],
+)
 async def test_a_part_that_is_killed_costs_no_stage_and_comes_again(tmp_path: Path, killed: str) -> None:
     async with deployment(tmp_path) as d:
         wanted = await two(d)
         async with d.controlled(wanted):
             before, first_door = await d.seen(), door(d)
-            if killed == "front door":
+            if "control" in killed:
+                control = part(d, "a", "control")
+                os.kill(control, signal.SIGKILL)
+            if "front door" in killed:
                 os.kill(first_door, signal.SIGKILL)
+            if "control" in killed:
+                await until(lambda: part(d, "a", "control") not in (0, control))
+            if "front door" in killed:
                 await until(lambda: d.doors.pids and first_door not in d.doors.pids.values())
             else:
-                life = part(d, "a", killed)
-                os.kill(life, signal.SIGKILL)
-                await until(lambda: part(d, "a", killed) not in (0, life))
                 assert [await d.answers() for _ in range(4)] == [200] * 4
                 await until(lambda: [*d.doors.pids.values()] == [first_door], "it is found again")
             async with asyncio.timeout(60):
@@ -166,6 +180,21 @@ async def test_it_is_ended_by_force_where_it_does_not_end(tmp_path: Path) -> Non
         os.kill(run.pid, signal.SIGSTOP)
         await asyncio.to_thread(end_node, run, 0.2)
         assert not run.lives and not run.path.exists()
+
+
+async def test_a_defect_of_the_front_part_is_not_kept_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends this life of control, and the next one looks after the front doors."""
+
+    async def broken(*_: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(process, "run_front", broken)
+    life, front, nobody = Mock(state=StateHere()), Mock(run=RunDir("abcd", tmp_path, tmp_path)), Mock()
+    node = process._Node(Mock(run_root=str(tmp_path)), None, None, nobody)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(PATIENCE_S):
+            await node._control(life, nobody, nobody, front)
+    assert caught.group_contains(KeyError) and process.BEGUN in life.state.sections
 
 
 def test_a_node_process_is_to_the_kernel_what_its_owner_is() -> None:

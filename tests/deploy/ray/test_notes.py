@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from bench.ray.nodes import RayNodes
-from deploy.control.notes import FileNotes
 from deploy.options.config import DeployConfig
 from deploy.ray import nodes, notes
 from deploy.ray.nodes import Nodes
 from deploy.ray.notes import GcsNotes
 from epd_serve.errors import ConfigError
+from tests.deploy.rooted_here import StateHere
 
 pytestmark = pytest.mark.asyncio
 
@@ -83,18 +83,16 @@ async def test_the_key_of_a_deployment_follows_from_the_token_and_is_in_no_note(
             return self.token
 
     monkeypatch.setattr(nodes, "tokens", Tokens())
-    folders = [tmp_path / "one", tmp_path / "other"]
-    for folder in folders:
-        folder.mkdir()
+    one, other = StateHere(), StateHere()
 
-    def key(folder: Any) -> str:
-        return Nodes(DeployConfig(), "node", FileNotes(folder), 1, print).key
+    def key(state: StateHere) -> str:
+        return Nodes(DeployConfig(), "node", state, 1, print).key
 
-    assert key(folders[0]) == key(folders[0]) != key(folders[1])  # of the next controller, of another deployment
-    assert not any(key(folders[0]).encode() in note.read_bytes() for note in folders[0].iterdir())
-    of_one_token = key(folders[0])
+    assert key(one) == key(one) != key(other)  # of the next controller, of another deployment
+    assert not any(key(one).encode() in note for note in one.sections.values())
+    of_one_token = key(one)
     monkeypatch.setattr(Tokens, "token", "another")
-    assert key(folders[0]) != of_one_token
+    assert key(one) != of_one_token
     monkeypatch.setattr(Tokens, "token", "")
     with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"):
-        key(folders[0])
+        key(one)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 from collections import deque
@@ -18,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from deploy.agent.agent import Agent
-from deploy.agent.process import serve_agent
+from deploy.agent.process import served_agent
 from deploy.agent.setup import AgentSetup
 from deploy.agent.specs import orders
 from deploy.agent.waits import Patience
 from deploy.host import processes
+from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
-from deploy.keeper.in_process import InProcess
 from deploy.memory.shared_memory import SharedMemory
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
@@ -41,6 +40,7 @@ from store.arena import Arena
 from tests.deploy.agent_world import World, world_below
 from tests.deploy.fake_node import FakeNode
 from tests.deploy.fake_runtime import AnswerLostError, FakeRuntime, Fate, Harshness
+from tests.deploy.rooted_here import root_here
 from tests.waiting import PATIENCE_S, until
 
 FAKE_STAGE = str(Path(__file__).parents[1] / "fake_stage.py")
@@ -233,39 +233,37 @@ async def several_with(agent: NodeAgent) -> AsyncIterator[ManyNodes]:
 
 @contextlib.asynccontextmanager
 async def processes_below(folder: Path) -> AsyncIterator[tuple[Agent, _Stages, RunDir]]:
-    run, stages = RunDir.create(folder / "run"), _Stages()
-    keeper = InProcess()
-    agent = Agent(AgentSetup.of(run, LAYOUT, stages, patience=QUICK), keeper, say=print)
-    try:
+    stages = _Stages()
+    with contextlib.ExitStack() as stack:
+        root = stack.enter_context(root_here())
+        run = RunDir.create(folder / "run")
+        stack.callback(run.remove)
+        setup = AgentSetup.of(run, LAYOUT, stages, patience=QUICK)
+        agent = Agent(setup, root.children, root.state(), say=print)
         async with agent.running():
             try:
                 yield agent, stages, run
             finally:
                 await agent.close()
-    finally:
-        keeper.close()
-        run.remove()
 
 
 @contextlib.asynccontextmanager
 async def served_below(folder: Path) -> AsyncIterator[tuple[AgentClient, _Stages]]:
-    run, stages, keeper = RunDir.create(folder / "run"), _Stages(), InProcess()
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(run.socket(AGENT_SOCKET)))
+    stages = _Stages()
+    with contextlib.ExitStack() as stack:
+        root = stack.enter_context(root_here())
+        run = RunDir.create(folder / "run")
+        stack.callback(run.remove)
+        listening = stack.enter_context(private_socket(run.socket(AGENT_SOCKET)))
         listening.listen()
-        serving = asyncio.create_task(
-            serve_agent(AgentSetup.of(run, LAYOUT, stages, patience=QUICK), keeper, listening)
-        )
-        runtime = AgentClient(unix_socket(run.socket(AGENT_SOCKET)), print)
-        try:
-            yield runtime, stages
-        finally:
-            await runtime.close()
-            await runtime.disconnect()
-            serving.cancel()
-            await asyncio.wait([serving])
-            keeper.close()
-            run.remove()
+        setup = AgentSetup.of(run, LAYOUT, stages, patience=QUICK)
+        async with served_agent(setup, root.children, root.state(), listening):
+            runtime = AgentClient(unix_socket(run.socket(AGENT_SOCKET)), print)
+            try:
+                yield runtime, stages
+            finally:
+                await runtime.close()
+                await runtime.disconnect()
 
 
 async def test_who_watches_sees_everything_at_once_however_late(subject: Subject) -> None:
@@ -487,16 +485,16 @@ async def test_an_agent_that_ends_while_its_arena_is_made_leaves_none(
 async def test_an_arena_that_finds_no_room_fails_those_that_need_it(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run")
     setup = replace(AgentSetup.of(run, LAYOUT, _Stages()), memory=SharedMemory(1 << 40, 4))
-    agent = Agent(setup, InProcess(), say=print)
-    try:
+    with contextlib.ExitStack() as stack:
+        root = stack.enter_context(root_here())
+        stack.callback(run.remove)
+        agent = Agent(setup, root.children, root.state(), say=print)
         async with agent.running():
             subject = OfProcesses(agent, _Stages())
             await agent.start(E)
             assert "arena" in (await subject.phase("E0", Phase.DOWN)).reason
             await subject.up(Order("D0", replace(D.spec, featured=False)))
             await agent.close()
-    finally:
-        run.remove()
 
 
 async def test_nothing_is_left_of_one_that_was_stopped_nor_of_all_when_the_agent_ends(tmp_path: Path) -> None:

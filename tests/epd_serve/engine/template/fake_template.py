@@ -1,15 +1,15 @@
 """A template without vLLM: the same template, root and forks, which do what the stage's flags say.
 
 `fake_template.py SOCKET MODEL`; MODEL is `broken` for one that cannot be. As many as lines in `MODEL.doomed` are killed
-before they are ready.
+before they are ready. While there is `MODEL.slow` none gets ready.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
+import time
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Lock
@@ -17,8 +17,7 @@ from pathlib import Path
 
 from epd_serve.engine.memory_names import name_memory
 from epd_serve.engine.template.context import RootContext, forked
-from epd_serve.engine.template.messages import READY
-from epd_serve.engine.template.server import serve
+from epd_serve.engine.template.server import listen, serve
 
 
 def api_server() -> int:
@@ -71,13 +70,14 @@ def _write(folder: Path, name: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    launcher = socket.socket(fileno=int(sys.argv[1]))
-    if sys.argv[2] == "broken":
-        launcher.sendall(b"ImportError: no such model")
+    path, model = sys.argv[1:]
+    if model == "broken":
+        print("ImportError: no such model", file=sys.stderr)
         sys.exit(1)
-    doomed = Path(f"{sys.argv[2]}.doomed")
+    doomed, slow = Path(f"{model}.doomed"), Path(f"{model}.slow")
     if doomed.exists() and (left := doomed.read_text().splitlines()):
         doomed.write_text("\n".join(left[1:]))
         os.kill(os.getpid(), signal.SIGKILL)
-    launcher.sendall(READY)
-    sys.exit(serve(launcher, api_server))
+    while slow.exists():
+        time.sleep(0.01)
+    sys.exit(serve(listen(path), api_server))
