@@ -183,10 +183,8 @@ class _Node:
                 key_file = str(run.path / KEY)
                 front = NodeFront(self._setup.front, run, shared, key_file, children, life.state, watch.say)
             async with agent.running():
-                answering = [serve_node(asked, life.state, watch, agent, front)]
-                if front is not None:
-                    answering.append(front.serve())
-                await root.crash_only(together(*answering, self._until_signalled(life, agent)))
+                serving = serve_node(asked, life.state, watch, agent, front)
+                await root.crash_only(together(serving, self._until_signalled(life, agent)))
             return NOBODY
 
         def take_down() -> None:

@@ -137,13 +137,14 @@ class Fence:
 async def serve_node(
     listening: socket.socket, state: State, watch: NodeWatch, agent: Agent, front: NodeFront | None
 ) -> None:
-    """Answer on this socket until cancelled; it is closed at the end."""
+    """Answer on this socket, and look after the front doors, until cancelled; it is closed at the end."""
     fence = Fence(state)
     routes = _routes("/agent", fence, watch.after, lambda: agent_calls(agent))
     async with asyncio.TaskGroup() as group:
         if front is not None:
             status = Watched(front.status())
             routes += _routes("/front", fence, status.after, lambda: front_calls(front, fence))
+            group.create_task(front.serve())
             group.create_task(_look(front, status))
         group.create_task(watch.follow(agent))
         group.create_task(serve(Starlette(routes=routes), sockets=[listening], grace_s=1.0))

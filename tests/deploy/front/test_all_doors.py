@@ -85,7 +85,7 @@ class Node:
     asked: socket.socket
     way: Way
     config: ProxySettings = PATIENT
-    living: list[asyncio.Task[None]] = field(default_factory=list)
+    living: asyncio.Task[None] = field(init=False)
 
     def live(self) -> None:
         """Another life of it."""
@@ -93,15 +93,11 @@ class Node:
         setup = FrontSetup(self.config, grace_s=1.0, drain_s=PATIENCE_S)
         front = NodeFront(setup, self.run, shared, "", self.root.children, state, watch.say)
         agent: Any = FakeNode(self.name)
-        self.living = [
-            asyncio.create_task(serve_node(self.asked.dup(), state, watch, agent, front)),
-            asyncio.create_task(front.serve()),
-        ]
+        self.living = asyncio.create_task(serve_node(self.asked.dup(), state, watch, agent, front))
 
     async def die(self) -> None:
-        for task in self.living:
-            task.cancel()
-        await asyncio.wait(self.living)
+        self.living.cancel()
+        await asyncio.wait([self.living])
 
     def cut_off(self) -> None:
         self.way.cut.set()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ from deploy.node.routes import NodeWatch, serve_node
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.runtime.lost import SupersededError
-from deploy.runtime.node_api import NODE_SOCKET, NodeStatus, Seen
+from deploy.runtime.node_api import NODE_SOCKET, FrontStatus, NodeStatus, Seen
 from deploy.runtime.node_client import NodeCallError, NodeClient, unix_transport
 from deploy.runtime.protocol import Order
 from epd_serve.errors import ConfigError
@@ -206,6 +207,16 @@ async def test_what_is_refused_and_what_fails_is_told_and_costs_nothing_else(
             with pytest.raises(NodeCallError, match="KeyError: 'oops'"):
                 await within(client.start(E))
         assert [node.id for node in (await newer(client)).value.nodes] == ["local"]
+
+
+async def test_a_defect_in_looking_after_front_doors_is_not_kept_quiet(tmp_path: Path) -> None:
+    """It ends this life of control, and the next one looks after them."""
+    front = Mock(serve=AsyncMock(side_effect=KeyError("a defect")), status=FrontStatus)
+    async with world_in(tmp_path, begins=False) as world:
+        agent: Any = world.agent
+        with pytest.raises(ExceptionGroup) as caught:
+            await within(serve_node(world.listening.dup(), SharedState(world.state), NodeWatch(), agent, front))
+        assert caught.group_contains(KeyError)
 
 
 async def test_what_takes_longer_than_a_request_waits_is_asked_again(
