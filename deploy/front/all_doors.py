@@ -1,8 +1,8 @@
 """The front doors of a deployment on several machines as one. Nodes with some come and go by the word of somebody else.
 
 Each is told the same, whole, whenever it changes and whenever it comes again. What the stages report is heard here as
-it is there, for those who look; whether an instance has nothing left is for each node's own front part to say, beside
-its front doors (`occupancy.py`).
+it is there, for those who look; whether an instance has nothing left is for each node to say, beside its front
+doors (`occupancy.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -55,17 +55,6 @@ RETRY_S = 1.0
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
-class _Front:
-    """Of one node. `stale`: it may know something older than what is so."""
-
-    node: str
-    doors: RemoteDoors
-    stale: asyncio.Event = field(default_factory=asyncio.Event)
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-
 class AllDoors:
     """A `deploy.control.doors.Doors` and `deploy.host.ending.Draining`, in one event loop, while `serve` runs.
 
@@ -81,7 +70,7 @@ class AllDoors:
     Attributes:
         table: what is known of the instances, and held of them by all front doors.
         registry: metrics of the deployment: who has some registers them.
-        superseded: set when a front part has heard of a later controller.
+        superseded: set when a node has heard of a later controller.
         deployment: says what the deployment is, for the page of the admin listener.
     """
 
@@ -97,7 +86,7 @@ class AllDoors:
         self.deployment: Status | None = None
         self.background = Background()
         self.table = InstanceTable(ledger=_Total(self), link_grace_s=link_grace_s)
-        self.fronts: dict[str, _Front] = {}
+        self.fronts: dict[str, RemoteDoors] = {}
         self._say = say
         self._published = Publisher(self.table, goes_on=goes_on)
         self._announcements = Announcements(self.table, partial(take_in, self.table), self.background, key_file)
@@ -132,23 +121,23 @@ class AllDoors:
     def join(self, node: str, doors: RemoteDoors) -> None:
         """There are front doors on this node, too; those that it was said to have are asked by `doors` from now on."""
         self.lose(node)
-        front = self.fronts[node] = _Front(node, doors)
+        self.fronts[node] = doors
         doors.state, doors.node = self.state, node
-        front.stale.set()
-        front.tasks = [
-            asyncio.create_task(self._keep_telling(front), name=f"tell {node}"),
-            asyncio.create_task(self._follow(front), name=f"watch {node}"),
+        doors.stale.set()
+        doors.tasks = [
+            asyncio.create_task(self._keep_telling(doors), name=f"tell {node}"),
+            asyncio.create_task(self._follow(doors), name=f"watch {node}"),
         ]
 
     def lose(self, node: str) -> None:
         """They have gone. What they did is still counted."""
         front = self.fronts.pop(node, None)
         if front is not None:
-            self._past = summed([self._past, lasting(front.doors.counts)])
+            self._past = summed([self._past, lasting(front.counts)])
             for task in front.tasks:
                 task.cancel()
             front.lost.set()
-            parting = asyncio.create_task(front.doors.disconnect())
+            parting = asyncio.create_task(front.disconnect())
             self._parting.add(parting)
             parting.add_done_callback(self._parting.discard)
 
@@ -207,11 +196,11 @@ class AllDoors:
     @property
     def pids(self) -> Mapping[str, int]:
         """By node and name: `n1/front.0`."""
-        return {f"{node}/{name}": pid for node, one in self._in_order() for name, pid in one.doors.status.pids.items()}
+        return {f"{one.node}/{name}": pid for one in self._in_order() for name, pid in one.status.pids.items()}
 
     @property
     def replacing(self) -> bool:
-        return any(one.doors.status.replacing for one in self.fronts.values())
+        return any(one.status.replacing for one in self.fronts.values())
 
     async def ready(self) -> None:
         """Wait until all of them serve, and know what has been said. Raises EpdError: one does not start."""
@@ -276,16 +265,16 @@ class AllDoors:
 
     async def restart(self) -> None:
         """Those of one node after the other: where new ones do not serve, those of the next nodes are left."""
-        for front in [one for _, one in self._in_order()]:
+        for front in self._in_order():
             with contextlib.suppress(LostError):
-                await until_lost(front.doors.restart(), front.lost)
+                await until_lost(front.restart(), front.lost)
 
     def tallies(self, incarnation: IncarnationId) -> list[Mapping[Work, Tally]]:
         """What the front doors of each node have given a life of an instance."""
         return [
             leases.tallies
             for one in self.fronts.values()
-            for leases in one.doors.status.leases
+            for leases in one.status.leases
             if (leases.id, leases.incarnation) == incarnation
         ]
 
@@ -293,7 +282,7 @@ class AllDoors:
 
     @property
     def running(self) -> int:
-        return sum(one.doors.status.running for one in self.fronts.values())
+        return sum(one.status.running for one in self.fronts.values())
 
     def announce(self) -> None:
         self._ask(Asked.LEAVE)
@@ -334,12 +323,12 @@ class AllDoors:
         for front in self.fronts.values():
             front.stale.set()
 
-    async def _keep_telling(self, front: _Front) -> None:
+    async def _keep_telling(self, front: RemoteDoors) -> None:
         while True:
             await front.stale.wait()
             front.stale.clear()
             try:
-                await front.doors.tell()
+                await front.tell()
             except SupersededError:
                 self.superseded.set()
                 return
@@ -348,10 +337,10 @@ class AllDoors:
                 await asyncio.sleep(RETRY_S)
                 front.stale.set()
 
-    async def _follow(self, front: _Front) -> None:
+    async def _follow(self, front: RemoteDoors) -> None:
         while True:
             try:
-                await front.doors.follow()
+                await front.follow()
             except SupersededError:
                 self.superseded.set()
                 return
@@ -362,16 +351,16 @@ class AllDoors:
     async def _of_all(self, call: Callable[[RemoteDoors], Awaitable[T]]) -> list[T]:
         """Those that are lost meanwhile are left out."""
 
-        async def of(front: _Front) -> list[T]:
+        async def of(front: RemoteDoors) -> list[T]:
             with contextlib.suppress(LostError):
-                return [await until_lost(call(front.doors), front.lost)]
+                return [await until_lost(call(front), front.lost)]
             return []
 
-        told = await asyncio.gather(*(of(front) for _, front in self._in_order()))
+        told = await asyncio.gather(*(of(front) for front in self._in_order()))
         return [one for some in told for one in some]
 
-    def _in_order(self) -> list[tuple[str, _Front]]:
-        return sorted(self.fronts.items())
+    def _in_order(self) -> list[RemoteDoors]:
+        return [self.fronts[node] for node in sorted(self.fronts)]
 
 
 class _Total:

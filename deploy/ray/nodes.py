@@ -1,6 +1,6 @@
 """The nodes of a deployment, as its controller has them: which there are, what each is, how it is spoken to.
 
-That a node is there or has ended is Ray's word; in between its conversations say how it is (`deploy/runtime/many.py`).
+That a node is there or has ended is Ray's word; in between it says itself how it is (`deploy/runtime/many.py`).
 """
 
 from __future__ import annotations
