@@ -125,8 +125,7 @@ class FrontLives:
                 self._open()
             self._found.set()
             await self.begun()
-            if self._marked(Mark.OUTDATED):
-                await self._go_on_replacing()
+            await self._go_on_replacing()
             await asyncio.get_running_loop().create_future()
         finally:
             await self._supervisor.leave()
@@ -197,6 +196,8 @@ class FrontLives:
             process = self._house.children.adopt(door.record.pid, door.record.born_ticks) if door.record.pid else None
             if process is not None:
                 self._expect(door, told=self._house.counters.roster(door.row) > 0)
+                if process.poll() is not None:
+                    door.record.pid = 0  # by now it may be a stranger's
             self._keep(door, process)
             if door.mark is Mark.RETIRED:
                 self._retire(door)  # it may not have been told
@@ -242,6 +243,8 @@ class FrontLives:
     async def _end(self, door: Door) -> None:
         await self._supervisor.remove(door.name, self._house.grace_s + ENDING_S)
         self._collected(door.name)
+        if self._doors.pop(door.name, None) is not None:
+            self._note()
 
     def _expect(self, door: Door, *, told: bool = False) -> None:
         own = unix_url(self._folder / f"{door.name}.sock")
@@ -259,6 +262,7 @@ class FrontLives:
     # --- what the supervisor says ---------------------------------------------------------------------------------
 
     def before_spawn(self, stage: str, incarnation: str) -> None:
+        self._collected(stage)  # where its process was found ended before it had begun, nobody has said so
         (self._folder / f"{stage}.sock").unlink(missing_ok=True)
         if self._doors[stage].mark is Mark.OUTDATED:  # another one it is
             self._doors[stage].mark = Mark.STAYS
@@ -299,6 +303,8 @@ class FrontLives:
                     await asyncio.gather(*(self._supervisor.answered(door.name) for door in fresh))
                     self._retire(outdated[0])
                     await self._retired()
+                for door in self._staying[self._house.shared.workers :]:
+                    self._retire(door)  # outdated ones have ended by themselves, and were followed
             except EpdError:
                 for door in self._marked(Mark.OUTDATED):
                     door.mark = Mark.STAYS

@@ -16,6 +16,7 @@ import msgspec
 
 from deploy.host.ports import BACKLOG
 from deploy.host.state import State
+from epd_serve.errors import ConfigError
 from epd_serve.instances import IncarnationId
 
 if TYPE_CHECKING:
@@ -88,20 +89,26 @@ class Slots:
             self._ledger.place(_id_of(name), slot)
 
     def __call__(self, incarnation_id: IncarnationId) -> int:
-        """Of a new one: a slot that nobody has, or of whom nothing is held any more."""
+        """Of a new one: a slot that nobody has, or had a past life of whom nothing is held any more.
+
+        Raises:
+            ConfigError: all are held.
+        """
         name = "\0".join(incarnation_id)
         if name not in self._taken:
             if len(self._taken) == self._slots:
-                self._give_back()
-            taken = set(self._taken.values())
-            self._taken[name] = next(slot for slot in range(self._slots) if slot not in taken)
+                self._give_back(incarnation_id)
+            free = set(range(self._slots)).difference(self._taken.values())
+            if not free:
+                raise ConfigError(f"no room for the counts of {incarnation_id[0]}: {self._slots} others are held")
+            self._taken[name] = min(free)
             self._ledger.place(incarnation_id, self._taken[name])
             self._state.write(SLOTS, msgspec.msgpack.encode(self._taken))
         return self._taken[name]
 
-    def _give_back(self) -> None:
+    def _give_back(self, newest: IncarnationId) -> None:
         """Those of past lives of each instance that are held no more."""
-        present = {_id_of(name)[0]: name for name in self._taken}  # the latest of each
+        present = {_id_of(name)[0]: name for name in self._taken} | {newest[0]: ""}  # the latest of each
         for name in [name for name in self._taken if name not in present.values()]:
             if not self._ledger.total(_id_of(name)).held:
                 del self._taken[name]

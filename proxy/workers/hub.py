@@ -13,6 +13,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
@@ -37,6 +38,8 @@ from proxy.workers.wire import Family, Keys, Setup, frame
 TELL_EVERY_S = 2.0
 TELL_S = 1.0
 MAX_ANSWER_BYTES = 16 << 20
+
+T = TypeVar("T")
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -69,18 +72,19 @@ class Worker:
 
     async def tell(self) -> None:
         """Have it say what it has counted; where it does not in time, `counts` stay as they were."""
-        if (told := await self._asked("/counts")) is not None:
-            self.counts = msgspec.msgpack.decode(told, type=list[Family])
+        told = await self._asked("/counts", list[Family])
+        if told is not None:
+            self.counts = told
 
     async def look(self, question: Question) -> RecordsAnswer | None:
         """What it knows of requests; None when it did not say in time."""
-        told = await self._asked("/records", msgspec.msgpack.encode(question))
-        return msgspec.msgpack.decode(told, type=RecordsAnswer) if told is not None else None
+        return await self._asked("/records", RecordsAnswer, msgspec.msgpack.encode(question))
 
-    async def _asked(self, path: str, body: bytes | None = None) -> bytes | None:
+    async def _asked(self, path: str, kind: type[T], body: bytes | None = None) -> T | None:
         try:
-            return await ask(self.url, path, body=body, within_s=TELL_S, most_bytes=MAX_ANSWER_BYTES)
-        except (OSError, TimeoutError, TooLargeError):
+            told = await ask(self.url, path, body=body, within_s=TELL_S, most_bytes=MAX_ANSWER_BYTES)
+            return msgspec.msgpack.decode(told, type=kind)
+        except (OSError, TimeoutError, TooLargeError, msgspec.DecodeError):
             return None
 
 

@@ -59,12 +59,14 @@ class Publisher:
     def drain(self, id: str, draining: bool = True) -> None:
         """Give an instance nothing new, until it is taken back or gone; what it has goes on."""
         self.leaving = self.leaving | {id} if draining else self.leaving - {id}
-        self._tell(self._wanted)
+        if self.number:
+            self._tell(self._wanted)
 
     def pause(self, seconds: float) -> None:
         """Have new requests wait for so long at most."""
         self._table.pause_for(seconds)
-        self._changed()
+        if self.number:
+            self._changed()
 
     def roster(self, down: Mapping[str, str]) -> Roster:
         """What workers are to know. `down`: tasks of this process that do not run, and why."""
@@ -77,13 +79,14 @@ class Publisher:
                 row,
                 draining=row.draining or row.instance.id in self.leaving,
                 slot=self._slot_of(row.instance.incarnation_id),
-                served=self._goes_on,
             )
             for row in self._said
         )
         if (rows, wanted) != (self._rows, self._wanted) or not self.number:
             self._rows, self._wanted = rows, wanted
-            self._follower.take_in(Roster(0, rows, wanted, self._table.pause.left_s))
+            served = tuple(replace(row, served=self._goes_on) for row in rows)
+            self._goes_on = False  # who comes later has links that nobody has used
+            self._follower.take_in(Roster(0, served, wanted, self._table.pause.left_s))
             self._changed()
 
     def _changed(self) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import math
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -14,14 +16,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from deploy.agent.record import Record
 from deploy.front import doors as front_doors
+from deploy.front import lives as front_lives
 from deploy.front import shared as front_shared
 from deploy.front.doors import FrontDoors
-from deploy.front.shared import Shared
+from deploy.front.lives import SECTION, Door, Mark
+from deploy.front.shared import SLOTS, Shared
 from deploy.host import processes
 from deploy.host.ports import private_socket
+from deploy.host.spawned import NOT_BEGUN
 from deploy.runtime.protocol import Observed, Order, Phase, Spec
 from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
@@ -49,6 +56,7 @@ class House:
     lines: list[str]
     shared: Shared
     root: RootHere
+    folder: Path
     config: ProxySettings
 
     async def die(self) -> None:
@@ -91,6 +99,16 @@ class House:
     def pid(self, number: int = 0) -> int:
         return self.doors.pids[f"front.{number}"]
 
+    def noted(self) -> list[Door]:
+        return msgspec.msgpack.decode(self.root.state().read(SECTION) or b"", type=list[Door])
+
+    def log(self, number: int = 0) -> str:
+        return (self.folder / f"front.{number}.log").read_text()
+
+    async def metric(self, name: str) -> float:
+        lines = (await self.doors.metrics()).decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
 
 def life_of(shared: Shared) -> Shared:
     """As one that looks after them has it."""
@@ -104,7 +122,7 @@ def made(config: ProxySettings, shared: Shared, root: RootHere, lines: list[str]
 @asynccontextmanager
 async def house(*names: str, workers: int = 1, config: ProxySettings = PATIENT) -> AsyncIterator[House]:
     async with AsyncExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory())
+        folder = Path(stack.enter_context(TemporaryDirectory()))
         listening = stack.enter_context(bound())
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         stages, observed = {}, {}
@@ -113,12 +131,12 @@ async def house(*names: str, workers: int = 1, config: ProxySettings = PATIENT) 
             instance = Instance(name, Role.PD, await stack.enter_async_context(served(stages[name])), "one")
             observed[name] = Observed(Order(name, Spec(Role.PD, (0,), "d")), Phase.UP, instance, ever_up=True, up_s=1.0)
         lines: list[str] = []
-        shared = Shared.of(listening, stack.enter_context(private_socket(Path(folder) / "feed")), workers)
+        shared = Shared.of(listening, stack.enter_context(private_socket(folder / "feed")), workers)
         stack.callback(shared.close)
         root = stack.enter_context(root_here())
         doors = made(config, life_of(shared), root, lines)
         serving = asyncio.create_task(doors.serve())
-        one = House(doors, url, stages, observed, serving, lines, shared, root, config)
+        one = House(doors, url, stages, observed, serving, lines, shared, root, folder, config)
         one.publish()
         try:
             await doors.ready()
@@ -147,7 +165,7 @@ async def test_one_that_is_killed_leaves_the_others_serving_and_is_followed_by_a
         assert True in answered and False in answered, "those of the one that was killed, and no others, were cut"
         assert (await h.ask()).status_code == 200
         assert h.pid(1) == other
-        assert any("killed by SIGKILL" in line and "another starts" in line for line in h.lines)
+        assert any("killed by SIGKILL" in line and "another starts" in line for line in h.lines), h.lines
 
 
 async def test_where_there_is_only_one_connections_wait_for_the_next() -> None:
@@ -180,6 +198,77 @@ async def test_one_that_hangs_is_replaced_when_all_have_to_know(monkeypatch: pyt
             await h.doors.seen()
         assert h.doors.pids.get("front.0") != hung and processes.stat(hung) is None
         await h.in_all("/health", status="unavailable")
+
+
+async def test_one_that_hangs_is_replaced_when_it_has_said_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient = replace(front_lives.PATIENCE, hung_s=1.0, health_every_s=0.1, health_timeout_s=0.5)
+    monkeypatch.setattr(front_lives, "PATIENCE", impatient)
+    async with house("PD0", workers=2) as h:
+        hung, other = h.pid(0), h.pid(1)
+        os.kill(hung, signal.SIGSTOP)
+        await until(lambda: h.doors.pids.get("front.0") not in (hung, None), "another one")
+        assert any("front.0 ended: hung" in line for line in h.lines)
+        assert {(await h.ask()).status_code for _ in range(4)} == {200} and h.pid(1) == other
+
+
+async def test_what_one_had_counted_that_was_killed_stays_counted() -> None:
+    async with house("PD0") as h:
+        for _ in range(5):
+            assert (await h.ask()).status_code == 200
+        assert await h.metric("epd_proxy_requests_total") == 5
+        victim = h.pid()
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: h.doors.pids.get("front.0") not in (victim, None), "another one")
+        assert (await h.ask()).status_code == 200
+        await until(lambda: _is(h.metric("epd_proxy_workers "), 1))
+        assert await h.metric("epd_proxy_requests_total") == 6
+        assert await h.metric("epd_proxy_workers_ended_total") == 1
+
+
+async def _is(value: Any, expected: float) -> bool:
+    return bool(await value == expected)
+
+
+async def test_each_has_a_log_which_says_what_becomes_of_its_feed() -> None:
+    async with house("PD0", workers=2) as h:
+        await h.die()
+        await until(lambda: all("the feed has ended" in h.log(number) for number in range(2)))
+        h.follow()
+        h.publish()
+        await until(lambda: all("the feed is back" in h.log(number) for number in range(2)))
+
+
+async def test_one_that_was_never_told_to_go_on_is_followed_by_another() -> None:
+    """Control was killed between noting its pid and the word that lets it go on."""
+    async with house("PD0", workers=2) as h:
+        await h.die()
+        first, second = h.noted()
+        os.kill(second.record.pid, signal.SIGKILL)
+        not_begun = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({NOT_BEGUN})"])
+        found = await until(lambda: (stat := processes.stat(not_begun.pid)) is not None and stat.dead and stat)
+        second.record = Record(pid=not_begun.pid, born_ticks=found.start_ticks, lives=1)
+        h.root.state().write(SECTION, msgspec.msgpack.encode([first, second]))
+        h.follow()
+        h.publish()
+        await h.doors.ready()
+        assert len(h.doors.pids) == 2 and h.pid(1) != not_begun.pid
+        assert {(await h.ask()).status_code for _ in range(4)} == {200}
+        assert not any("cannot be supervised" in line for line in h.lines), h.lines
+
+
+async def test_a_stranger_with_the_number_of_one_that_has_ended_is_let_be() -> None:
+    async with house("PD0", workers=2) as h:
+        await h.die()
+        noted = h.noted()
+        stranger = await h.root.children.spawn(["sleep", "60"], dict(os.environ), output=2)
+        processes.signal_process(noted[0].record.pid, signal.SIGKILL)
+        noted[0].record.pid, noted[0].mark = stranger.pid, Mark.RETIRED
+        h.root.state().write(SECTION, msgspec.msgpack.encode(noted))
+        h.follow()
+        h.publish()
+        await h.doors.ready()
+        assert len(h.doors.pids) == 2 and (await h.ask()).status_code == 200
+        assert stranger.poll() is None
 
 
 async def test_who_drains_is_given_nothing_and_finishes_what_it_has() -> None:
@@ -279,15 +368,17 @@ async def test_another_one_that_looks_after_them_finds_them_as_they_are() -> Non
         h.stages["PD0"].usual = h.stages["PD1"].usual = once(released, answer)
         held = [asyncio.create_task(h.ask()) for _ in range(8)]
         await until(lambda: h.stages["PD0"].active + h.stages["PD1"].active == 8)
-        before, number = dict(h.doors.pids), h.doors._published.number
+        before, counters = dict(h.doors.pids), h.shared.counters()
+        number, slots = counters.roster(0), h.root.state().read(SLOTS)
         await h.die()
         assert (await h.ask("/health")).json() == {"status": "ok"}
         h.follow()
         await until(lambda: h.doors.pids == before)
-        assert not h.doors._published.number and (await h.ask("/health")).json() == {"status": "ok"}
+        assert counters.roster(0) == number and (await h.ask("/health")).json() == {"status": "ok"}
         h.phase("PD1", Phase.DRAINING)
         await h.doors.ready()
-        assert h.doors._published.number > number and h.doors.pids == before
+        assert min(map(counters.roster, range(2))) > number and h.doors.pids == before
+        assert slots and h.root.state().read(SLOTS) == slots
         assert sum(h.doors.leases(name)[Work.DECODE] for name in h.observed) == 8
         released.set()
         assert {(await one).status_code for one in held} == {200}
@@ -315,6 +406,21 @@ async def test_who_dies_while_nobody_looks_is_settled_and_followed_later() -> No
         await until(lambda: not h.doors.leases("PD0")[Work.DECODE])
 
 
+async def test_who_hangs_while_nobody_looks_goes_by_no_old_roster_later() -> None:
+    async with house("PD0", "PD1", workers=2) as h:
+        hung, other = h.pid(0), h.pid(1)
+        await h.die()
+        os.kill(hung, signal.SIGSTOP)
+        h.follow()
+        h.phase("PD0", Phase.DRAINING)
+        await h.doors.ready()
+        assert processes.stat(hung) is None and any("has not taken in the roster" in line for line in h.lines)
+        before = len(h.stages["PD0"].calls)
+        assert {(await h.ask()).status_code for _ in range(4)} == {200} and len(h.stages["PD0"].calls) == before
+        await until(lambda: h.doors.pids.get("front.0") not in (hung, None), "another one")
+        assert h.pid(1) == other
+
+
 async def test_they_go_on_being_replaced_by_who_follows() -> None:
     released = asyncio.Event()
     async with house("PD0", workers=2) as h:
@@ -333,6 +439,30 @@ async def test_they_go_on_being_replaced_by_who_follows() -> None:
         assert {(await one).status_code for one in held} == {200}
         await until(lambda: not h.doors.replacing)
         assert not set(h.doors.pids.values()) & set(before.values()) and len(h.doors.pids) == 2
+        assert {(await h.ask()).status_code for _ in range(4)} == {200}
+
+
+async def test_where_all_die_that_were_to_be_replaced_there_are_as_many_as_before() -> None:
+    released = asyncio.Event()
+    async with house("PD0", workers=2) as h:
+        before = dict(h.doors.pids)
+        h.stages["PD0"].usual = once(released, answer)
+        held = [asyncio.create_task(h.is_answered()) for _ in range(6)]
+        await until(lambda: h.stages["PD0"].active == 6)
+        replacing = asyncio.create_task(h.doors.restart())
+        await until(lambda: len(h.doors.pids) == 3, "a follower beside the first")
+        replacing.cancel()
+        await h.die()
+        for pid in before.values():
+            os.kill(pid, signal.SIGKILL)
+        released.set()
+        await asyncio.gather(*held)
+        h.follow()
+        h.publish()
+        await h.doors.ready()
+        await until(lambda: len(h.noted()) == 2, "no more than there are to be")
+        await until(lambda: len(h.doors.pids) == 2)
+        assert not set(h.doors.pids.values()) & set(before.values())
         assert {(await h.ask()).status_code for _ in range(4)} == {200}
 
 
@@ -356,6 +486,20 @@ async def test_the_end_waits_for_what_is_under_way_in_all_of_them() -> None:
         async with asyncio.timeout(PATIENCE_S):
             await idle
         await asyncio.gather(*held, return_exceptions=True)
+
+
+async def test_the_end_does_not_wait_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_lives, "ENDING_S", 0.5)
+    async with house("PD0", workers=2) as h:
+        h.stages["PD0"].usual = once(asyncio.Event(), answer)
+        held = [asyncio.create_task(h.is_answered()) for _ in range(4)]
+        await until(lambda: h.stages["PD0"].active == 4)
+        pids = set(h.doors.pids.values())
+        os.kill(h.pid(), signal.SIGSTOP)
+        async with asyncio.timeout(PATIENCE_S):
+            await h.doors.end()
+        assert not any(map(processes.stat, pids)) and not h.noted()
+        assert await asyncio.gather(*held) == [False] * 4, "their time was over"
 
 
 async def test_one_that_does_not_start_ends_the_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

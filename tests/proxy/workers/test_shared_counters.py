@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd_serve.errors import ConfigError
-from proxy.registry.ledger import Ledger, OwnLedger, Work
-from proxy.workers.shared_counters import SharedCounters, shared_memory
+from proxy.registry.ledger import NO_TALLY, NOTHING, Ledger, OwnLedger, Work
+from proxy.workers.shared_counters import Asked, SharedCounters, shared_memory
 from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
 from tests.waiting import wait_for
 
@@ -40,9 +41,17 @@ def test_a_buffer_of_another_shape_is_refused() -> None:
         SharedCounters(buffer, 2, COUNTS)
 
 
+def ledger(shared: SharedCounters, row: int | None) -> SharedLedger:
+    """Of a process that has been told where each life is counted."""
+    one = SharedLedger(shared, row)
+    for slot, incarnation in enumerate(INCARNATIONS):
+        one.place(incarnation, slot)
+    return one
+
+
 def test_what_one_process_acquires_all_see() -> None:
     shared = counters(2)
-    one, other = SharedLedger(shared, 0), SharedLedger(shared, 1)
+    one, other = ledger(shared, 0), ledger(shared, 1)
     one.acquire(INCARNATIONS[0], Work.PREFILL, 700)
     other.acquire(INCARNATIONS[0], Work.PREFILL, 300)
     tally = one.tallies(INCARNATIONS[0])[Work.PREFILL]
@@ -56,55 +65,74 @@ def test_what_one_process_acquires_all_see() -> None:
 
 def test_a_killed_process_holds_nothing_and_its_counts_stay() -> None:
     shared = counters(2)
-    killed, reader = SharedLedger(shared, 0), SharedLedger(shared, None)
+    killed, reader = ledger(shared, 0), ledger(shared, None)
     killed.acquire(INCARNATIONS[0], Work.DECODE, 1000)
     killed.acquire(INCARNATIONS[1], Work.ENCODE, 50)
     settle(shared, 0)
     for incarnation in INCARNATIONS:
         assert all(tally.held == 0 and tally.held_weight == 0 for tally in reader.tallies(incarnation).values())
-    successor = SharedLedger(shared, 0)
+    successor = ledger(shared, 0)
     successor.acquire(INCARNATIONS[0], Work.DECODE, 500)
     tally = reader.tallies(INCARNATIONS[0])[Work.DECODE]
     assert (tally.held, tally.held_weight, tally.acquired_weight) == (1, 500, 1500)
 
 
-def test_a_tag_that_was_written_just_before_the_kill_is_found() -> None:
+@pytest.mark.parametrize("done", range(5))
+def test_whatever_of_a_count_was_written_before_the_kill_is_released(done: int) -> None:
+    """An acquisition is two stores and a note, a release two: the process ends after so many of these five."""
+    shared, writes = counters(1), 0
+    killed, reader = ledger(shared, 0), ledger(shared, None)
+    add, say_moved = shared.add, shared.say_moved
+
+    def counted(store: Callable[..., None]) -> Callable[..., None]:
+        def write(*values: int) -> None:
+            nonlocal writes
+            if writes == done:
+                raise KeyboardInterrupt
+            writes += 1
+            store(*values)
+
+        return write
+
+    shared.add, shared.say_moved = counted(add), counted(say_moved)  # type: ignore[method-assign]
+    with suppress(KeyboardInterrupt):
+        killed.acquire(INCARNATIONS[0], Work.DECODE, 1000)
+        killed.release(INCARNATIONS[0], Work.DECODE, 1000)
+        killed.acquire(INCARNATIONS[0], Work.DECODE, 1000)
+    assert writes == done
+    shared.add, shared.say_moved = add, say_moved  # type: ignore[method-assign]
+    assert reader.tallies(INCARNATIONS[0])[Work.DECODE].held <= 1
+    settle(shared, 0)
+    settle(shared, 0)  # whoever collected it was killed itself, and its successor does it again
+    assert (reader.total(INCARNATIONS[0]).held, reader.total(INCARNATIONS[0]).held_weight) == (0, 0)
+    successor = ledger(shared, 0)
+    successor.acquire(INCARNATIONS[0], Work.DECODE, 500)
+    assert (reader.total(INCARNATIONS[0]).held, reader.total(INCARNATIONS[0]).held_weight) == (1, 500)
+    successor.release(INCARNATIONS[0], Work.DECODE, 500)
+    assert reader.total(INCARNATIONS[0]).held == 0
+
+
+def test_a_process_that_ended_goes_by_no_roster_takes_no_connections_and_has_no_requests() -> None:
+    shared = counters(2)
+    shared.ask(Asked.DRAIN)
+    shared.say_connections(0, 7)
+    shared.say_obeyed(0, Asked.DRAIN, 5)
+    shared.say_roster(0, 9)
+    assert shared.least_connections(1) == 7
+    settle(shared, 0)
+    assert (shared.connections(0), shared.requests(0), shared.roster(0)) == (None, 0, 0)
+    assert shared.obeyed(0) is Asked.SERVE and shared.asked is Asked.DRAIN and shared.least_connections(1) is None
+
+
+def test_a_life_that_nobody_has_placed_is_not_counted_and_one_that_is_forgotten_neither() -> None:
     shared = counters(1)
-    reader = SharedLedger(shared, None)
-    assert reader.tallies(INCARNATIONS[0])[Work.DECODE].acquired == 0
-    killed = SharedLedger(shared, 0)
-    shared.say_changed = lambda row: None  # type: ignore[method-assign]  # it is killed before it can say so
-    killed.acquire(INCARNATIONS[0], Work.DECODE, 1000)
-    del shared.say_changed
-    settle(shared, 0)
-    assert reader.tallies(INCARNATIONS[0])[Work.DECODE].released == 1
-
-
-def test_incarnations_beyond_the_room_of_a_row_are_counted_by_their_process_alone() -> None:
-    shared = counters(2, slots=2)
-    one, other = SharedLedger(shared, 0), SharedLedger(shared, 1)
-    for incarnation in INCARNATIONS:
-        one.acquire(incarnation, Work.DECODE, 1000)
-    assert [one.tallies(incarnation)[Work.DECODE].held for incarnation in INCARNATIONS] == [1, 1, 1]
-    assert [other.tallies(incarnation)[Work.DECODE].held for incarnation in INCARNATIONS] == [1, 1, 0]
-    one.release(INCARNATIONS[0], Work.DECODE, 1000)
+    one = SharedLedger(shared, 0)
+    assert one.total(INCARNATIONS[0]) == NO_TALLY and one.tallies(INCARNATIONS[0]) == NOTHING
+    one.place(INCARNATIONS[0], 3)
+    one.acquire(INCARNATIONS[0], Work.DECODE, 1)
+    assert one.total(INCARNATIONS[0]).held == 1
     one.forget(INCARNATIONS[0])
-    one.release(INCARNATIONS[2], Work.DECODE, 1000)
-    one.acquire(INCARNATIONS[2], Work.DECODE, 1000)
-    assert [other.tallies(incarnation)[Work.DECODE].held for incarnation in INCARNATIONS] == [0, 1, 1]
-
-
-def test_slots_of_incarnations_that_a_former_process_knew_are_taken_when_there_is_no_other_room() -> None:
-    shared = counters(1, slots=2)
-    former = SharedLedger(shared, 0)
-    former.acquire(INCARNATIONS[0], Work.DECODE, 1000)
-    former.acquire(INCARNATIONS[1], Work.DECODE, 1000)
-    settle(shared, 0)
-    successor = SharedLedger(shared, 0)
-    successor.acquire(INCARNATIONS[1], Work.DECODE, 1000)
-    successor.acquire(INCARNATIONS[2], Work.DECODE, 1000)
-    assert [successor.tallies(incarnation)[Work.DECODE].held for incarnation in INCARNATIONS] == [0, 1, 1]
-    assert 0 not in shared.tags(0)
+    assert one.total(INCARNATIONS[0]) == NO_TALLY
 
 
 steps = st.lists(
@@ -120,7 +148,7 @@ def test_several_processes_count_as_one(
 ) -> None:
     """Three that share counters against one that counts everything, with processes killed on the way."""
     shared = counters(3)
-    processes, alone = [SharedLedger(shared, row) for row in range(3)], OwnLedger()
+    processes, alone = [ledger(shared, row) for row in range(3)], OwnLedger()
     held: list[list[tuple[tuple[str, str], Work, int]]] = [[], [], []]
     for number, (row, incarnation, work, weight) in enumerate(steps):
         processes[row].acquire(incarnation, work, weight)
@@ -134,7 +162,7 @@ def test_several_processes_count_as_one(
             settle(shared, row)
             for lost in held[row]:
                 alone.release(*lost)
-            held[row], processes[row] = [], SharedLedger(shared, row)
+            held[row], processes[row] = [], ledger(shared, row)
         for process in processes:
             assert_equal(process, alone)
 
@@ -153,6 +181,8 @@ from proxy.workers.shared_ledger import COUNTS, SharedLedger
 fd, row, rows, seed = map(int, sys.argv[1:])
 ledger = SharedLedger(SharedCounters(mmap.mmap(fd, 0), rows, COUNTS), row)
 draw, held = random.Random(seed), []
+for number in range(3):
+    ledger.place(("P%d" % number, "a"), number)
 print("counting", flush=True)
 while True:
     incarnation, work = ("P%d" % draw.randrange(3), "a"), draw.choice(list(Work))
@@ -163,6 +193,7 @@ while True:
         ledger.release(*held.pop(draw.randrange(len(held))))
     if draw.random() < 0.01:
         gone = ("gone", str(draw.randrange(99)))
+        ledger.place(gone, 3 + draw.randrange(9))
         ledger.acquire(gone, work, 1)
         ledger.release(gone, work, 1)
         ledger.forget(gone)
@@ -189,6 +220,8 @@ def test_writers_that_are_killed_anywhere_leave_counts_that_only_grow_and_nothin
     shared = SharedCounters(mmap.mmap(memory, 0), 3, COUNTS)
     reader = SharedLedger(shared, None)
     incarnations = [(f"P{number}", "a") for number in range(3)]
+    for slot, incarnation in enumerate(incarnations):
+        reader.place(incarnation, slot)
     processes = [writer(memory, row, seed=row) for row in range(3)]
     draw, before = random.Random(0), dict.fromkeys((incarnation, work) for incarnation in incarnations for work in Work)
     try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from epd_serve.endpoint import unix_url
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.background import Background
@@ -24,13 +26,16 @@ from proxy.config.limits import Timeouts
 from proxy.page.observed import Observed
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import Lease, Work
+from proxy.registry.table import InstanceTable
 from proxy.workers import hub as worker_hub
+from proxy.workers import worker as worker_room
+from proxy.workers.ask import ask
 from proxy.workers.hub import Worker, WorkerHub
-from proxy.workers.roster import ParentTable, WorkerRoster
+from proxy.workers.roster import Publisher, WorkerRoster
 from proxy.workers.shared_counters import Asked, SharedCounters, shared_memory
 from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
-from proxy.workers.wire import FeedError, Hello, Roster, Serving, Setup, frame, from_parent
-from proxy.workers.worker import WorkerSignals, run_worker
+from proxy.workers.wire import FeedError, Frames, Keys, Roster, Row, Setup, Told, frame
+from proxy.workers.worker import Feed, WorkerSignals, run_worker
 from tests.proxy.fakes import FakeStage, answer, api_keys, bound, in_flight, once, served, settings, text_body
 from tests.waiting import until
 
@@ -42,7 +47,7 @@ PATIENT = Timeouts()  # requests are held for as long as a test takes
 class Doors:
     """What the page asks of all front doors."""
 
-    table: ParentTable
+    table: InstanceTable
     deployment: Any = None
 
     async def look(self, question: Question) -> RecordsAnswer:
@@ -52,15 +57,40 @@ class Doors:
 
 
 @dataclass
+class Parent:
+    """Whoever feeds them: one life of it."""
+
+    table: InstanceTable
+    published: Publisher
+    hub: WorkerHub
+    rows: dict[str, Row] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, counters: SharedCounters, feed: socket.socket, background: Background, after: int = 0) -> Parent:
+        ledger = SharedLedger(counters, None)
+        ledger.place(("PD0", "one"), 0)
+        table = InstanceTable(ledger=ledger)
+        published = Publisher(table, after=after)
+        doors = Doors(table)
+        doors.hub = WorkerHub(table, published, feed.dup(), background, Observed(doors))
+        return cls(table, published, doors.hub)
+
+    def say(self, row: Row, *wanted: Role) -> None:
+        """Of one instance; all others are as they were."""
+        self.rows[row.instance.id] = row
+        self.published.publish(self.rows.values(), wanted)
+
+
+@dataclass
 class Crew:
     """A parent with workers that share one socket."""
 
-    table: ParentTable
-    hub: WorkerHub
+    parent: Parent
     background: Background
     counters: SharedCounters
     url: str
     stage: FakeStage
+    instance: Instance
     path: Path
     listening: socket.socket
     feed: socket.socket
@@ -69,15 +99,44 @@ class Crew:
     works: list[asyncio.Task[None]] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
 
-    async def begin(self, row: int, setup: Setup | None = None) -> Worker:
+    @property
+    def hub(self) -> WorkerHub:
+        return self.parent.hub
+
+    @property
+    def table(self) -> InstanceTable:
+        return self.parent.table
+
+    @property
+    def published(self) -> Publisher:
+        return self.parent.published
+
+    def expect(self, row: int) -> Worker:
+        """A worker, which does not start yet."""
+        setup = Setup(settings(timeouts=PATIENT), self.counters.rows, 1.0, 30.0, 1.0)
+        return self.hub.expect(row, unix_url(self.path.with_name(f"front.{row}.sock")), setup)
+
+    async def begin(self, row: int) -> Worker:
         """Another worker, which serves."""
-        worker = self.hub.expect(row, setup or Setup(settings(timeouts=PATIENT), self.counters.rows, 1.0, 30.0, 1.0))
+        worker = self.expect(row)
         signals, copy = WorkerSignals(), socket.socket(fileno=os.dup(self.listening.fileno()))
+        own = bound_at(self.path.with_name(f"front.{row}.sock"))
         self.workers.append(worker)
         self.signals.append(signals)
-        self.works.append(asyncio.create_task(run_worker(self.path, row, copy, self.memory, signals)))
-        await until(lambda: worker.serving)
+        self.works.append(asyncio.create_task(run_worker(self.path, row, own, copy, self.memory, signals)))
+        await until(lambda: answers(worker.url, "/health"))
+        worker.serving = True  # as whoever has started it says
         return worker
+
+    def down(self, reason: str) -> None:
+        self.parent.say(Row(self.instance, False, reason), Role.PD)
+
+    def up(self) -> None:
+        self.parent.say(Row(self.instance, True), Role.PD)
+
+    async def all_know(self) -> None:
+        rows = [worker.row for worker in self.workers]
+        await until(lambda: {self.counters.roster(row) for row in rows} == {self.published.number})
 
     async def ask(self, path: str = "", **options: Any) -> httpx.Response:
         """On a connection of its own, so that any worker may take it."""
@@ -95,34 +154,48 @@ class Crew:
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
+async def answers(url: str, path: str) -> bool:
+    """With 200."""
+    with suppress(OSError):
+        await ask(url, path, within_s=DEADLINE_S, most_bytes=1 << 20)
+        return True
+    return False
+
+
+def bound_at(path: Path) -> socket.socket:
+    one = socket.socket(socket.AF_UNIX)
+    one.bind(str(path))
+    return one
+
+
 def feed_at(path: Path) -> socket.socket:
     """Bound there, and listening."""
-    feed = socket.socket(socket.AF_UNIX)
-    feed.bind(str(path))
+    feed = bound_at(path)
     feed.listen()
     return feed
 
 
 @asynccontextmanager
-async def crew(count: int) -> AsyncIterator[Crew]:
+async def crew(count: int, *, silent: bool = False) -> AsyncIterator[Crew]:
+    """With `silent` the parent has said nothing of the instances yet."""
     stage = FakeStage("PD0", Role.PD)
     rows = count + 1
     memory = shared_memory(SharedCounters.size_bytes(rows, COUNTS))
     counters = SharedCounters(mmap.mmap(memory, 0), rows, COUNTS)
-    table = ParentTable(ledger=SharedLedger(counters, None))
     background = Background()
     async with AsyncExitStack() as stack:
         stack.callback(os.close, memory)
         path = Path(stack.enter_context(TemporaryDirectory())) / "feed"
         feed = stack.enter_context(feed_at(path))
-        doors = Doors(table)
-        hub = doors.hub = WorkerHub(table, feed.dup(), background, Observed(doors))
-        table.apply(Instance("PD0", Role.PD, await stack.enter_async_context(served(stage)), "one"))
+        parent = Parent.of(counters, feed, background)
+        instance = Instance("PD0", Role.PD, await stack.enter_async_context(served(stage)), "one")
         listening = stack.enter_context(bound())
         listening.listen(100)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        crew = Crew(table, hub, background, counters, url, stage, path, listening, feed, memory)
-        await hub.start()
+        crew = Crew(parent, background, counters, url, stage, instance, path, listening, feed, memory)
+        if not silent:
+            crew.up()
+        await parent.hub.start()
         stack.push_async_callback(lambda: crew.hub.stop())
         for row in range(count):
             await crew.begin(row)
@@ -130,6 +203,25 @@ async def crew(count: int) -> AsyncIterator[Crew]:
         for signals in crew.signals:
             signals.stop.set()
         await asyncio.gather(*crew.works, return_exceptions=True)
+
+
+@asynccontextmanager
+async def watching(path: Path, row: int) -> AsyncIterator[AsyncIterator[Told]]:
+    """What whoever says that it has this row is told."""
+
+    async def told(answer: httpx.Response) -> AsyncIterator[Told]:
+        frames = Frames()
+        async for piece in answer.aiter_raw():
+            for message in frames.take(piece):
+                yield message
+
+    transport = httpx.AsyncHTTPTransport(uds=str(path))
+    async with (
+        httpx.AsyncClient(transport=transport, timeout=DEADLINE_S, trust_env=False) as client,
+        client.stream("GET", f"http://feed/watch?row={row}") as answer,
+    ):
+        assert answer.status_code == 200
+        yield told(answer)
 
 
 async def test_every_worker_says_the_same_of_instances_and_health() -> None:
@@ -144,7 +236,7 @@ async def test_every_worker_says_the_same_of_instances_and_health() -> None:
             assert row["in_flight"]["decode"] == 6
         released.set()
         assert {one.status_code for one in await asyncio.gather(*requests)} == {200}
-        c.table.mark_down("PD0", "killed")
+        c.down("killed")
         await until(lambda: not in_flight(c.table))
         async with asyncio.timeout(DEADLINE_S):
             while {(await c.ask("/health")).status_code for _ in range(4)} != {503}:
@@ -259,29 +351,101 @@ async def test_who_starts_late_knows_of_what_was_asked_before() -> None:
         assert c.counters.obeyed(1) is Asked.LEAVE, "before it took a connection"
 
 
-async def test_a_worker_whose_feed_has_ended_serves_on_and_goes_on_with_who_is_there_next() -> None:
+async def test_a_worker_whose_feed_has_ended_serves_on_and_goes_on_with_who_is_there_next(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING)
     async with crew(1) as c:
         (worker,) = c.workers
-        await until(lambda: c.counters.roster(0) == c.table.number)
+        await c.all_know()
+        before = c.published.number
         await c.hub.stop()
-        await until(lambda: worker.parted)
+        await until(lambda: "the feed has ended" in caplog.text)
         assert (await c.ask()).status_code == 200, "by the last roster"
-        assert (await c.ask("/metrics")).status_code == 504
-        table = ParentTable(ledger=SharedLedger(c.counters, None), after=c.counters.roster(0))
-        doors = Doors(table)
-        c.hub = doors.hub = WorkerHub(table, c.feed.dup(), c.background, Observed(doors))
-        found = c.hub.expect(0, worker.setup)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(worker_room, "SUM_S", 0.2)
+            assert (await c.ask("/metrics")).status_code == 504
+        c.parent = Parent.of(c.counters, c.feed, c.background, after=c.counters.roster(0))
+        found = c.hub.expect(0, worker.url, worker.setup)
+        found.serving = True
         await c.hub.start()
-        await until(lambda: found.serving)
+        await until(lambda: "the feed is back" in caplog.text)
         assert (await c.ask()).status_code == 200 and not found.told, "who knows of no instances takes none away"
-        table.want((Role.PD,))
-        table.apply(c.table.instance("PD0"))
-        await until(lambda: c.counters.roster(0) == table.number)
-        assert table.number > c.table.number and (await c.ask()).status_code == 200
-        table.mark_down("PD0", "killed")
-        await until(lambda: c.counters.roster(0) == table.number)
+        c.up()
+        await c.all_know()
+        assert c.published.number > before and (await c.ask()).status_code == 200
+        c.down("killed")
+        await c.all_know()
         assert (await c.ask("/health")).status_code == 503
-        await until(lambda: c.metric("epd_proxy_workers "))
+        assert await c.metric("epd_proxy_workers ") == 1
+
+
+async def test_a_worker_goes_on_with_its_parent_however_often_that_ends(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    async with crew(1) as c:
+        for times in range(1, 4):
+            await c.all_know()
+            await c.hub.stop()
+            await until(lambda times=times: caplog.text.count("the feed has ended") == times)
+            c.parent = Parent.of(c.counters, c.feed, c.background, after=c.counters.roster(0))
+            c.hub.expect(0, c.workers[0].url, c.workers[0].setup).serving = True
+            c.up()
+            await c.hub.start()
+        await c.all_know()
+        assert (await c.ask()).status_code == 200
+
+
+async def test_all_who_watch_a_row_are_told_the_same_and_none_holds_up_another() -> None:
+    async with crew(1) as c, watching(c.path, 0) as stays:
+
+        async def latest(told: AsyncIterator[Told]) -> Roster:
+            async for one in told:
+                if isinstance(one, Roster) and one.number == c.published.number:
+                    return one
+            raise AssertionError("the watch has ended")
+
+        async with watching(c.path, 0) as leaves:
+            assert isinstance(await anext(stays), Setup) and isinstance(await anext(leaves), Setup)
+            c.down("killed")
+            heard = await latest(leaves)
+            assert heard == await latest(stays) and heard.rows[0].reason == "killed"
+            await c.all_know()
+        c.up()
+        assert (await latest(stays)).rows[0].healthy
+        await c.all_know()
+        assert (await c.ask()).status_code == 200
+
+
+async def test_whoever_takes_nothing_is_told_the_latest_only() -> None:
+    async with crew(0) as c:
+        c.expect(0)
+        async with watching(c.path, 0) as told:
+            assert isinstance(await anext(told), Setup) and isinstance(await anext(told), Roster)
+            for number in range(50):
+                c.down(str(number))
+            last = await anext(told)
+            assert isinstance(last, Roster) and last.number == c.published.number and last.rows[0].reason == "49"
+
+
+async def test_clients_keys_are_told_before_the_instances_and_again_when_they_change() -> None:
+    async with crew(0) as c:
+        c.hub.go_by(api_keys("one"))
+        c.expect(0)
+        async with watching(c.path, 0) as told:
+            heard = [await anext(told) for _ in range(3)]
+            assert [type(one) for one in heard] == [Setup, Keys, Roster] and heard[1] == Keys(api_keys("one"))
+            c.hub.go_by(api_keys("two"))
+            assert await anext(told) == Keys(api_keys("two"))
+
+
+async def test_a_roster_that_is_larger_than_any_read_is_taken_in_whole() -> None:
+    async with crew(1) as c:
+        rows = [Row(Instance(f"P{number}", Role.P, "http://h:1", "one"), False, "x" * 4000) for number in range(500)]
+        c.published.publish([Row(c.instance, True), *rows], {Role.PD})
+        assert len(frame(c.published.roster({}))) > 1 << 20
+        await c.all_know()
+        told = (await c.ask("/instances")).json()["instances"]
+        assert len(told) == 501 and (await c.ask()).status_code == 200
 
 
 async def test_a_worker_whose_parent_has_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,11 +460,11 @@ async def test_a_worker_whose_parent_has_gone_ends(monkeypatch: pytest.MonkeyPat
 
 async def test_what_is_said_of_the_deployment_reaches_every_worker_in_order() -> None:
     async with crew(2) as c:
-        await until(lambda: {c.counters.roster(row) for row in range(2)} == {c.table.number})
-        c.table.drain("PD0")
-        c.table.want((Role.PD, Role.E))
-        c.table.pause_for(DEADLINE_S)
-        await until(lambda: {c.counters.roster(row) for row in range(2)} == {c.table.number})
+        await c.all_know()
+        c.published.drain("PD0")
+        c.parent.say(Row(c.instance, True), Role.PD, Role.E)
+        c.published.pause(DEADLINE_S)
+        await c.all_know()
         for _ in range(4):
             ready = (await c.ask("/ready")).json()
             assert ready["status"] == "paused" and ready["missing"] == ["E", "PD"]
@@ -308,26 +472,26 @@ async def test_what_is_said_of_the_deployment_reaches_every_worker_in_order() ->
             assert row["draining"] and not row["up"]
         waiting = asyncio.create_task(c.ask())
         await until(lambda: sum(map(c.counters.requests, range(2))) == 1)
-        c.table.drain("PD0", False)
-        c.table.pause_for(0)
+        c.published.drain("PD0", False)
+        c.published.pause(0)
         assert (await waiting).status_code == 200
 
 
 async def test_a_worker_takes_no_connection_before_it_knows_of_anything() -> None:
-    async with crew(0) as c:
-        c.table.number = 0  # as before anything was said
+    async with crew(0, silent=True) as c:
         begun = asyncio.create_task(c.begin(0))
-        await until(lambda: c.workers and c.workers[0].writer is not None)
+        await until(lambda: c.workers and c.path.with_name("front.0.sock").exists())
         asked = asyncio.create_task(c.ask("/health"))
         done, _ = await asyncio.wait((begun, asked), timeout=0.5)
-        assert not done
-        c.table.want((Role.PD,))
+        assert not done and not c.workers[0].told
+        c.up()
         assert (await asked).status_code == 200 and await begun
 
 
 async def test_what_a_worker_held_that_died_is_held_by_nobody() -> None:
     async with crew(2) as c:
         dead = SharedLedger(c.counters, 0)
+        dead.place(("PD0", "one"), 0)
         Lease(dead, c.table.instance("PD0"), Work.DECODE, 3.0)
         assert in_flight(c.table) == 1
         settle(c.counters, 0)
@@ -349,15 +513,15 @@ async def test_a_roster_that_a_worker_fails_on_is_skipped(monkeypatch: pytest.Mo
         take_in, fails = WorkerRoster.take_in, [True]
 
         def broken(self: WorkerRoster, roster: Roster) -> None:
-            if fails:
+            if fails and roster.number:  # that of the parent's own table has none
                 raise KeyError(fails.pop())
             take_in(self, roster)
 
         monkeypatch.setattr(WorkerRoster, "take_in", broken)
-        c.table.mark_down("PD0", "killed")
+        c.down("killed")
         await until(lambda: not fails)
-        c.table.mark_up("PD0")
-        c.table.mark_down("PD0", "killed again")
+        c.up()
+        c.down("killed again")
         async with asyncio.timeout(DEADLINE_S):
             while (await c.ask("/health")).status_code != 503:
                 pass
@@ -392,48 +556,97 @@ async def test_who_is_about_to_end_is_not_ready_in_any_worker_and_serves_on() ->
         assert (await c.ask()).status_code == 200
 
 
-@asynccontextmanager
-async def expecting(*frames: bytes) -> AsyncIterator[Worker]:
-    """What becomes of a worker that says this."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "feed"
-        table = ParentTable()
-        hub = WorkerHub(table, feed_at(path), Background(), Observed(Doors(table)))
-        await hub.start()
-        worker = hub.expect(0, Setup(settings(), 1, 1.0, 1.0, 1.0))
-        _, writer = await asyncio.open_unix_connection(path)
-        for one in frames:
-            writer.write(one)
-        yield worker
-        writer.close()
-        await hub.stop()
-
-
-async def test_a_worker_that_says_nothing_any_more_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_hub, "HUNG_S", 0.01)
-    async with expecting(frame(Hello(0)), frame(Serving())) as worker:
-        await until(lambda: worker.parted)
-        assert worker.trouble.startswith("no word for")
-
-
-@pytest.mark.parametrize("wrong", [frame(Roster(1, ())), frame(Hello(0)), (1 << 31).to_bytes(4, "big")])
-async def test_a_worker_that_says_what_no_worker_says_is_noticed(wrong: bytes) -> None:
-    async with expecting(frame(Hello(0)), wrong) as worker:
-        await until(lambda: worker.parted)
-        assert worker.trouble
-
-
-async def test_who_is_not_expected_is_not_talked_with() -> None:
+async def test_a_worker_that_hangs_costs_who_asks_for_metrics_a_moment_and_nothing_it_had_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with crew(1) as c:
-        for first in (frame(Hello(1)), frame(Serving()), b"GET / HTTP/1.1\r\n\r\n"):
-            reader, writer = await asyncio.open_unix_connection(c.path)
-            writer.write(first)
+        assert (await c.ask()).status_code == 200
+        await c.hub.counted()
+        monkeypatch.setattr(worker_hub, "TELL_S", 0.2)
+        c.workers[0].url = unix_url(c.path.with_name("hangs"))
+        with feed_at(c.path.with_name("hangs")):
             async with asyncio.timeout(DEADLINE_S):
-                assert await reader.read() == b""
-            writer.close()
-        assert not c.workers[0].trouble and (await c.ask()).status_code == 200
+                assert b"epd_proxy_requests_total{" in (await c.hub.metrics())
+                assert not (await c.hub.look(Question(limit=5))).requests
 
 
-def test_settings_travel_whole() -> None:
-    setup = Setup(settings(arena=Path("/a"), modalities=frozenset({"image"}), api_keys=api_keys("k")), 2, 3.0, 4.0, 5.0)
-    assert from_parent.decode(frame(setup)[4:]) == setup
+async def test_a_worker_that_answers_what_no_worker_does_costs_its_own_counts_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_hub, "TELL_EVERY_S", 0.01)
+    asked = []
+
+    async def nonsense(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n\xc1no")
+        writer.close()
+
+    async with crew(1) as c:
+        assert (await c.ask()).status_code == 200
+        odd = c.path.with_name("odd")
+        async with await asyncio.start_unix_server(nonsense, odd):
+            c.hub.expect(1, unix_url(odd), c.workers[0].setup).serving = True
+            assert await c.metric("epd_proxy_requests_total") == 1
+            assert len((await c.hub.look(Question(limit=5))).requests) == 1
+            seen = len(asked)
+            await until(lambda: len(asked) > seen + 2, "it is asked again and again, as all are")
+
+
+async def test_who_is_not_expected_is_told_nothing() -> None:
+    async with crew(1) as c:
+        transport = httpx.AsyncHTTPTransport(uds=str(c.path))
+        async with httpx.AsyncClient(transport=transport, timeout=DEADLINE_S, trust_env=False) as client:
+            for path in ("/watch?row=1", "/watch?row=-1", "/"):
+                answered = await client.get(f"http://feed{path}")
+                assert answered.status_code == 404 and b"PD0" not in answered.content
+        _, writer = await asyncio.open_unix_connection(c.path)
+        writer.write(frame(Roster(1, ())))
+        writer.close()
+        assert (await c.ask()).status_code == 200
+
+
+def chunked(*pieces: bytes) -> bytes:
+    """An answer that does not end."""
+    body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    return b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + body
+
+
+@asynccontextmanager
+async def parent_that_says(folder: Path, *answers: bytes) -> AsyncIterator[Path]:
+    """To the first who asks, to the second, and so on."""
+    left = list(answers)
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(left.pop(0))
+            await reader.read()
+        writer.close()
+
+    async with await asyncio.start_unix_server(say, folder / "feed"):
+        yield folder / "feed"
+
+
+@pytest.mark.parametrize(
+    "wrong", [frame(Roster(1, ())), (1 << 31).to_bytes(4, "big"), b"\0\0\0\1\xc1"], ids=["a roster", "much", "nonsense"]
+)
+async def test_a_parent_that_says_what_no_parent_says_is_not_gone_by(tmp_path: Path, wrong: bytes) -> None:
+    async with parent_that_says(tmp_path, chunked(wrong)) as path:
+        feed = Feed(path, 0)
+        with pytest.raises(FeedError):
+            await feed.connect()
+        feed.close()
+
+
+async def test_a_worker_asks_until_somebody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_room, "RECONNECT_S", 0.01)
+    setup = Setup(settings(), 1, 1.0, 1.0, 1.0)
+    half = chunked(frame(setup)[:-1]) + b"0\r\n\r\n"
+    refused = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
+    raw = frame(setup)
+    whole = chunked(raw[:2], raw[2:9], raw[9:])
+    async with parent_that_says(tmp_path, refused, b"what?\r\n\r\n", half, whole) as path:
+        feed = Feed(path, 0)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await feed.connect() == setup
+        feed.close()
