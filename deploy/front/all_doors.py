@@ -1,8 +1,8 @@
 """The front doors of a deployment on several machines as one. Nodes with some come and go by the word of somebody else.
 
 Each is told the same, whole, whenever it changes and whenever it comes again. What the stages report is heard here as
-it is there, for those who look; whether an instance has nothing left is for each node's own front part to say, beside
-its front doors (`occupancy.py`).
+it is there, for those who look; whether an instance has nothing left is for each node to say, beside its front
+doors (`occupancy.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,11 +20,10 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from deploy.front.doors import rows_of
-from deploy.front.messages import State
 from deploy.front.remote import RemoteDoors
 from deploy.front.traced import NodeTrace
-from deploy.runtime.asking import SupersededError
-from deploy.runtime.lost import LostError, until_lost
+from deploy.runtime.lost import LostError, SupersededError, until_lost
+from deploy.runtime.node_api import FrontState
 from deploy.runtime.protocol import Observed, Order
 from epd_serve.errors import EpdError
 from epd_serve.instances import IncarnationId
@@ -56,17 +55,6 @@ RETRY_S = 1.0
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
-class _Front:
-    """Of one node. `stale`: it may know something older than what is so."""
-
-    node: str
-    doors: RemoteDoors
-    stale: asyncio.Event = field(default_factory=asyncio.Event)
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-
 class AllDoors:
     """A `deploy.control.doors.Doors` and `deploy.host.ending.Draining`, in one event loop, while `serve` runs.
 
@@ -82,7 +70,7 @@ class AllDoors:
     Attributes:
         table: what is known of the instances, and held of them by all front doors.
         registry: metrics of the deployment: who has some registers them.
-        superseded: set when a front part has heard of a later controller.
+        superseded: set when a node has heard of a later controller.
         deployment: says what the deployment is, for the page of the admin listener.
     """
 
@@ -98,7 +86,7 @@ class AllDoors:
         self.deployment: Status | None = None
         self.background = Background()
         self.table = InstanceTable(ledger=_Total(self), link_grace_s=link_grace_s)
-        self.fronts: dict[str, _Front] = {}
+        self.fronts: dict[str, RemoteDoors] = {}
         self._say = say
         self._published = Publisher(self.table, goes_on=goes_on)
         self._announcements = Announcements(self.table, partial(take_in, self.table), self.background, key_file)
@@ -109,6 +97,7 @@ class AllDoors:
         self._scrape = StageScrape(self.table, self.registry, bearer)
         self._instances: tuple[Observed, ...] | None = None
         self._wanted: tuple[Role, ...] = ()
+        self._number = 0  # of the state that was told last
         self._paused_until = 0.0
         self._asked = Asked.SERVE
         self._settings = b""
@@ -132,23 +121,23 @@ class AllDoors:
     def join(self, node: str, doors: RemoteDoors) -> None:
         """There are front doors on this node, too; those that it was said to have are asked by `doors` from now on."""
         self.lose(node)
-        front = self.fronts[node] = _Front(node, doors)
-        doors.state, doors.node = self._state, node
-        front.stale.set()
-        front.tasks = [
-            asyncio.create_task(self._keep_telling(front), name=f"tell {node}"),
-            asyncio.create_task(self._follow(front), name=f"watch {node}"),
+        self.fronts[node] = doors
+        doors.state, doors.node = self.state, node
+        doors.stale.set()
+        doors.tasks = [
+            asyncio.create_task(self._keep_telling(doors), name=f"tell {node}"),
+            asyncio.create_task(self._follow(doors), name=f"watch {node}"),
         ]
 
     def lose(self, node: str) -> None:
         """They have gone. What they did is still counted."""
         front = self.fronts.pop(node, None)
         if front is not None:
-            self._past = summed([self._past, lasting(front.doors.counts)])
+            self._past = summed([self._past, lasting(front.counts)])
             for task in front.tasks:
                 task.cancel()
             front.lost.set()
-            parting = asyncio.create_task(front.doors.disconnect())
+            parting = asyncio.create_task(front.disconnect())
             self._parting.add(parting)
             parting.add_done_callback(self._parting.discard)
 
@@ -194,28 +183,28 @@ class AllDoors:
         await self._of_all(lambda doors: doors.tell())
 
     async def seen(self) -> None:
-        await self._of_all(lambda doors: doors.seen())
+        await self._of_all(lambda doors: doors.told("seen"))
 
     async def until_empty(self, id: str) -> None:
-        await self._of_all(lambda doors: doors.until_empty(id))
+        await self._of_all(lambda doors: doors.told("until_empty", id))
 
     async def until_quiet(self, id: str) -> None:
-        await self._of_all(lambda doors: doors.until_quiet(id))
+        await self._of_all(lambda doors: doors.told("until_quiet", id))
 
     # What is known of them.
 
     @property
     def pids(self) -> Mapping[str, int]:
         """By node and name: `n1/front.0`."""
-        return {f"{node}/{name}": pid for node, one in self._in_order() for name, pid in one.doors.word.pids.items()}
+        return {f"{one.node}/{name}": pid for one in self._in_order() for name, pid in one.status.pids.items()}
 
     @property
     def replacing(self) -> bool:
-        return any(one.doors.word.replacing for one in self.fronts.values())
+        return any(one.status.replacing for one in self.fronts.values())
 
     async def ready(self) -> None:
         """Wait until all of them serve, and know what has been said. Raises EpdError: one does not start."""
-        await self._of_all(lambda doors: doors.ready())
+        await self._of_all(lambda doors: doors.told("ready"))
 
     async def pausable_s(self) -> float:
         """Of the node that has the least room: who sends it what is nobody's decision here."""
@@ -276,16 +265,16 @@ class AllDoors:
 
     async def restart(self) -> None:
         """Those of one node after the other: where new ones do not serve, those of the next nodes are left."""
-        for front in [one for _, one in self._in_order()]:
+        for front in self._in_order():
             with contextlib.suppress(LostError):
-                await until_lost(front.doors.restart(), front.lost)
+                await until_lost(front.restart(), front.lost)
 
     def tallies(self, incarnation: IncarnationId) -> list[Mapping[Work, Tally]]:
         """What the front doors of each node have given a life of an instance."""
         return [
             leases.tallies
             for one in self.fronts.values()
-            for leases in one.doors.word.leases
+            for leases in one.status.leases
             if (leases.id, leases.incarnation) == incarnation
         ]
 
@@ -293,7 +282,7 @@ class AllDoors:
 
     @property
     def running(self) -> int:
-        return sum(one.doors.word.running for one in self.fronts.values())
+        return sum(one.status.running for one in self.fronts.values())
 
     def announce(self) -> None:
         self._ask(Asked.LEAVE)
@@ -302,7 +291,7 @@ class AllDoors:
         self._ask(Asked.DRAIN)
 
     async def idle(self) -> None:
-        await self._of_all(lambda doors: doors.idle())
+        await self._of_all(lambda doors: doors.told("idle"))
 
     async def end(self) -> None:
         """All of them, gracefully."""
@@ -314,22 +303,32 @@ class AllDoors:
 
     # How.
 
-    def _state(self) -> State | None:
+    def state(self) -> FrontState | None:
+        """What they are to know now; None before anybody has said what there is."""
         if self._instances is None:
             return None
-        leaving = tuple(sorted(self._published.leaving))
-        return State(self._instances, self._wanted, leaving, self.paused_s, self._asked, self._settings, self._api_keys)
+        self._number += 1
+        return FrontState(
+            self._number,
+            self._instances,
+            self._wanted,
+            tuple(sorted(self._published.leaving)),
+            self.paused_s,
+            self._asked,
+            self._settings,
+            self._api_keys,
+        )
 
     def _changed(self) -> None:
         for front in self.fronts.values():
             front.stale.set()
 
-    async def _keep_telling(self, front: _Front) -> None:
+    async def _keep_telling(self, front: RemoteDoors) -> None:
         while True:
             await front.stale.wait()
             front.stale.clear()
             try:
-                await front.doors.tell()
+                await front.tell()
             except SupersededError:
                 self.superseded.set()
                 return
@@ -338,10 +337,10 @@ class AllDoors:
                 await asyncio.sleep(RETRY_S)
                 front.stale.set()
 
-    async def _follow(self, front: _Front) -> None:
+    async def _follow(self, front: RemoteDoors) -> None:
         while True:
             try:
-                await front.doors.follow(lambda: None)
+                await front.follow()
             except SupersededError:
                 self.superseded.set()
                 return
@@ -352,16 +351,16 @@ class AllDoors:
     async def _of_all(self, call: Callable[[RemoteDoors], Awaitable[T]]) -> list[T]:
         """Those that are lost meanwhile are left out."""
 
-        async def of(front: _Front) -> list[T]:
+        async def of(front: RemoteDoors) -> list[T]:
             with contextlib.suppress(LostError):
-                return [await until_lost(call(front.doors), front.lost)]
+                return [await until_lost(call(front), front.lost)]
             return []
 
-        told = await asyncio.gather(*(of(front) for _, front in self._in_order()))
+        told = await asyncio.gather(*(of(front) for front in self._in_order()))
         return [one for some in told for one in some]
 
-    def _in_order(self) -> list[tuple[str, _Front]]:
-        return sorted(self.fronts.items())
+    def _in_order(self) -> list[RemoteDoors]:
+        return [self.fronts[node] for node in sorted(self.fronts)]
 
 
 class _Total:

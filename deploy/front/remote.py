@@ -1,135 +1,97 @@
-"""The front doors of one node as others see them: those of its front part, another process, which may come and go."""
+"""The front doors of one node as its controller sees them, by the node's HTTP API (`deploy/runtime/node_api.py`)."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import math
+import secrets
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import TYPE_CHECKING
 
-from deploy.front.messages import (
-    AllSeen,
-    Answer,
-    Call,
-    Counts,
-    Done,
-    End,
-    Idle,
-    Look,
-    PausableS,
-    Ready,
-    Restart,
-    Stamps,
-    State,
-    UntilEmpty,
-    UntilQuiet,
-    Watch,
-    Word,
-    from_front,
-)
+import httpx
+
 from deploy.front.traced import NodeTrace, offset_s
-from deploy.runtime.asking import Asking
-from deploy.runtime.stream import Open
-from epd_serve.errors import EpdError
+from deploy.runtime.node_api import FrontState, FrontStatus
+from deploy.runtime.node_client import NodeHttp
+from epd_serve.phases.stamps import Stamp
+from proxy.records.records import RecordsAnswer
+from proxy.workers.wire import Family
 
 if TYPE_CHECKING:
-    from proxy.records.records import Question, RecordsAnswer
-    from proxy.workers.wire import Family
-
-
-class FrontError(EpdError):
-    """A node's front doors do not start, or its front part has failed at a call."""
+    from proxy.records.records import Question
 
 
 class RemoteDoors:
-    """Calls wait for the front part, and are repeated to the next one when it ends; each raises FrontError, ConfigError
-    or SupersededError.
-
-    Args:
-        open: opens a stream to its socket.
-        say: takes a line for the operator; told while `follow` is iterated over.
-        epoch: as of `Asking`.
+    """Calls raise what those of `NodeHttp` do.
 
     Attributes:
-        word: the last one of it.
+        status: as it was last heard.
         counts: what its front doors had counted when they were asked last. node: that they are of.
-        state: says what its front doors are to know now; None as long as nobody knows. Each life of it is told first.
+        stale: it may know something older than what is so. lost: set when its node has gone.
+        tasks: that keep both ends up to date.
+        state: says what its front doors are to know now; None as long as nobody knows. Each life of it is told.
     """
 
-    def __init__(self, open: Open, say: Callable[[str], None], epoch: int = 0) -> None:
-        self.word = Word(0)
+    def __init__(self, transport: httpx.AsyncBaseTransport, epoch: int = 0) -> None:
+        self.status = FrontStatus()
         self.counts: list[Family] = []
         self.node = ""
-        self.state: Callable[[], State | None] = lambda: None
-        self._front: Asking[Answer] = Asking(open, from_front, FrontError, say, epoch)
-        self._front.standing = lambda: self.state()
+        self.stale, self.lost = asyncio.Event(), asyncio.Event()
+        self.tasks: list[asyncio.Task[None]] = []
+        self.state: Callable[[], FrontState | None] = lambda: None
+        self._http = NodeHttp("/front", transport, epoch)
 
-    async def follow(self, changed: Callable[[], None]) -> None:
-        """Keep `word` up to date, until cancelled. `changed`: called when it has changed."""
-        async with contextlib.aclosing(self._front.follow(Watch())) as words:
-            async for word in words:
-                assert isinstance(word, Word), "a watch's answer"
-                self.word = word
-                changed()
+    async def follow(self) -> None:
+        """Keep `status` up to date, until cancelled."""
+        number = life = 0
+        while True:
+            seen = await self._http.newer(FrontStatus, number)
+            if seen is None:
+                continue
+            number, self.status = seen.number, seen.value
+            if seen.life != life:
+                await self.tell()
+                life = seen.life
 
     async def tell(self) -> None:
         """Have it know what is so now. Before anybody has said what is, nothing is told."""
         if (state := self.state()) is not None:
-            await self._ask(state)
+            await self._http.call("take_in", NoneType, state)
 
-    async def ready(self) -> None:
-        """Wait until all of its front doors serve, and know what has been said."""
+    async def told(self, wait: str, *arguments: str) -> None:
+        """Wait there for something (`ready`, `seen`, `until_empty`, `until_quiet`, `idle`) that is about all that has
+        been said until now."""
         await self.tell()
-        await self._ask(Ready())
-
-    async def seen(self) -> None:
-        await self.tell()
-        await self._ask(AllSeen())
-
-    async def until_empty(self, id: str) -> None:
-        await self.tell()
-        await self._ask(UntilEmpty(id))
-
-    async def until_quiet(self, id: str) -> None:
-        await self.tell()
-        await self._ask(UntilQuiet(id))
+        await self._http.call(wait, NoneType, *arguments)
 
     async def pausable_s(self) -> float:
-        seconds = (await self._ask(PausableS())).pausable_s
+        seconds = await self._http.call("pausable_s", float | None)  # type: ignore[arg-type]
         return math.inf if seconds is None else seconds
 
     async def counted(self) -> list[Family]:
-        self.counts = (await self._ask(Counts())).counts
+        self.counts = await self._http.call("counted", list[Family])
         return self.counts
 
     async def look(self, question: Question) -> RecordsAnswer:
-        return (await self._ask(Look(question))).records
+        return await self._http.call("look", RecordsAnswer, question)
 
     async def traced(self, subjects: Sequence[str]) -> NodeTrace:
         """What is stamped there about these, with how far its clock is from ours."""
 
         async def time_s() -> float:
-            return (await self._ask(Stamps())).time_s
+            return await self._http.call("time_s", float)
 
         apart_s, uncertainty_s = await offset_s(time_s)
-        stamps = (await self._ask(Stamps(subjects))).stamps if subjects else ()
+        stamps = await self._http.call("stamps", list[Stamp], subjects) if subjects else ()
         return NodeTrace(self.node, apart_s, uncertainty_s, stamps)
 
     async def restart(self) -> None:
-        await self._ask(Restart())
-
-    async def idle(self) -> None:
-        await self.tell()
-        await self._ask(Idle())
+        await self._http.call("restart", NoneType, secrets.token_hex(4))
 
     async def end(self) -> None:
-        await self._ask(End())
+        await self._http.call("end", NoneType)
 
     async def disconnect(self) -> None:
         """Nothing more is asked."""
-        await self._front.disconnect()
-
-    async def _ask(self, call: Call) -> Done:
-        answer = await self._front.ask(call)
-        assert isinstance(answer, Done), "a call's answer"
-        return answer
+        await self._http.close()

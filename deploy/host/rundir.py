@@ -6,9 +6,7 @@
                            peers.json       who is there, for the stages, see epd_serve/peers.py
                            pool.json        addresses of the MM Store's second tier, where there is one
                            admin.sock       where commands are given (deploy/cli/change.py)
-                           agent.sock       where the agent is asked (deploy/runtime/messages.py)
-                           front.sock       where the front part of a node is asked (deploy/front/messages.py)
-                           epoch            the latest of those who ask them, if they may have rivals
+                           node.sock        where a node is asked (deploy/runtime/node_api.py)
                            node.json        which node of which deployment this is (deploy/node/start.py)
                            node.log, key    of a node process: its log, the key of its deployment
                            feed             where front doors hear of the instances (proxy/workers/hub.py)

@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -28,21 +28,20 @@ from typing import BinaryIO
 import msgspec
 
 from deploy.agent.agent import Agent
-from deploy.agent.process import served_agent
 from deploy.agent.setup import AgentSetup
 from deploy.agent.wiring import Net
-from deploy.front.messages import FRONT_SOCKET
-from deploy.front.part import FrontSetup, run_front
 from deploy.front.shared import Shared
 from deploy.host import root
-from deploy.host.children import Children
 from deploy.host.environment import run_root
+from deploy.host.event_loop import together
 from deploy.host.ports import BACKLOG, address_of, listen, private_socket
 from deploy.host.reaper import kill_leftovers, reap_dead
 from deploy.host.rundir import RunDir
+from deploy.node.front import FrontSetup, NodeFront
+from deploy.node.routes import NodeWatch, serve_node
 from deploy.node.setup import NodeSetup
 from deploy.node.start import LOOK_S, START_S, Failed, NodeError, NodeRun, end_node, find_node
-from deploy.runtime.messages import AGENT_SOCKET
+from deploy.runtime.node_api import NODE_SOCKET
 from epd_serve.errors import ConfigError, EpdError
 
 LOG, KEY = "node", "key"
@@ -52,7 +51,6 @@ BEGUN = "begun"
 """The section of the state that says that it can be asked."""
 
 NOBODY = 1
-FRONT_RETRY_S = 1.0
 
 
 def main() -> int:
@@ -101,16 +99,6 @@ def _answer(answers: BinaryIO, line: bytes) -> None:
     """Raises OSError: nobody hears it."""
     answers.write(line + b"\n")
     answers.close()
-
-
-@dataclass(frozen=True)
-class _Front:
-    """Front doors of this node. `asked`: where whoever controls the deployment asks about them."""
-
-    setup: FrontSetup
-    run: RunDir
-    shared: Shared
-    asked: socket.socket
 
 
 class _Node:
@@ -183,18 +171,25 @@ class _Node:
         )
 
     def _keep(self, stack: contextlib.ExitStack, run: RunDir, setup: AgentSetup, told: NodeRun) -> int:
-        asked = stack.enter_context(private_socket(run.socket(AGENT_SOCKET)))
+        asked = stack.enter_context(private_socket(run.socket(NODE_SOCKET)))
         asked.listen(BACKLOG)
-        front = self._front(stack, run, self._setup.front) if self._setup.front is not None else None
+        shared = self._shared(stack, run, self._setup.front) if self._setup.front is not None else None
 
         async def control(life: root.Life) -> int:
-            children = life.children()
-            async with served_agent(setup, children, life.state, asked) as agent:
-                return await root.crash_only(self._control(life, children, agent, front))
+            children, watch = life.children(), NodeWatch()
+            agent = Agent(setup, children, life.state, say=watch.say)
+            front = None
+            if self._setup.front is not None and shared is not None:
+                key_file = str(run.path / KEY)
+                front = NodeFront(self._setup.front, run, shared, key_file, children, life.state, watch.say)
+            async with agent.running():
+                serving = serve_node(asked, life.state, watch, agent, front)
+                await root.crash_only(together(serving, self._until_signalled(life, agent)))
+            return NOBODY
 
         def take_down() -> None:
-            if front is not None:
-                front.shared.refuse()
+            if shared is not None:
+                shared.refuse()
             kill_leftovers(run.path)
             if not self._answers.closed:
                 self._last += f"; its log: {run.keep_log(LOG)}"
@@ -227,36 +222,19 @@ class _Node:
                 return f"nobody hears that it has begun: {error}"
         return "it is not ready in time" if time.monotonic() >= by else ""
 
-    async def _control(self, life: root.Life, children: Children, agent: Agent, front: _Front | None) -> int:
-        """Until a signal; then its stages end, and everything: there is nobody else who would."""
+    async def _until_signalled(self, life: root.Life, agent: Agent) -> None:
+        """Then its stages end, and everything: there is nobody else who would."""
         signalled = asyncio.Event()
         life.heed(lambda number: signalled.set())
         life.state.write(BEGUN, b"")
-        async with asyncio.TaskGroup() as group:
-            if front is not None:
-                group.create_task(self._serve_front(front, life, children), name="front part")
-            await signalled.wait()
-            await agent.close()
-            root.end_now(0)
+        await signalled.wait()
+        await agent.close()
+        root.end_now(0)
 
-    async def _serve_front(self, front: _Front, life: root.Life, children: Children) -> None:
-        """Again, where front doors do not start: whoever waits for them has been told."""
-        while True:
-            try:
-                await run_front(
-                    front.setup, front.run, front.shared, str(front.run.path / KEY), children, life.state, front.asked
-                )
-            except EpdError as error:
-                self._say(f"front doors: {error}; tried again in {FRONT_RETRY_S:g} s")
-            await asyncio.sleep(FRONT_RETRY_S)
-
-    def _front(self, stack: contextlib.ExitStack, run: RunDir, front: FrontSetup) -> _Front:
+    def _shared(self, stack: contextlib.ExitStack, run: RunDir, front: FrontSetup) -> Shared:
         listening = self._listening or listen(front.host, front.port)
         stack.enter_context(listening)
-        feed = stack.enter_context(private_socket(run.feed))
-        asked = stack.enter_context(private_socket(run.socket(FRONT_SOCKET)))
-        asked.listen(BACKLOG)
-        return _Front(front, run, Shared.of(listening, feed, front.workers), asked)
+        return Shared.of(listening, stack.enter_context(private_socket(run.feed)), front.workers)
 
     def _say(self, line: str) -> None:
         """To the log. A disk that is full holds nobody up."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from deploy.agent.second_tier import MasterCommand, mooncake_command
 from deploy.agent.waits import Patience
-from deploy.front.part import FrontSetup
+from deploy.node.front import FrontSetup
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
 from epd_serve import __version__

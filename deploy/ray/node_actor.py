@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -27,7 +28,8 @@ from deploy.node.setup import NodeSetup
 from deploy.node.start import NodeRun, end_node, find_node, start_node
 from deploy.options.config import DeployConfig
 from deploy.ray.cluster import NAMESPACE, Actor, here, node_name
-from deploy.ray.streams import Streams
+from deploy.runtime.node_api import NODE_SOCKET
+from deploy.runtime.node_client import ANSWER_S, unix_transport
 from epd_serve.errors import EpdError
 
 
@@ -42,9 +44,9 @@ class NodeActor:
         self._deployment = deployment
         self._root = Path(run_root) if run_root else None
         self._node = here()
-        self._streams = Streams()
         self._one_at_a_time = asyncio.Lock()
         self._run: NodeRun | None = None
+        self._http: tuple[Path, httpx.AsyncClient] | None = None
         self._listening: socket.socket | None = None
 
     async def facts(self, config: DeployConfig, virtual_devices: int) -> NodeFacts:
@@ -88,19 +90,21 @@ class NodeActor:
                 self._run = run
                 return run
 
-    async def open(self, socket: str) -> int | None:
-        """A stream to a socket of the run directory, or None where nobody listens."""
+    async def ask(
+        self, method: str, path: str, headers: list[tuple[str, str]], content: bytes
+    ) -> tuple[int, list[tuple[str, str]], bytes] | None:
+        """An HTTP request to the node's API (`deploy/runtime/node_api.py`), or None where nobody answers."""
         run = await self._found()
-        return await self._streams.open(run.path / socket) if run is not None else None
-
-    async def read(self, number: int) -> bytes | None:
-        return await self._streams.read(number)
-
-    async def write(self, number: int, data: bytes) -> bool:
-        return await self._streams.write(number, data)
-
-    async def close(self, number: int) -> None:
-        self._streams.close(number)
+        if run is None:
+            return None
+        if self._http is None or self._http[0] != run.path:
+            transport = unix_transport(run.path / NODE_SOCKET)
+            self._http = run.path, httpx.AsyncClient(transport=transport, base_url="http://node", timeout=ANSWER_S)
+        try:
+            answer = await self._http[1].request(method, path, headers=headers, content=content)
+        except httpx.TransportError:
+            return None
+        return answer.status_code, list(answer.headers.items()), answer.content
 
     async def log(self, name: str, offset: int) -> tuple[bytes, int]:
         """A piece of a log from there on, and where it ends. A negative offset is one from its end."""

@@ -1,6 +1,6 @@
 """The nodes of a deployment, as its controller has them: which there are, what each is, how it is spoken to.
 
-That a node is there or has ended is Ray's word; in between its conversations say how it is (`deploy/runtime/many.py`).
+That a node is there or has ended is Ray's word; in between it says itself how it is (`deploy/runtime/many.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import httpx
 import msgspec
 import ray
 from ray.exceptions import RayError
@@ -20,13 +22,12 @@ from ray.exceptions import RayError
 from deploy.control.aim import Aim
 from deploy.control.controller import PartJson
 from deploy.front.all_doors import AllDoors
-from deploy.front.messages import FRONT_SOCKET
-from deploy.front.part import FrontSetup
 from deploy.front.remote import RemoteDoors
 from deploy.host.state import State
 from deploy.launch.life import Deployment, front_options
 from deploy.memory.placement_table import short_node
 from deploy.node.facts import NodeFacts, differences
+from deploy.node.front import FrontSetup
 from deploy.node.setup import NodeSetup
 from deploy.node.start import NodeRun
 from deploy.options.addresses import port_range
@@ -36,10 +37,8 @@ from deploy.ray.cluster import NAMESPACE, Actor, RayNode, node_name, nodes_alive
 from deploy.ray.leases import RESOURCES
 from deploy.ray.node_actor import hire
 from deploy.ray.private import tokens
-from deploy.ray.streams import through
-from deploy.runtime.client import AgentClient
 from deploy.runtime.many import ManyNodes
-from deploy.runtime.messages import AGENT_SOCKET
+from deploy.runtime.node_client import ANSWER_S, NodeClient
 from deploy.runtime.protocol import Observed
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.key_files import derived_key
@@ -180,17 +179,19 @@ class Nodes:
         self._notes.write(MASTER, msgspec.json.encode(self._master))
 
     def _join(self, node: str) -> None:
-        async def actor() -> Actor:
-            try:
-                await self._ensure(node)
-            except EpdError as error:
-                raise ConnectionRefusedError(str(error)) from error
-            return self._actors[node]
-
         assert self._doors is not None, "open() has been called"
-        self.many.join(node, AgentClient(through(actor, AGENT_SOCKET), self._say, self._epoch))
+        transport = ThroughActor(partial(self._ask, node))
+        self.many.join(node, NodeClient(transport, self._epoch))
         if self._has_front(node):
-            self._doors.join(node, RemoteDoors(through(actor, FRONT_SOCKET), self._say, self._epoch))
+            self._doors.join(node, RemoteDoors(transport, self._epoch))
+
+    async def _ask(self, node: str, *request: Any) -> tuple[int, list[tuple[str, str]], bytes] | None:
+        """As `NodeActor.ask`; has the node process run where it does not. Raises EpdError."""
+        answer: tuple[int, list[tuple[str, str]], bytes] | None
+        answer = await self._call(node, "ask", *request, wait_s=ANSWER_S + ASK_S)
+        if answer is None:
+            await self._ensure(node)
+        return answer
 
     async def _ensure(self, node: str) -> NodeRun:
         run: NodeRun = await self._call(node, "ensure", self._setup(node), wait_s=START_S)
@@ -308,6 +309,24 @@ class Nodes:
             data, _ = await self._call(node, "log", name, -last_bytes)
             return str(data.decode(errors="replace"))
         return ""
+
+
+class ThroughActor(httpx.AsyncBaseTransport):
+    """HTTP to a node by way of its actor."""
+
+    def __init__(self, ask: Callable[..., Awaitable[tuple[int, list[tuple[str, str]], bytes] | None]]) -> None:
+        self._ask = ask
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        headers = [(name.decode(), value.decode()) for name, value in request.headers.raw]
+        try:
+            answer = await self._ask(request.method, request.url.raw_path.decode(), headers, await request.aread())
+        except EpdError as error:
+            raise httpx.ConnectError(str(error), request=request) from error
+        if answer is None:
+            raise httpx.ConnectError("nobody answers there", request=request)
+        status, told, content = answer
+        return httpx.Response(status, headers=told, content=content, request=request)
 
 
 async def end_nodes(deployment: str) -> None:

@@ -1,4 +1,4 @@
-"""Waiting for somebody who may be said to have gone meanwhile."""
+"""Waiting for somebody who may be said to have gone meanwhile; and how a call to a node ends that has not happened."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ class SilentError(EpdError):
     """It does not answer now. Whether it has been told nobody knows: it may be told again."""
 
     retryable = True
+
+
+class SupersededError(EpdError):
+    """Whoever asks decides no more: another controller does, in a later epoch."""
 
 
 async def until_lost(doing: Awaitable[T], lost: asyncio.Event) -> T:

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from deploy.runtime.asking import SupersededError
-from deploy.runtime.lost import LostError, SilentError, until_lost
-from deploy.runtime.protocol import Node, Observed, Order, Phase, Runtime
+from deploy.runtime.lost import LostError, SilentError, SupersededError, until_lost
+from deploy.runtime.node_api import NodeStatus, Seen
+from deploy.runtime.protocol import Node, Observed, Order, Phase
 from epd_serve.errors import EpdError
 from epd_serve.peers import Peer, peer_of
 from epd_serve.roles import Role
@@ -25,15 +25,26 @@ SILENT_S = 10.0
 """The way to an agent may be interrupted for a few seconds while its stages serve on."""
 
 FIRST_WORD_S = 10.0
-PULSE_S = 1.0
+RETRY_S = 1.0
 ASK_S = 1.0
 """How long whoever asks all nodes waits for each."""
 
 LEFTOVER_GRACE_S = 8.0
 
 
-class NodeAgent(Runtime, Protocol):
-    """That of one node (`client.py`)."""
+class NodeAgent(Protocol):
+    """That of one node (`node_client.py`). Its calls are those of `Runtime`, but for the watch."""
+
+    async def start(self, order: Order) -> None: ...
+
+    async def flip(self, id: str, role: Role) -> None: ...
+
+    async def drain(self, id: str) -> None: ...
+
+    async def stop(self, id: str, grace_s: float) -> None: ...
+
+    async def status(self, after: int = 0) -> Seen[NodeStatus] | None:
+        """What is there that is newer than what had this number. None, soon: there is nothing. 0: whatever is there."""
 
     async def know(self, peers: tuple[Peer, ...]) -> None: ...
 
@@ -51,8 +62,7 @@ class _Member:
     Attributes:
         agent: None while it is only remembered.
         instances: its last word, or what is remembered of it.
-        asked, heard: numbers of the watch of it that was begun last, and of that whose word was the last.
-        again: another watch is to begin when that one has spoken.
+        heard: the number of that.
         away: set while it does not answer, and when it is lost.
         nodes: what it said of itself.
         leftovers: instances that are being stopped because others have their names.
@@ -61,14 +71,11 @@ class _Member:
     id: str
     agent: NodeAgent | None = None
     instances: tuple[Observed, ...] = ()
-    asked: int = 0
     heard: int = 0
-    again: bool = False
     nodes: tuple[Node, ...] = ()
     away: asyncio.Event = field(default_factory=asyncio.Event)
     spoken: asyncio.Event = field(default_factory=asyncio.Event)
     lost: bool = False
-    following: asyncio.Task[None] | None = None
     keeping: list[asyncio.Task[None]] = field(default_factory=list)
     leftovers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
@@ -80,9 +87,9 @@ class _Member:
         return tuple(replace(one, phase=Phase.DOWN, reason=why, retry_in_s=None, up_s=0.0) for one in self.instances)
 
     def end_tasks(self) -> None:
-        for task in (*self.keeping, *self.leftovers.values(), *([self.following] if self.following else [])):
+        for task in (*self.keeping, *self.leftovers.values()):
             task.cancel()
-        self.keeping, self.leftovers, self.following = [], {}, None
+        self.keeping, self.leftovers = [], {}
 
 
 class ManyNodes:
@@ -123,11 +130,10 @@ class ManyNodes:
         """It is a part of the deployment, from its first word on. One that is already has another agent now."""
         member = self._members.setdefault(node, _Member(node))
         self._part_from(member)
-        member.agent = agent
+        member.agent, member.heard = agent, 0
         member.away.clear()
-        self._begin_watch(member, agent)
         member.keeping = [
-            asyncio.create_task(self._feel_pulse(member, agent), name=f"pulse of {node}"),
+            asyncio.create_task(self._follow(member, agent), name=f"watch {node}"),
             asyncio.create_task(self._inform(member, agent), name=f"peers of {node}"),
         ]
         self._tell()
@@ -145,17 +151,9 @@ class ManyNodes:
     # --- Runtime --------------------------------------------------------------------------------------------------
 
     async def nodes(self) -> tuple[Node, ...]:
-        """Within a second; of those that do not answer, what they said last."""
-
-        async def of(member: _Member, agent: NodeAgent) -> tuple[Node, ...]:
-            if not member.away.is_set():
-                with contextlib.suppress(TimeoutError, EpdError):
-                    async with asyncio.timeout(ASK_S):
-                        member.nodes = await agent.nodes()
-            return member.nodes
-
-        told = await asyncio.gather(*(of(member, agent) for member, agent in self._joined()))
-        return tuple(node for nodes in told for node in nodes)
+        """As they said last; of those that have just joined, what they say within a second."""
+        await self._first_words(ASK_S)
+        return tuple(node for member, _ in self._joined() for node in member.nodes)
 
     async def start(self, order: Order) -> None:
         node = order.spec.node
@@ -179,7 +177,7 @@ class ManyNodes:
 
     async def watch(self) -> AsyncIterator[tuple[Observed, ...]]:
         """Not before each node that is joined now has spoken, or has had its time to."""
-        await self._first_words()
+        await self._first_words(self._first_word_s)
         while True:
             changed = self._changed
             yield tuple(one for member in self._in_order() for one in member.shown() if self._is_home(member, one))
@@ -229,9 +227,7 @@ class ManyNodes:
         async def called() -> None:
             assert member.agent is not None, "it is not away"
             await call(member.agent)
-            number = self._look_again(member, member.agent)
-            while member.heard < number:
-                await self._changed.wait()
+            self._take_in(member, member.agent, await member.agent.status())
 
         try:
             if member.away.is_set():
@@ -249,40 +245,39 @@ class ManyNodes:
 
     # --- what the nodes say ---------------------------------------------------------------------------------------
 
-    def _look_again(self, member: _Member, agent: NodeAgent) -> int:
-        """Returns the number of a watch whose first item says what is so now, or later. Who asks while one has not said
-        anything yet shares the one after it, or nobody would get an answer where many ask."""
-        if member.heard == member.asked:
-            return self._begin_watch(member, agent)
-        member.again = True
-        return member.asked + 1
-
-    def _begin_watch(self, member: _Member, agent: NodeAgent) -> int:
-        """In place of the one there is. Returns its number."""
-        if member.following is not None:
-            member.following.cancel()
-        member.asked += 1
-        member.following = asyncio.create_task(self._follow(member, agent, member.asked), name=f"watch {member.id}")
-        return member.asked
-
-    async def _follow(self, member: _Member, agent: NodeAgent, number: int) -> None:
+    async def _follow(self, member: _Member, agent: NodeAgent) -> None:
+        number = 0
         while True:
             try:
-                async for instances in agent.watch():
-                    self._take_in(member, agent, instances, number)
+                async with asyncio.timeout(self._silent_s):
+                    seen = await agent.status(number)
+            except TimeoutError:
+                if not member.away.is_set():
+                    member.away.set()
+                    self._say(f"node {member.id} does not answer for {self._silent_s:g} s")
+                    self._tell()
             except SupersededError:
                 self.superseded.set()
                 return
             except EpdError as error:
                 self._say(f"node {member.id} cannot be watched: {error}")
-            await asyncio.sleep(PULSE_S)
+                await asyncio.sleep(RETRY_S)
+            else:
+                if member.away.is_set():
+                    member.away.clear()
+                    self._say(f"node {member.id} answers again")
+                    self._tell()
+                if seen is not None:
+                    number = seen.number
+                    for line in seen.value.lines:
+                        self._say(line)
+                    self._take_in(member, agent, seen)
 
-    def _take_in(self, member: _Member, agent: NodeAgent, instances: tuple[Observed, ...], number: int) -> None:
-        had = {one.order.id for one in member.instances}
-        member.instances, member.heard = instances, number
-        if member.again:
-            member.again = False
-            self._begin_watch(member, agent)
+    def _take_in(self, member: _Member, agent: NodeAgent, seen: Seen[NodeStatus] | None) -> None:
+        if seen is None or seen.number <= member.heard or member.agent is not agent:  # answers may overtake each other
+            return
+        had, instances = {one.order.id for one in member.instances}, seen.value.instances
+        member.nodes, member.instances, member.heard = seen.value.nodes, instances, seen.number
         for gone in had - {one.order.id for one in instances}:
             if self._homes.get(gone) == member.id:
                 del self._homes[gone]
@@ -302,31 +297,9 @@ class ManyNodes:
         finally:
             member.leftovers.pop(id, None)
 
-    async def _feel_pulse(self, member: _Member, agent: NodeAgent) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(self._silent_s):
-                    member.nodes = await agent.nodes()
-            except TimeoutError:
-                if not member.away.is_set():
-                    member.away.set()
-                    self._say(f"node {member.id} does not answer for {self._silent_s:g} s")
-                    self._tell()
-            except SupersededError:
-                self.superseded.set()
-                return
-            except EpdError as error:
-                self._say(f"node {member.id} does not say what it is: {error}")
-            else:
-                if member.away.is_set():
-                    member.away.clear()
-                    self._say(f"node {member.id} answers again")
-                    self._tell()
-            await asyncio.sleep(PULSE_S)
-
     async def _inform(self, member: _Member, agent: NodeAgent) -> None:
         """Of the instances of other nodes. Not before these have spoken: it would part its own from them."""
-        await self._first_words()
+        await self._first_words(self._first_word_s)
         told: tuple[Peer, ...] | None = None
         while True:
             changed, peers = self._changed, self._beyond(member)
@@ -340,7 +313,7 @@ class ManyNodes:
                 return
             except EpdError as error:
                 self._say(f"node {member.id} is not told who is there: {error}")
-                await asyncio.sleep(PULSE_S)
+                await asyncio.sleep(RETRY_S)
             else:
                 told = peers
 
@@ -352,11 +325,11 @@ class ManyNodes:
             if other is not member and one.instance is not None and self._is_home(other, one)
         )
 
-    async def _first_words(self) -> None:
+    async def _first_words(self, wait_s: float) -> None:
         waiting = [asyncio.create_task(self._first_word(member)) for member, _ in self._joined()]
         try:
             if waiting:
-                await asyncio.wait(waiting, timeout=self._first_word_s)
+                await asyncio.wait(waiting, timeout=wait_s)
         finally:
             for task in waiting:
                 task.cancel()

@@ -12,10 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from deploy.host.environment import module_environment
-from deploy.runtime.client import AgentClient
-from deploy.runtime.messages import AGENT_SOCKET
 from deploy.runtime.protocol import Observed, Order, Phase
-from deploy.runtime.stream import unix_socket
+from tests.deploy.one_node import OneNode
 from tests.waiting import PATIENCE_S, until
 
 KEPT_AGENT = str(Path(__file__).with_name("kept_agent.py"))
@@ -29,7 +27,7 @@ class World:
         lines: for the operator, as far as somebody watches.
     """
 
-    def __init__(self, folder: Path, runtime: AgentClient, lines: list[str]) -> None:
+    def __init__(self, folder: Path, runtime: OneNode, lines: list[str]) -> None:
         self.folder = folder
         self.run_path = Path((folder / "run_path").read_text())
         self.runtime = runtime
@@ -95,7 +93,7 @@ async def world_below(folder: Path, *options: str) -> AsyncIterator[World]:
     try:
         await until(lambda: (folder / "agent").exists() or process.poll() is not None)
         assert process.poll() is None, (folder / "output").read_text()
-        runtime = AgentClient(unix_socket(Path((folder / "run_path").read_text()) / AGENT_SOCKET), lines.append)
+        runtime = OneNode(Path((folder / "run_path").read_text()), lines.append)
         yield World(folder, runtime, lines)
         assert process.poll() is None, (folder / "output").read_text()
         async with asyncio.timeout(PATIENCE_S):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
+from deploy.runtime.node_api import NodeStatus, Seen
 from deploy.runtime.protocol import Node, Observed, Order
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
 from tests.deploy.fake_runtime import FakeRuntime
+
+WATCH_S = 0.02
 
 
 class FakeNode:
@@ -57,6 +61,25 @@ class FakeNode:
     async def stop(self, id: str, grace_s: float) -> None:
         await self.reachable.wait()
         await self.runtime.stop(id, grace_s)
+
+    async def status(self, after: int = 0) -> Seen[NodeStatus] | None:
+        """The word of a life that has ended meanwhile is lost."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if not after else WATCH_S):
+                while True:
+                    await self.reachable.wait()
+                    seen = await self._newer(self.runtime, after)
+                    await self.reachable.wait()
+                    if seen.life == self.runtime.life:
+                        return seen
+        await self.reachable.wait()
+        return None
+
+    async def _newer(self, runtime: FakeRuntime, after: int) -> Seen[NodeStatus]:
+        async for item in runtime.watch():
+            if runtime.number != after or runtime is not self.runtime:
+                return Seen(runtime.life, runtime.number, NodeStatus((self.node,), item))
+        raise AssertionError("a watch never ends")
 
     async def watch(self) -> AsyncIterator[tuple[Observed, ...]]:
         while True:

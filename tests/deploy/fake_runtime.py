@@ -101,7 +101,7 @@ class FakeRuntime:
         self._start_s = start_s
         self._patience_s = patience_s
         self._kept: dict[str, _Kept] = {}
-        self._changes = 0
+        self.life = self._changes = time.monotonic_ns()
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> FakeRuntime:
@@ -116,6 +116,11 @@ class FakeRuntime:
     def kill(self, id: str) -> None:
         """It dies now."""
         self._kept[id].ends.set()
+
+    @property
+    def number(self) -> int:
+        """Of what there is now."""
+        return self._changes
 
     # --- Runtime --------------------------------------------------------------------------------------------------
 

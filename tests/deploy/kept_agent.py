@@ -10,7 +10,6 @@ takes, once: each start, each word to a process to go on and each change of what
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import shlex
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.agent.process import served_agent
+from deploy.agent.agent import Agent
 from deploy.agent.setup import AgentSetup
 from deploy.agent.waits import Patience
 from deploy.host import root
@@ -29,10 +28,11 @@ from deploy.host.children import Child, Children
 from deploy.host.processes import signal_group
 from deploy.host.rundir import RunDir, read_groups
 from deploy.host.state import State
+from deploy.node.routes import NodeWatch, serve_node
 from deploy.options import mm_store
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.runtime.messages import AGENT_SOCKET
+from deploy.runtime.node_api import NODE_SOCKET
 from epd_serve.engine.argv import stage_command
 from epd_serve.lifeline import die_with_parent
 from epd_serve.stage_plan import StageCommand, StagePlan
@@ -115,18 +115,18 @@ def main() -> int:
 
     setup = AgentSetup.of(run, draw(config), command, _master, PATIENCE)
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(run.socket(AGENT_SOCKET)))
+        listening.bind(str(run.socket(NODE_SOCKET)))
         listening.listen()
 
         async def control(life: root.Life) -> int:
             _write(folder / "agent", str(os.getpid()))
-            fatal, signalled = Fatal(folder / "fatal"), asyncio.Event()
-            life.heed(lambda number: signalled.set())
-            async with served_agent(
-                setup, MortalChildren(life, fatal), MortalState(life.state, fatal), listening.dup()
-            ):
-                await root.crash_only(signalled.wait())
-                root.end_now(0)
+            fatal, watch = Fatal(folder / "fatal"), NodeWatch()
+            state: Any = MortalState(life.state, fatal)
+            life.heed(lambda number: root.end_now(0))
+            agent = Agent(setup, MortalChildren(life, fatal), state, say=watch.say)
+            async with agent.running():
+                await root.crash_only(serve_node(listening, state, watch, agent, None))
+            return 1
 
         _write(folder / "run_path", str(run.path))
         code = root.keep(

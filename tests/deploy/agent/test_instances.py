@@ -16,9 +16,8 @@ from deploy.agent.record import Record
 from deploy.agent.specs import orders
 from deploy.agent.wiring import instance_of, wire
 from deploy.host.state import SharedState, State, StateFiles
-from deploy.runtime.messages import Answer, Done, Seen, from_agent
+from deploy.runtime.node_api import NodeStatus, Seen
 from deploy.runtime.protocol import Node, Phase
-from deploy.runtime.stream import line_of
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
 from npu_ops.core_grants import CoreGrant, CoreOrder
@@ -64,10 +63,8 @@ def test_the_next_agent_knows_all_of_an_instance(layout: str) -> None:
 def test_an_answer_arrives_as_it_was_given(layout: str) -> None:
     told = tuple(one.observed() for one in kept(layout))
     node = Node("local", "npu", (0, 1), {"/dev/shm": 1 << 40}, {Role.E: 0.5, Role.EP: 1.5})
-    answers: list[Answer] = [Seen(1, told), Done(2, (node,), {"E0": 7})]
-    for answer in answers:
-        line = line_of(answer)
-        assert line.count(b"\n") == 1 and from_agent.decode(line) == answer
+    answer = Seen(1, 2, NodeStatus((node,), told, ("a line",)))
+    assert msgspec.json.decode(msgspec.json.encode(answer), type=Seen[NodeStatus]) == answer
 
 
 def test_something_else_in_the_state_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Front doors of several nodes as one: two front parts with real front doors, over sockets that can be cut."""
+"""Front doors of several nodes as one: two nodes with real front doors, over ways to them that can be cut."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import NoneType
 from typing import Any
 
 import httpx
@@ -19,24 +20,24 @@ import pytest
 
 from deploy.front import doors as front_doors
 from deploy.front.all_doors import AllDoors
-from deploy.front.lives import SECTION, Door
-from deploy.front.messages import FRONT_SOCKET
-from deploy.front.part import FrontSetup, run_front
-from deploy.front.remote import FrontError, RemoteDoors
+from deploy.front.remote import RemoteDoors
 from deploy.front.shared import Shared
 from deploy.front.traced import about_requests
-from deploy.host import processes
 from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
+from deploy.node.front import STATE, FrontSetup, NodeFront
+from deploy.node.routes import NodeWatch, serve_node
+from deploy.runtime.lost import LostError, until_lost
+from deploy.runtime.node_api import NODE_SOCKET
+from deploy.runtime.node_client import NodeCallError, NodeHttp, unix_transport
 from deploy.runtime.protocol import Observed, Order, Phase, Spec
-from deploy.runtime.stream import Writer, unix_socket
-from epd_serve.errors import EpdError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.config.limits import Timeouts
 from proxy.config.settings import ProxySettings
 from proxy.records.records import Question
 from proxy.registry.instance_state import Work
+from tests.deploy.fake_node import FakeNode
 from tests.deploy.rooted_here import RootHere, root_here
 from tests.proxy.fakes import FakeStage, answer, bound, once, served, settings, text_body
 from tests.waiting import PATIENCE_S, until
@@ -44,9 +45,37 @@ from tests.waiting import PATIENCE_S, until
 PATIENT = settings(timeouts=Timeouts())
 
 
+class Way(httpx.AsyncBaseTransport):
+    """To a node. What is under way when it is cut is not answered.
+
+    Attributes:
+        losing: where the path of the request begins whose answer is lost, once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.cut = asyncio.Event()
+        self.losing = ""
+        self._there = unix_transport(path)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        try:
+            answer = await until_lost(self._answer(request), self.cut)
+        except LostError as error:
+            raise httpx.ConnectError("the way there is cut", request=request) from error
+        if self.losing and request.url.path.startswith(self.losing):
+            self.losing = ""
+            raise httpx.ReadError("the answer is lost", request=request)
+        return answer
+
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
+        answer = await self._there.handle_async_request(request)
+        await answer.aread()
+        return answer
+
+
 @dataclass
 class Node:
-    """One node's front part, which this process plays as well as its root."""
+    """One node, whose control this process plays as well as its root."""
 
     name: str
     run: RunDir
@@ -54,41 +83,28 @@ class Node:
     root: RootHere
     url: str
     asked: socket.socket
+    way: Way
     config: ProxySettings = PATIENT
-    cut: bool = False
-    writers: list[Writer] = field(default_factory=list)
-    living: asyncio.Task[None] | None = None
+    living: asyncio.Task[None] = field(init=False)
 
     def live(self) -> None:
         """Another life of it."""
-        shared = replace(self.shared, feed=self.shared.feed.dup())
+        shared, state, watch = replace(self.shared, feed=self.shared.feed.dup()), self.root.state(), NodeWatch()
         setup = FrontSetup(self.config, grace_s=1.0, drain_s=PATIENCE_S)
-        self.living = asyncio.create_task(
-            run_front(setup, self.run, shared, "", self.root.children, self.root.state(), self.asked.dup())
-        )
+        front = NodeFront(setup, self.run, shared, "", self.root.children, state, watch.say)
+        agent: Any = FakeNode(self.name)
+        self.living = asyncio.create_task(serve_node(self.asked.dup(), state, watch, agent, front))
 
     async def die(self) -> None:
-        assert self.living is not None
         self.living.cancel()
         await asyncio.wait([self.living])
 
-    async def open(self) -> tuple[asyncio.StreamReader, Writer]:
-        if self.cut:
-            raise ConnectionRefusedError("the way there is cut")
-        reader, writer = await unix_socket(self.run.socket(FRONT_SOCKET))()
-        self.writers.append(writer)
-        return reader, writer
-
     def cut_off(self) -> None:
-        self.cut = True
-        for writer in self.writers:
-            writer.close()
+        self.way.cut.set()
 
-    async def pids(self) -> set[int]:
-        section = self.root.state().read(SECTION) or b"\x90"
-        records = [door.record for door in msgspec.msgpack.decode(section, type=list[Door])]
-        found = [(one.pid, one.born_ticks, processes.stat(one.pid)) for one in records if one.pid]
-        return {pid for pid, ticks, now in found if now and not now.dead and now.start_ticks == ticks}
+    @property
+    def pids(self) -> set[int]:
+        return {child.pid for child in self.root.children.known if child.poll() is None}
 
     async def ask(self) -> httpx.Response:
         async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, trust_env=False) as client:
@@ -112,7 +128,7 @@ class House:
         self.doors.publish([self.observed], {Role.PD})
 
     def join(self, node: Node) -> None:
-        self.doors.join(node.name, RemoteDoors(node.open, self.lines.append, 1))
+        self.doors.join(node.name, RemoteDoors(node.way, 1))
 
     @property
     def held(self) -> int:
@@ -143,11 +159,11 @@ async def made(count: int, config: ProxySettings = PATIENT) -> AsyncIterator[Hou
             listening = stack.enter_context(bound())
             shared = Shared.of(listening, stack.enter_context(private_socket(run.feed)), 1)
             stack.callback(shared.close)
-            asked = stack.enter_context(private_socket(run.socket(FRONT_SOCKET)))
+            asked = stack.enter_context(private_socket(run.socket(NODE_SOCKET)))
             asked.listen()
-            node_root = stack.enter_context(root_here())
+            rooted = stack.enter_context(root_here())
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            nodes.append(Node(f"n{number}", run, shared, node_root, url, asked, config))
+            nodes.append(Node(f"n{number}", run, shared, rooted, url, asked, Way(run.socket(NODE_SOCKET)), config))
             nodes[-1].live()
         doors = AllDoors(say=lines.append)
         serving = asyncio.create_task(doors.serve())
@@ -159,15 +175,13 @@ async def made(count: int, config: ProxySettings = PATIENT) -> AsyncIterator[Hou
             yield one
         finally:
             for node in nodes:
-                node.cut = False
+                node.way.cut.clear()
                 one.join(node)
-                if node.living is None or node.living.done():
-                    doors.lose(node.name)
             async with asyncio.timeout(PATIENCE_S):
                 await doors.end()
             for node in nodes:
                 await node.die()
-                assert not await node.pids()
+                assert not node.pids
             serving.cancel()
             await asyncio.wait([serving])
 
@@ -226,25 +240,34 @@ async def test_stamps_of_nodes_that_share_a_folder_are_told_once_each_with_its_c
 
 async def test_a_front_part_that_dies_costs_no_front_door_and_knows_again_what_it_was_told() -> None:
     async with house(1) as h:
-        node, before = h.nodes[0], await h.nodes[0].pids()
+        node, before = h.nodes[0], h.nodes[0].pids
         node.cut_off()  # nobody tells it anything more
         await node.die()
         assert (await node.ask()).status_code == 200
         node.live()
         (victim,) = before
         os.kill(victim, signal.SIGKILL)
-        await until(lambda: _is_another(node, victim))
+        await until(lambda: node.pids and victim not in node.pids)
         assert (await node.ask()).status_code == 200, "a front door that starts now knows of the instances"
-        node.cut = False
+        node.way.cut.clear()
         h.publish(phase=Phase.DOWN, reason="gone", start_s=0.0)
         async with asyncio.timeout(PATIENCE_S):
             await h.doors.seen()
         assert await node.health() == 503
 
 
-async def _is_another(node: Node, victim: int) -> bool:
-    pids = await node.pids()
-    return bool(pids) and victim not in pids
+async def test_a_state_that_is_overtaken_by_a_newer_one_is_not_gone_back_to() -> None:
+    async with made(1) as h:
+        h.publish()
+        await asyncio.wait_for(h.doors.ready(), PATIENCE_S)
+        http = NodeHttp("/front", h.nodes[0].way, 1)
+        older = h.doors.state()
+        h.doors.drain("PD0")
+        await asyncio.wait_for(h.doors.seen(), PATIENCE_S)
+        assert older is not None
+        await http.call("take_in", NoneType, older)
+        noted = msgspec.msgpack.decode(h.nodes[0].root.state().read(STATE) or b"")
+        assert noted["state"]["leaving"] == ["PD0"]
 
 
 async def test_who_comes_late_or_again_is_told_everything() -> None:
@@ -254,7 +277,7 @@ async def test_who_comes_late_or_again_is_told_everything() -> None:
         h.doors.pause(PATIENCE_S)
         waiting = asyncio.create_task(h.nodes[0].ask())
         h.doors.drain("PD0")
-        late.cut = False
+        late.way.cut.clear()
         async with asyncio.timeout(PATIENCE_S):
             await h.doors.seen()
         also_waiting = asyncio.create_task(late.ask())
@@ -280,7 +303,7 @@ async def test_an_instance_is_empty_when_every_node_has_nothing_left_on_it() -> 
         await asked
         await asyncio.sleep(0.3)
         assert not empty.done(), "who is silent may have something left"
-        h.nodes[1].cut = False
+        h.nodes[1].way.cut.clear()
         async with asyncio.timeout(PATIENCE_S):
             await empty
 
@@ -309,21 +332,23 @@ async def test_front_doors_are_replaced_node_by_node_with_other_options() -> Non
         before = dict(h.doors.pids)
         async with asyncio.timeout(PATIENCE_S):
             await h.doors.configure(replace(PATIENT, served_models=("another",)))
+            h.nodes[0].way.losing = "/front/restart"
             await h.doors.restart()
-        await until(lambda: len(h.doors.pids) == 2)
-        assert not set(before.values()) & set(h.doors.pids.values())
+        assert not h.nodes[0].way.losing
+        await until(lambda: len(h.doors.pids) == 2 and not set(before.values()) & set(h.doors.pids.values()))
+        assert [len(node.root.children.known) for node in h.nodes] == [2, 2], "each was replaced once"
         for node in h.nodes:
             async with httpx.AsyncClient(base_url=node.url, trust_env=False) as client:
                 assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["another"]
 
 
-async def test_front_doors_that_do_not_start_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_front_doors_that_do_not_start_are_said_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = {"PYTHONHOME": "/nonexistent"}  # Python itself does not start
     monkeypatch.setattr(front_doors, "module_environment", lambda: {**os.environ, **broken})
     async with made(1) as h:
-        with pytest.raises(FrontError, match="did not start"):
+        with pytest.raises(NodeCallError, match="did not start"):
             async with asyncio.timeout(PATIENCE_S):
                 await h.doors.ready()
-        assert h.nodes[0].living is not None
-        with pytest.raises(EpdError, match="did not start"):
-            await asyncio.wait_for(h.nodes[0].living, PATIENCE_S)
+        await until(lambda: "tried again" in capsys.readouterr().err)

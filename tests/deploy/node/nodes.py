@@ -17,22 +17,20 @@ import httpx
 from deploy.agent.specs import orders
 from deploy.agent.waits import Patience
 from deploy.front.all_doors import AllDoors
-from deploy.front.messages import FRONT_SOCKET
-from deploy.front.part import FrontSetup
 from deploy.front.remote import RemoteDoors
 from deploy.host import processes
 from deploy.host.environment import LAUNCH_ENV
 from deploy.host.ports import free_ports
+from deploy.node.front import FrontSetup
 from deploy.node.setup import NodeSetup
 from deploy.node.start import NodeRun, end_node, find_node, start_node
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.plan.proxy_settings import build_proxy_settings
-from deploy.runtime.client import AgentClient
 from deploy.runtime.many import ManyNodes
-from deploy.runtime.messages import AGENT_SOCKET
+from deploy.runtime.node_api import NODE_SOCKET
+from deploy.runtime.node_client import NodeClient, unix_transport
 from deploy.runtime.protocol import Observed, Order
-from deploy.runtime.stream import unix_socket
 from tests.waiting import PATIENCE_S, until
 
 QUICK = Patience(poll_s=0.03, backoff_s=0.1, health_every_s=0.1, stop_grace_s=2.0)
@@ -102,11 +100,10 @@ class Deployment:
         return run
 
     def join(self, node: str, *, front: bool = False) -> None:
-        path = self.runs[node].path
-        self.nodes.join(node, AgentClient(unix_socket(path / AGENT_SOCKET), self.lines.append, self.epoch))
+        path = self.runs[node].path / NODE_SOCKET
+        self.nodes.join(node, NodeClient(unix_transport(path), self.epoch))
         if front:
-            socket = unix_socket(path / FRONT_SOCKET)
-            self.doors.join(node, RemoteDoors(socket, self.lines.append, self.epoch))
+            self.doors.join(node, RemoteDoors(unix_transport(path), self.epoch))
 
     def orders(self, *nodes: str) -> list[Order]:
         """Its instances, on these nodes in turn."""

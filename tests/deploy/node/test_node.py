@@ -9,21 +9,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
 from deploy.host.environment import module_environment
 from deploy.host.reaper import reap_dead
-from deploy.host.rundir import RunDir
-from deploy.node import process
 from deploy.node.process import LOG
 from deploy.node.start import end_node, find_node, start_node
 from epd_serve.errors import ConfigError
 from tests.deploy.launched import children
 from tests.deploy.node.nodes import Deployment, deployment
-from tests.deploy.rooted_here import StateHere
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 
 
 def part(d: Deployment, node: str, name: str) -> int:
@@ -180,21 +176,6 @@ async def test_it_is_ended_by_force_where_it_does_not_end(tmp_path: Path) -> Non
         os.kill(run.pid, signal.SIGSTOP)
         await asyncio.to_thread(end_node, run, 0.2)
         assert not run.lives and not run.path.exists()
-
-
-async def test_a_defect_of_the_front_part_is_not_kept_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends this life of control, and the next one looks after the front doors."""
-
-    async def broken(*_: object) -> None:
-        raise KeyError("a defect")
-
-    monkeypatch.setattr(process, "run_front", broken)
-    life, front, nobody = Mock(state=StateHere()), Mock(run=RunDir("abcd", tmp_path, tmp_path)), Mock()
-    node = process._Node(Mock(run_root=str(tmp_path)), None, None, nobody)
-    with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.timeout(PATIENCE_S):
-            await node._control(life, nobody, nobody, front)
-    assert caught.group_contains(KeyError) and process.BEGUN in life.state.sections
 
 
 def test_a_node_process_is_to_the_kernel_what_its_owner_is() -> None:

@@ -104,5 +104,5 @@ def kind_of(part: str) -> str:
     name = part.rpartition("/")[2]
     if name.startswith("front."):
         return "front door"
-    kinds = {"controller": "controller", "actor": "node actor", "node": NODE, "agent": "agent", "front": "front part"}
+    kinds = {"controller": "controller", "actor": "node actor", "node": NODE, "control": "control"}
     return kinds.get(name, "")

@@ -118,7 +118,7 @@ def test_a_layout_is_served_by_three_nodes_changed_and_ended_without_a_trace(
         assert {"controller"} | {
             f"{node}/{part}"
             for node in {row["node"] for row in status["instances"]}
-            for part in ("actor", "node", "agent")
+            for part in ("actor", "node", "control")
         } <= set(there)
 
         changed = one.run("relayout", "E-P-2D")

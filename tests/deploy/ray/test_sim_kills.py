@@ -18,7 +18,7 @@ from tests.deploy.ray.on_ray import LAYOUT, NODE, RAYLET, kind_of, node_of, vict
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
-KEEPS_STAGES = ("controller", "node actor", "agent", "front part", "front door")
+KEEPS_STAGES = ("controller", "node actor", "control", "front door")
 ENDS_STAGES = ("stage", NODE, RAYLET)
 
 

@@ -16,6 +16,8 @@ from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.runtime.lost import LostError, SilentError
 from deploy.runtime.many import ManyNodes
+from deploy.runtime.node_api import NodeStatus
+from deploy.runtime.node_api import Seen as Answer
 from deploy.runtime.protocol import Observed, Order, Phase
 from epd_serve.roles import Role
 from tests.deploy.fake_node import FakeNode
@@ -136,6 +138,34 @@ async def test_a_call_to_a_silent_node_fails_at_once_and_one_under_way_when_it_f
         b.reachable.set()
         await seen(nodes, lambda all_: all_["P0"].serves)
         await up(nodes, on("b", D))
+
+
+async def test_an_answer_that_a_newer_one_has_overtaken_changes_nothing() -> None:
+    async with joined("a", silent_s=PATIENCE_S) as (nodes, (a,)):
+        await up(nodes, on("a", E))
+        status, late, shown = a.status, asyncio.Event(), list[set[str]]()
+
+        async def overtaken(after: int = 0) -> Answer[NodeStatus] | None:
+            answer = await status(after)
+            if after and answer is not None:
+                await late.wait()
+            return answer
+
+        async def watch() -> None:
+            async for item in nodes.watch():
+                shown.append({one.order.id for one in item})
+
+        a.status = overtaken  # type: ignore[method-assign]
+        await asyncio.sleep(0.1)  # what was asked before is answered
+        await nodes.start(on("a", P))
+        await nodes.stop("P0", 0.0)
+        watching = asyncio.create_task(watch())
+        await until(lambda: shown)
+        late.set()
+        await nodes.start(on("a", D))
+        await until(lambda: shown[-1] == {"E0", "D0"})
+        watching.cancel()
+        assert not any("P0" in ids for ids in shown)
 
 
 async def test_calls_under_way_end_when_their_node_is_lost() -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from deploy.agent.agent import Agent
-from deploy.agent.process import served_agent
 from deploy.agent.setup import AgentSetup
 from deploy.agent.specs import orders
 from deploy.agent.waits import Patience
@@ -25,13 +24,12 @@ from deploy.host import processes
 from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
 from deploy.memory.shared_memory import SharedMemory
+from deploy.node.routes import NodeWatch, serve_node
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.runtime.client import AgentClient
 from deploy.runtime.many import ManyNodes, NodeAgent
-from deploy.runtime.messages import AGENT_SOCKET
+from deploy.runtime.node_api import NODE_SOCKET
 from deploy.runtime.protocol import SHARED_MEMORY, Observed, Order, Phase, Runtime
-from deploy.runtime.stream import unix_socket
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
@@ -40,6 +38,7 @@ from store.arena import Arena
 from tests.deploy.agent_world import World, world_below
 from tests.deploy.fake_node import FakeNode
 from tests.deploy.fake_runtime import AnswerLostError, FakeRuntime, Fate, Harshness
+from tests.deploy.one_node import OneNode
 from tests.deploy.rooted_here import root_here
 from tests.waiting import PATIENCE_S, until
 
@@ -248,22 +247,26 @@ async def processes_below(folder: Path) -> AsyncIterator[tuple[Agent, _Stages, R
 
 
 @contextlib.asynccontextmanager
-async def served_below(folder: Path) -> AsyncIterator[tuple[AgentClient, _Stages]]:
+async def served_below(folder: Path) -> AsyncIterator[tuple[OneNode, _Stages]]:
     stages = _Stages()
     with contextlib.ExitStack() as stack:
         root = stack.enter_context(root_here())
         run = RunDir.create(folder / "run")
         stack.callback(run.remove)
-        listening = stack.enter_context(private_socket(run.socket(AGENT_SOCKET)))
+        listening = stack.enter_context(private_socket(run.socket(NODE_SOCKET)))
         listening.listen()
-        setup = AgentSetup.of(run, LAYOUT, stages, patience=QUICK)
-        async with served_agent(setup, root.children, root.state(), listening):
-            runtime = AgentClient(unix_socket(run.socket(AGENT_SOCKET)), print)
+        setup, watch, state = AgentSetup.of(run, LAYOUT, stages, patience=QUICK), NodeWatch(), root.state()
+        agent = Agent(setup, root.children, state, say=watch.say)
+        async with agent.running():
+            serving = asyncio.create_task(serve_node(listening.dup(), state, watch, agent, None))
+            runtime = OneNode(run.path, print)
             try:
                 yield runtime, stages
             finally:
                 await runtime.close()
                 await runtime.disconnect()
+                serving.cancel()
+                await asyncio.wait([serving])
 
 
 async def test_who_watches_sees_everything_at_once_however_late(subject: Subject) -> None:

@@ -1,0 +1,214 @@
+"""The front doors of one node, told everything by whoever controls the deployment.
+
+Whoever looks after them may be killed, as they may: they go on, and the next life finds them by what is written down.
+What it was told last is, too, so that a front door that has to be started meanwhile knows of the instances.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from deploy.front.doors import FrontDoors
+from deploy.front.shared import Shared
+from deploy.host.children import Children
+from deploy.host.rundir import RunDir
+from deploy.host.state import State
+from deploy.runtime.node_api import FrontState, FrontStatus, Leases
+from epd_serve.errors import EpdError
+from proxy.registry.warm_links import GRACE_S
+from proxy.workers.shared_counters import Asked
+
+if TYPE_CHECKING:
+    from proxy.config.settings import ProxySettings
+
+STATE, ENDED = "front state", "front ended"
+"""Sections of the state: what was told last, and that there are to be no front doors any more."""
+
+RETRY_S = 1.0
+
+
+@dataclass(frozen=True)
+class FrontSetup:
+    """Attributes:
+    settings: to begin with. What is the node's own in them it sets itself.
+    host, port: where clients come in, for a node that is not handed a socket that is bound already.
+    workers: how many front doors.
+    grace_s: how long requests in flight may go on at the end. drain_s: at the end of one of them.
+    link_grace_s: as of `InstanceTable`.
+    """
+
+    settings: ProxySettings
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    grace_s: float = 2.0
+    drain_s: float = 30.0
+    link_grace_s: float = GRACE_S
+
+
+class _Noted(msgspec.Struct):
+    """`paused_until`: of the machine's monotonic clock, seconds."""
+
+    state: FrontState
+    paused_until: float
+
+    def now(self) -> FrontState:
+        return msgspec.structs.replace(self.state, paused_s=max(0.0, self.paused_until - time.monotonic()))
+
+
+class NodeFront:
+    """Args:
+        key_file: of the deployment's key, here.
+        say: takes a line for the operator.
+
+    Attributes:
+        doors: those of now: others, once these have not started.
+    """
+
+    def __init__(
+        self,
+        setup: FrontSetup,
+        run: RunDir,
+        shared: Shared,
+        key_file: str,
+        children: Children,
+        state: State,
+        say: Callable[[str], None],
+    ) -> None:
+        self._setup = setup
+        self._run = run
+        self._shared = shared
+        self._key_file = key_file
+        self._children = children
+        self._state = state
+        self._say = say
+        self._newest = (0, 0)
+        self._restart: tuple[str, asyncio.Task[None]] | None = None
+        self._end: asyncio.Task[None] | None = None
+        self._make()
+
+    def _make(self) -> None:
+        self._packed_settings = b""
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.doors = FrontDoors(
+            self._own(self._setup.settings),
+            self._shared,
+            self._children,
+            self._state,
+            grace_s=self._setup.grace_s,
+            drain_s=self._setup.drain_s,
+            say=self._say,
+            launch_id=self._run.launch_id,
+            link_grace_s=self._setup.link_grace_s,
+        )
+
+    async def serve(self) -> None:
+        """Until cancelled, which leaves the front doors as they are. Where they do not start they are tried again, once
+        whoever waits for them has been told."""
+        while self._state.read(ENDED) is None:
+            try:
+                await self._serve_once()
+            except EpdError as error:
+                self._say(f"front doors: {error}; tried again in {RETRY_S:g} s")
+                if not self._started.done():
+                    self._started.set_exception(error)
+                    self._started.exception()  # nobody may be waiting for it
+            await asyncio.sleep(RETRY_S)
+            self._make()
+        await asyncio.get_running_loop().create_future()
+
+    async def _serve_once(self) -> None:
+        """Raises EpdError: one does not start."""
+        tasks = []
+        if (noted := self._state.read(STATE)) is not None:
+            # first of all: front doors that are there are told nothing else meanwhile
+            state = msgspec.msgpack.decode(noted, type=_Noted).now()
+            tasks.append(asyncio.create_task(self._tell(state), name="what was told last"))
+        tasks.append(asyncio.create_task(self.doors.serve(), name="front doors"))
+        tasks.append(asyncio.create_task(self._until_ready(), name="beginning"))
+        try:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in ended:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _until_ready(self) -> None:
+        await self.doors.ready()
+        self._started.set_result(None)
+        await asyncio.get_running_loop().create_future()  # the front doors decide when this ends
+
+    # --- what a controller asks -----------------------------------------------------------------------------------
+
+    async def ready(self) -> None:
+        """Wait until all of them serve, and know what has been said. Raises EpdError: one does not start."""
+        await asyncio.shield(self._started)
+        await self.doors.seen()
+
+    async def take_in(self, state: FrontState, epoch: int) -> None:
+        """Have them know this, unless they know of something newer: requests may overtake each other."""
+        if (epoch, state.number) < self._newest:
+            return
+        self._newest = (epoch, state.number)
+        noted = _Noted(state, time.monotonic() + state.paused_s)
+        await self._tell(state)
+        self._state.write(STATE, msgspec.msgpack.encode(noted))
+
+    async def restart(self, id: str) -> None:
+        """Replace them one by one. Who asks again by the same id waits for the same. Raises EpdError."""
+        if self._restart is None or self._restart[0] != id:
+            self._restart = id, asyncio.create_task(self.doors.restart(), name="restart")
+        await asyncio.shield(self._restart[1])
+
+    async def end(self) -> None:
+        """All of them, gracefully, and for good."""
+        self._state.write(ENDED, b"")
+        if self._end is None:
+            self._end = asyncio.create_task(self.doors.end(), name="end of front doors")
+        await asyncio.shield(self._end)
+
+    def status(self) -> FrontStatus:
+        doors = self.doors
+        leases = tuple(
+            Leases(id, incarnation, {work: tally for work, tally in tallies.items() if tally.acquired})
+            for (id, incarnation), tallies in doors.tallies().items()
+        )
+        return FrontStatus(
+            tuple(one for one in leases if one.tallies), dict(doors.pids), doors.running, doors.replacing
+        )
+
+    # --- how ------------------------------------------------------------------------------------------------------
+
+    async def _tell(self, state: FrontState) -> None:
+        """All of it but the settings at once, so that front doors are told of it as one."""
+        doors, before = self.doors, self.doors.leaving
+        if state.api_keys is not None:  # first of all: once front doors know of instances, they serve
+            doors.go_by(state.api_keys)
+        doors.publish(state.instances, state.wanted)
+        for id in before - set(state.leaving):
+            doors.take_back(id)
+        for id in set(state.leaving) - before:
+            doors.drain(id)
+        if state.paused_s or doors.paused_s:
+            doors.pause(state.paused_s)
+        if state.asked is Asked.LEAVE:
+            doors.announce()
+        elif state.asked is Asked.DRAIN:
+            doors.begin()
+        if state.settings != self._packed_settings:
+            from proxy.workers.wire import unpacked_settings
+
+            await doors.configure(self._own(unpacked_settings(state.settings)))
+            self._packed_settings = state.settings
+
+    def _own(self, settings: ProxySettings) -> ProxySettings:
+        """No arena of this machine is all that there is."""
+        return replace(settings, arena=None, key_file=self._key_file)

@@ -1,0 +1,110 @@
+"""The HTTP API of a node: what both of its ends agree on. `deploy/node/routes.py` answers, on a unix socket in the run
+directory; `node_client.py` and `deploy/front/remote.py` ask.
+
+A call is `POST /agent/NAME`, or `/front/NAME` for the front doors, with its arguments as a JSON list. It is answered
+when what it asks for has happened: with 202 where that takes longer than `WAIT_S`, and is then asked again. A watch is
+`GET /agent?after=NUMBER`, or `/front`, for what is newer than that; 202: there is nothing yet. Every request says in
+which epoch it is made (`EPOCH_HEADER`): of several controllers, one that is cut off and the one that has followed it,
+the one of the latest epoch counts, and others get 409. Both ends come from one version of one program, so there are no
+versions here.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from deploy.runtime.protocol import Node, Observed
+from epd_serve.roles import Role
+from proxy.config.keys import ApiKeys
+from proxy.registry.ledger import Tally, Work
+from proxy.workers.shared_counters import Asked
+
+NODE_SOCKET = "node.sock"
+"""In the run directory."""
+
+EPOCH_HEADER, JSON = "epd-epoch", "application/json"
+WAIT_S, WATCH_S = 10.0, 1.0
+"""For which a call waits on the node, and a watch: often enough to say that the node is there."""
+
+NOT_YET, REFUSED, SUPERSEDED, FAILED = 202, 400, 409, 500
+"""Status codes beside 200: asked again; a ConfigError; the epoch is over; the node has failed at it."""
+
+T = TypeVar("T")
+
+
+class Seen(msgspec.Struct, Generic[T], frozen=True):
+    """Answers a watch.
+
+    Attributes:
+        life: of the process that answers: another one where it was started again.
+        number: of this value. A later one has a larger number, in a later life, too.
+    """
+
+    life: int
+    number: int
+    value: T
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """What runs on a node.
+
+    Attributes:
+        lines: for the operator: those that have been said since; none for who asks for the first time.
+    """
+
+    nodes: tuple[Node, ...]
+    instances: tuple[Observed, ...]
+    lines: tuple[str, ...] = ()
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The body of an answer that is an error."""
+
+    message: str
+    param: str | None = None
+
+
+class FrontState(msgspec.Struct, frozen=True):
+    """Everything that the front doors of a node are to know. Replaces what was said before.
+
+    Attributes:
+        number: of this state; a later one of the same controller has a larger one.
+        leaving: instances that are given nothing new although their runtime says nothing of the kind.
+        paused_s: for how long new requests wait, counted from when this arrives; 0: they do not.
+        asked: what all front doors are to do.
+        settings: `ProxySettings` of front doors that start from now on, packed; empty: those they began with.
+        api_keys: those of clients from now on; None: those of the settings.
+    """
+
+    number: int
+    instances: tuple[Observed, ...]
+    wanted: tuple[Role, ...]
+    leaving: tuple[str, ...] = ()
+    paused_s: float = 0.0
+    asked: Asked = Asked.SERVE
+    settings: bytes = b""
+    api_keys: ApiKeys | None = None
+
+
+class Leases(msgspec.Struct, frozen=True, array_like=True):
+    """What front doors have given one life of an instance."""
+
+    id: str
+    incarnation: str
+    tallies: dict[Work, Tally]
+
+
+class FrontStatus(msgspec.Struct, frozen=True):
+    """How the front doors of a node are.
+
+    Attributes:
+        pids: of the front doors, by name.
+        running: requests in flight. replacing: front doors are being replaced.
+    """
+
+    leases: tuple[Leases, ...] = ()
+    pids: dict[str, int] = {}
+    running: int = 0
+    replacing: bool = False

@@ -1,0 +1,35 @@
+"""One node over its HTTP API as a `deploy.runtime.protocol.Runtime`, with no other nodes beside it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+from deploy.runtime.node_api import NODE_SOCKET
+from deploy.runtime.node_client import NodeClient, unix_transport
+from deploy.runtime.protocol import Node, Observed
+
+
+class OneNode(NodeClient):
+    """Args:
+    run: its run directory. say: takes its lines for the operator, as long as somebody watches.
+    """
+
+    def __init__(self, run: Path, say: Callable[[str], object]) -> None:
+        super().__init__(unix_transport(run / NODE_SOCKET))
+        self._say = say
+
+    async def nodes(self) -> tuple[Node, ...]:
+        while (seen := await self.status()) is None:
+            pass
+        return seen.value.nodes
+
+    async def watch(self) -> AsyncGenerator[tuple[Observed, ...]]:
+        number = 0
+        while True:
+            seen = await self.status(number)
+            if seen is not None:
+                number = seen.number
+                for line in seen.value.lines:
+                    self._say(line)
+                yield seen.value.instances
