@@ -26,8 +26,8 @@ class Nodes:
 
 
 def status(**more: Any) -> dict[str, Any]:
-    parts = {"controller": 11, "a/actor": 1, "a/node": 12, "a/agent": 13, "a/front": 14, "a/front.0": 15}
-    parts |= {"b/actor": ME, "b/node": 21, "b/agent": 22, "mooncake_master": 30}
+    parts = {"controller": 11, "a/actor": 1, "a/node": 12, "a/control": 13, "a/front.0": 15}
+    parts |= {"b/actor": ME, "b/node": 21, "b/control": 22, "mooncake_master": 30}
     instances = [("E0", "E", "a", 41), ("P0", "P", "a", 42), ("D0", "D", "b", 43), ("D1", "D", "b", None)]
     return {
         "parts": {name: {"pid": pid, "restarts": 0} for name, pid in parts.items()},
@@ -40,11 +40,10 @@ def test_everything_of_a_deployment_may_be_killed_but_the_head_and_what_does_not
     assert stat(ME) is not None
     found = {(one.kind, one.name): one for one in victims(Nodes(), status())}
     assert sorted(found) == [
-        ("agent", "a/agent"),
-        ("agent", "b/agent"),
+        ("control", "a/control"),
+        ("control", "b/control"),
         ("controller", "controller"),
         ("front door", "a/front.0"),
-        ("front part", "a/front"),
         ("node actor", "a/actor"),
         ("node actor", "b/actor"),
         (NODE, "a/node"),
@@ -101,7 +100,7 @@ def test_figures_follow_from_rows() -> None:
     [
         ("controller", "", "controller"),
         ("n/front.1", "n", "front door"),
-        ("n/front", "n", "front part"),
+        ("n/control", "n", "control"),
         ("n/x", "n", ""),
     ],
 )
