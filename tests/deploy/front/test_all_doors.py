@@ -275,6 +275,8 @@ async def test_who_comes_late_or_again_is_told_everything() -> None:
         late = h.nodes[1]
         late.cut_off()
         h.doors.pause(PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            await h.doors.fronts["n0"].told("seen")
         waiting = asyncio.create_task(h.nodes[0].ask())
         h.doors.drain("PD0")
         late.way.cut.clear()
