@@ -14,7 +14,6 @@ from deploy.change.place import place
 from deploy.change.types import Wanted
 from deploy.control.failure import Deadlines
 from deploy.control.journal import Journal
-from deploy.control.notes import FileNotes
 from deploy.control.progress import State
 from deploy.control.reconciler import Reconciler
 from deploy.front.occupancy import until_empty, until_quiet
@@ -218,6 +217,23 @@ class FakeDoors:
         return self.table.acquire(name, work)
 
 
+class FileState:
+    """A `deploy.host.state.State` of files, which outlive their writer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self, name: str) -> bytes | None:
+        path = self._folder / name
+        return path.read_bytes() if path.exists() else None
+
+    def write(self, name: str, content: bytes) -> None:
+        (self._folder / name).write_bytes(content)
+
+    async def kept(self) -> None:
+        """It is."""
+
+
 QUICK = Deadlines(start_s=60.0, drain_s=60.0, retry_s=0.01, look_s=0.01, again_s=0.02)
 
 
@@ -226,7 +242,7 @@ class World:
 
     def __init__(self, folder: Path, layout: str, deadlines: Deadlines = QUICK, **options: object) -> None:
         self.runtime, self.doors = FakeRuntime(), FakeDoors()
-        self.journal = Journal(FileNotes(folder))
+        self.journal = Journal(FileState(folder))
         self.said: list[str] = []
         self.options = options
         self.deadlines = deadlines
