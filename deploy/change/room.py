@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from deploy.change.match import given_up
 from deploy.change.types import Actual, Shortage
 from deploy.memory.shared_memory import kv_links
 from deploy.runtime.protocol import SHARED_MEMORY, Node, Observed, Spec
@@ -17,7 +15,7 @@ def shortage(spec: Spec, beside: Sequence[Observed], actual: Actual) -> Shortage
     node = next((one for one in actual.nodes if one.id == spec.node), None)
     if node is None:
         return Shortage("node", spec.node)
-    there = [one for one in beside if one.order.spec.node == spec.node and not given_up(one)]
+    there = [one for one in beside if one.order.spec.node == spec.node and not one.over]
     taken = _taken([spec, *(one.order.spec for one in there)], node)
     lacking = [(amount - node.room[what], what) for what, amount in taken.items() if amount > _room(node, what)]
     if not lacking:
@@ -45,13 +43,10 @@ def _taken(specs: Sequence[Spec], node: Node) -> Counter[str]:
 
 def _links(specs: Iterable[Spec]) -> int:
     """KV links between all that may send and all that may take; those that a flip has left idle are kept."""
-    pairs = itertools.permutations(specs, 2)
-    return sum(kv_links(len(one.devices), len(other.devices)) for one, other in pairs if _sends(one) and _takes(other))
-
-
-def _sends(spec: Spec) -> bool:
-    return spec.role.sends_kv or spec.both
-
-
-def _takes(spec: Spec) -> bool:
-    return spec.role.takes_kv or spec.both
+    senders, takers, both = Counter[int](), Counter[int](), 0
+    for spec in specs:
+        width, sends, takes = len(spec.devices), spec.role.sends_kv or spec.both, spec.role.takes_kv or spec.both
+        senders[width] += sends
+        takers[width] += takes
+        both += kv_links(width, width) * (sends and takes)  # nobody has a link to itself
+    return sum(kv_links(a, b) * count * takers[b] for a, count in senders.items() for b in takers) - both

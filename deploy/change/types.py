@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from deploy.runtime.protocol import Node, Observed, Spec
+from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec
 from epd_serve.roles import Role
 
 Kind = str
@@ -97,6 +97,35 @@ class Resume:
 
 
 Action = Start | Flip | Leave | Drain | Stop | Pause | Resume
+
+
+def in_role(one: Observed, role: Role) -> Observed:
+    return replace(one, order=Order(one.order.id, replace(one.order.spec, role=role)))
+
+
+def carried_out(action: Action, actual: Actual) -> Actual:
+    """The world as it is right after an action was begun."""
+    there = {one.order.id: one for one in actual.instances}
+    match action:
+        case Pause() | Resume():
+            actual = replace(actual, paused=isinstance(action, Pause))
+        case Leave(name):
+            actual = replace(actual, leaving=actual.leaving | {name})
+        case Flip(name, role):
+            there[name] = in_role(there[name], role)
+            actual = replace(actual, leaving=actual.leaving - {name}, quiet=actual.quiet - {name})
+        case Start(name, spec):
+            order = Order(name, spec)
+            taken_back = name in there
+            there[name] = (
+                replace(there[name], order=order, phase=Phase.UP) if taken_back else Observed(order, Phase.STARTING)
+            )
+            actual = replace(actual, empty=actual.empty - {name})
+        case Drain(name):
+            there[name] = replace(there[name], phase=Phase.DRAINING)
+        case Stop(name):
+            there[name] = replace(there[name], phase=Phase.STOPPING)
+    return replace(actual, instances=tuple(there.values()))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The commands on a running deployment. Each is checked to its end before anything is touched, and then begun.
 
-What is begun goes on without whoever asked (`reconciler.py`); how far it is, `status` and `change_json` tell.
+What is begun goes on without whoever asked (`reconciler.py`); how far it is, `status` and `change` tell.
 """
 
 from __future__ import annotations
@@ -8,19 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from deploy.change.plan import diff
 from deploy.change.scaling import scaled
 from deploy.change.serving import kinds, required
 from deploy.change.types import Plan, Shortage, Wanted
 from deploy.control.aim import Aim
+from deploy.control.changes import REPLACE, Change
 from deploy.control.doors import Doors
 from deploy.control.places import Places
-from deploy.control.progress import REPLACE, Answer, Change
 from deploy.control.reconciler import Reconciler
 from deploy.control.refusals import RefusedError, change_under_way, no_devices, pause_too_long, pause_too_short, short
-from deploy.control.status import status_json
+from deploy.control.status import Answer, Json, change_json, status_json
 from deploy.runtime.leases import LeaseError
 from deploy.runtime.protocol import Observed, Spec
 from epd_serve.errors import EpdError, NotFoundError
@@ -128,25 +127,22 @@ class Controller:
             raise RefusedError("there was no other layout before this one", "nothing_to_undo")
         return await self._relayout("undo", reconciler.layouts[-2], pause_s=pause_s, anyway=True)
 
-    def change(self, number: int) -> Change:
+    def change(self, number: int) -> Json | None:
         """Raises NotFoundError."""
         changes = self._reconciler.changes
         for one in (*changes.past, changes.present):
             if one is not None and one.number == number:
-                return one
+                return change_json(one)
         raise NotFoundError(f"there is no change {number}", code="unknown_change")
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> Json:
         """What is wanted, what there is, and what is being done about it."""
         leased = self._places.leased if self._aim.leases is not None else None
         return {
             "launch": self._launch,
             **status_json(self._reconciler, self._doors, leased),
             "parts": dict(await self._parts()),
-            "front": {
-                "restarting": self._front_restarts,
-                "trouble": self._front_trouble,
-            },
+            "front": {"restarting": self._front_restarts, "trouble": self._front_trouble},
         }
 
     async def keep_places(self) -> None:
@@ -207,9 +203,7 @@ class Controller:
 
     def _start_s(self, spec: Spec) -> float | None:
         """How long such starts have taken on its node lately, or else on the slowest other one."""
-        known = {
-            node.id: node.start_s[spec.role] for node in self._reconciler.overlay.nodes if spec.role in node.start_s
-        }
+        known = {node.id: node.start_s[spec.role] for node in self._reconciler.nodes if spec.role in node.start_s}
         return known.get(spec.node, max(known.values(), default=None))
 
     def _notes(self, wanted: Wanted) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from deploy.control.controller import Controller
-from deploy.control.progress import Answer, change_json
 from deploy.control.refusals import RefusedError
+from deploy.control.status import Answer
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from proxy.errors import error_body
@@ -164,23 +164,23 @@ def control_routes(controller: Controller) -> APIRouter:
         "/deployment/changes/{number}", operation_id="change", response_model=Change, responses={404: _REFUSALS[404]}
     )
     async def change(number: int) -> Response:
-        return JSONResponse(change_json(controller.change(number)))
+        return JSONResponse(controller.change(number))
 
     @router.post("/deployment/layout", operation_id="relayout", responses=_BEGUN)
     async def relayout(body: Relayout) -> Response:
-        return await _begun(controller.relayout(body.layout, dry_run=body.dry_run, pause_s=body.pause_s))
+        return await _begun(controller.relayout(**dict(body)))
 
     @router.post("/deployment/scale", operation_id="scale", responses=_BEGUN)
     async def scale(body: Scale) -> Response:
-        return await _begun(controller.scale(body.counts, dry_run=body.dry_run, pause_s=body.pause_s))
+        return await _begun(controller.scale(**dict(body)))
 
     @router.post("/deployment/undo", operation_id="undo", responses=_BEGUN)
     async def undo(body: Pause) -> Response:
-        return await _begun(controller.undo(pause_s=body.pause_s))
+        return await _begun(controller.undo(**dict(body)))
 
     @router.post("/deployment/restart", operation_id="restartAll", responses=_BEGUN)
     async def restart_all(body: Pause) -> Response:
-        return await _begun(controller.restart(pause_s=body.pause_s))
+        return await _begun(controller.restart(**dict(body)))
 
     @router.post("/deployment/front/restart", operation_id="restartFront", status_code=202, responses=_REFUSALS)
     async def restart_front(body: RestartFront) -> Response:
@@ -192,11 +192,11 @@ def control_routes(controller: Controller) -> APIRouter:
 
     @router.post("/deployment/instances/{name}/drain", operation_id="drain", responses=_BEGUN)
     async def drain(name: Name, body: DrainInstance) -> Response:
-        return await _begun(controller.drain(name, dry_run=body.dry_run))
+        return await _begun(controller.drain(name, **dict(body)))
 
     @router.post("/deployment/instances/{name}/restart", operation_id="restart", responses=_BEGUN)
     async def restart(name: Name, body: Pause) -> Response:
-        return await _begun(controller.restart(name, pause_s=body.pause_s))
+        return await _begun(controller.restart(name, **dict(body)))
 
     return router
 
