@@ -155,25 +155,21 @@ class Plan:
 
     @property
     def pauses(self) -> bool:
-        return any(isinstance(one, Pause) for wave in self.waves for one in wave)
+        return any(Pause() in wave for wave in self.waves)
 
-    def seconds(
-        self, start_s: Callable[[Spec], float | None], drain_s: float = 0.0, *, paused: bool = False
-    ) -> float | None:
+    def seconds(self, start_s: Callable[[Spec], float | None], *, paused: bool = False) -> float | None:
         """How long it takes by experience, or how long of it new requests wait; None where a start has no precedent.
 
         Args:
-            start_s: tells it of an instance. drain_s: of a drain.
+            start_s: tells it of an instance.
         """
         total, counts = 0.0, not paused
         for wave in self.waves:
-            begins = any(isinstance(one, Pause) for one in wave)
-            counts = counts or begins
-            starts = [start_s(one.spec) for one in wave if isinstance(one, Start)]
-            if counts and any(one is None for one in starts):
+            counts = counts or Pause() in wave
+            starts = [start_s(one.spec) for one in wave if isinstance(one, Start)] if counts else []
+            known = [seconds for seconds in starts if seconds is not None]
+            if len(known) < len(starts):
                 return None
-            drains = drain_s if any(isinstance(one, Drain) for one in wave) else 0.0
-            total += max([drains, *(one for one in starts if one is not None)]) if counts else 0.0
-            if paused and any(isinstance(one, Resume) for one in wave):
-                counts = False
+            total += max(known, default=0.0)
+            counts = counts and not (paused and Resume() in wave)
         return total

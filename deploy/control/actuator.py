@@ -32,7 +32,7 @@ class Actuator:
     """In the reconciler's event loop.
 
     Args:
-        changes: whose steps are ended as they end.
+        changes: the one under way is told of requests that are cut off, and of pauses.
         wake: called when something has happened: time for another look.
         write: called when the end of a pause has become another one, and waited for before it is told.
         say: takes a line for the operator.
@@ -83,7 +83,7 @@ class Actuator:
         self._started = {name: one for name, one in self._started.items() if one[0].order.spec.node in there}
 
     def take_in(self, instances: tuple[Observed, ...], roles: Collection[Role]) -> None:
-        """What the runtime says now: the front doors hear of it, the waits and steps that it ends are ended.
+        """What the runtime says now: the front doors hear of it, the waits that it ends are ended.
 
         Args:
             roles: of the wanted layout.
@@ -111,8 +111,6 @@ class Actuator:
                 self._empty(name)  # also where a controller before this one has asked for it
             if one.phase is Phase.DOWN and name in self._emptying:  # it has ended by itself
                 self._emptying[name].cancel()
-        if self._changes.present is not None:
-            self._changes.present.follow(there, self._flipped)
         self._wake()
 
     def publish(self, roles: Collection[Role]) -> None:
@@ -188,7 +186,6 @@ class Actuator:
                     self._leaving[name] = self._awaited(self._doors.until_quiet(name))
                 case Flip(name, role):
                     await self._runtime.flip(name, role)
-                    self._changes.end_step("leave", name)
                     if name in self._leaving:
                         self._leaving.pop(name).cancel()
                     self._flipped[name] = role
@@ -211,8 +208,6 @@ class Actuator:
         if name in self._emptying:  # one that drains is taken back
             self._stay(self._emptying, name)
         await self._runtime.start(order)
-        if self._changes.present is not None:
-            self._changes.present.started.setdefault(name, time.monotonic())
         if all(one.order.id != name for one in self.instances or ()):
             self._started[name] = Observed(order, Phase.STARTING), time.monotonic()
 
@@ -235,7 +230,6 @@ class Actuator:
             self._say(f"{name} had {self._deadlines.drain_s:g} s to drain (--drain-s): {cut} requests are cut off")
             if self._changes.present is not None:
                 self._changes.present.cut += cut
-        self._changes.end_step("drain", name)
 
     async def _stop(self, name: str) -> None:
         try:
@@ -267,8 +261,6 @@ class Actuator:
             self.paused_until = 0.0
             await self._write()
             self._doors.resume()
-        self._changes.end_step("pause")
-        self._changes.end_step("resume")
 
 
 def _over(waits: Waits) -> frozenset[str]:

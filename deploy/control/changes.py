@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from deploy.change.types import Action, Flip, Pause, Resume, Start
+from deploy.change.types import Action, Actual, Flip, Pause, Resume, Start
 from deploy.host import state
 from deploy.runtime.protocol import Observed, Phase
 
@@ -76,7 +75,7 @@ class Change:
     Attributes:
         what: the command's word. before, layout: from which to which.
         pause_s: how long new requests may wait in it; 0 where they may not.
-        moved: when a step has begun or ended. started: ids, and when. failed: those that came to nothing, and why.
+        moved: when a step has begun or ended. failed: ids whose start came to nothing, and why.
         cut: requests that were still running when an instance's time to drain was over.
         paused_s: how long new requests have waited in it.
     """
@@ -94,7 +93,6 @@ class Change:
     paused_s: float = 0.0
     cut: int = 0
     steps: list[Step] = field(default_factory=list)
-    started: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def begin(self, action: Action) -> Step | None:
@@ -110,38 +108,26 @@ class Change:
     def under_way(self) -> list[Step]:
         return [step for step in self.steps if step.seconds is None]
 
-    def end_step(self, word: str, name: str | None = None, note: str = "") -> None:
-        """What this action was for has come, or will not (`note`)."""
+    def follow(self, actual: Actual) -> None:
+        """End the steps that have come to something."""
+        there = {one.order.id: one for one in actual.instances}
         for step in self.under_way:
-            if step.word == word and step.action.get("instance") == name:
-                step.end(note)
-                self.moved = time.monotonic()
-
-    def follow(self, there: Mapping[str, Observed], flipped: Container[str]) -> None:
-        """End the steps that have come to something.
-
-        Args:
-            there: instances as they are, by id. flipped: ids whose flip has yet to be seen.
-        """
-        for name, one in there.items():
-            if name not in self.started:
-                continue
-            if one.phase is Phase.UP:
-                self.end_step("start", name)
-            if one.over and name not in self.failed:
-                self.failed[name] = one.reason
-                self.end_step("start", name, one.reason)
-        for step in self.under_way:
-            target = step.action.get("instance")
-            gone = step.word in ("stop", "drain") and target not in there
-            if gone or (step.word == "flip" and target not in flipped):
+            one = there.get(step.action.get("instance", ""))
+            if step.word == "start" and one is not None and one.over:
+                self.failed[one.order.id] = one.reason
+                step.end(one.reason)
+            elif _has_come(step, one, actual):
                 step.end()
+            if step.seconds is not None:
+                self.moved = time.monotonic()
 
     def revert(self, why: str) -> None:
         """Its way goes back now, for this reason."""
         self.state, self.reason, self.moved = State.REVERTING, why, time.monotonic()
-        self.started.clear()
         self.failed.clear()
+        for step in self.under_way:
+            if step.word in ("start", "leave"):
+                step.end("not finished")
 
     def end(self, state: State) -> None:
         self.state, self.seconds = state, time.monotonic() - self.began
@@ -175,11 +161,6 @@ class Changes:
         self.present = change
         self._over.clear()
 
-    def end_step(self, word: str, name: str | None = None) -> None:
-        """As of the change under way, if there is one."""
-        if self.present is not None:
-            self.present.end_step(word, name)
-
     def end(self, state: State) -> None:
         change = self.present
         assert change is not None, "nothing is under way"
@@ -198,6 +179,23 @@ class Changes:
         """Wait until none is under way; whoever waits sets the deadline."""
         while self.present is not None:
             await self._over.wait()
+
+
+def _has_come(step: Step, one: Observed | None, actual: Actual) -> bool:
+    """Whether there is what a step was for. `one`: the instance that it is about, if that is there."""
+    match step.word:
+        case "start":
+            return one is not None and one.phase is Phase.UP
+        case "flip":
+            return one is None or one.order.spec.role.value == step.action["role"]
+        case "leave":
+            return one is None or one.order.id not in actual.leaving
+        case "drain":
+            return one is None or one.order.id in actual.empty
+        case "stop":
+            return one is None
+        case _:
+            return not actual.paused
 
 
 def _outcomes(change: Change) -> Counter[tuple[str, str]]:
@@ -255,7 +253,7 @@ class Journal:
 
     def write(self, record: Record) -> None:
         if (change := record.change) is not None:
-            bare = replace(change, began=change.began + _since_epoch(), steps=[], started={}, failed={})
+            bare = replace(change, began=change.began + _since_epoch(), steps=[], failed={})
             record = msgspec.structs.replace(record, change=bare)
         self._notes.write(RECORD, msgspec.json.encode(record))
 

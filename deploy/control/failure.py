@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from deploy.change.types import Actual
 from deploy.control.changes import Change
-from deploy.runtime.protocol import Phase
 from epd_serve.errors import ConfigError, EpdError, StageError
 
 
@@ -50,10 +49,11 @@ def why_failed(change: Change, actual: Actual, not_quiet: Sequence[str], deadlin
         return f"{name} did not start: {why}"
     if first:  # each start has its deadline in the agent, from its turn on; there may be many turns
         return ""
-    for one in actual.instances:
-        began = change.started.get(one.order.id, now)
-        if one.phase is not Phase.UP and now > began + deadlines.start_s:
-            return f"{one.order.id} is not up after {deadlines.start_s:g} s (--startup-timeout-s)"
+    there = {one.order.id for one in actual.instances}
+    for step in change.under_way:
+        name = step.action.get("instance", "")
+        if step.word == "start" and name in there and now > step.began + deadlines.start_s:
+            return f"{name} is not up after {deadlines.start_s:g} s (--startup-timeout-s)"
     if now > change.moved + deadlines.start_s + deadlines.drain_s:
         return f"nothing has moved for {now - change.moved:.0f} s"
     if not_quiet and now > change.moved + deadlines.drain_s:

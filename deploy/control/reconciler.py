@@ -179,10 +179,15 @@ class Reconciler:
         while True:
             try:
                 async for instances in self._runtime.watch():
-                    self._actuator.take_in(instances, self.wanted.roles)
+                    self._take_in(instances)
             except Exception:
                 logger.exception("the runtime cannot be watched")
             await asyncio.sleep(self.deadlines.retry_s)
+
+    def _take_in(self, instances: tuple[Observed, ...]) -> None:
+        self._actuator.take_in(instances, self.wanted.roles)
+        if self.changes.present is not None:
+            self.changes.present.follow(self.actual())
 
     async def _turns(self) -> None:
         while True:
@@ -206,6 +211,8 @@ class Reconciler:
             await self._look_again()
         change, wanted = self.changes.present, self.wanted
         actual = self.actual()
+        if change is not None:
+            change.follow(actual)
         if change is not None and (why := why_failed(change, actual, self._actuator.not_quiet(), self.deadlines)):
             return self._fail(change, why)
         if reached(wanted, actual) and not actual.paused:
@@ -247,7 +254,7 @@ class Reconciler:
                 step.note = str(error)
             return False
         if isinstance(action, Flip):
-            self._actuator.take_in(self.instances, self.wanted.roles)  # it may have been seen
+            self._take_in(self.instances)  # it may have been seen
         return True
 
     def _is_new(self, action: Action) -> bool:
