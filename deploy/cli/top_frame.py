@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from deploy.cli.change import change_text, planned_lines, step_text
+from deploy.cli.changing import change_text, planned_lines, step_text
 
 SORTS = ("instance", "pending", "running", "KV")
 MOST_ACTIONS, BAR_CELLS = 5, 4
 KEYS = "q quit  s sort  f role  j/k scroll"
-COLUMNS = (
-    ("instance", 9), ("role", 4), ("device", 6), ("phase", 9), ("pending", 7), ("run", 4), ("wait", 4), ("KV", 9),
-    ("arena", 9), ("tokens/s", 8),
-)  # fmt: skip
-"""Head and cells; with the gaps between them 79."""
+COLUMNS = {
+    "instance": "<9.9", "role": "<4.4", "device": ">6.6", "phase": "<9.9", "pending": ">7.7", "run": ">4.4",
+    "wait": ">4.4", "KV": ">9.9", "arena": ">9.9", "tokens/s": ">8.8",
+}  # fmt: skip
+"""Head and format; with the gaps between them 79 cells."""
 
 NODE_CELLS, WIDE = 14, 96
 PHASES = {"up": "green", "starting": "yellow", "draining": "magenta", "stopping": "magenta", "down": "bold red"}
@@ -120,8 +120,8 @@ def _head(seen: Seen, width: int) -> Iterable[Text]:
 
 
 def _columns(wide: bool) -> Text:
-    cells = [name.ljust(cells) if at in (0, 1, 3) else name.rjust(cells) for at, (name, cells) in enumerate(COLUMNS)]
-    return Text(" ".join([*cells, *(["node".ljust(NODE_CELLS), "why"] if wide else ())]), style="bold reverse")
+    heads = [format(name, form) for name, form in COLUMNS.items()]
+    return Text(" ".join([*heads, *(["node".ljust(NODE_CELLS), "why"] if wide else ())]), style="bold reverse")
 
 
 def _row(one: Json, row: Json | None, wide: bool) -> Text:
@@ -131,11 +131,11 @@ def _row(one: Json, row: Json | None, wide: bool) -> Text:
     speed = stage.get("item_tokens_per_s" if one["role"] == "E" else "prompt_tokens_per_s") or 0.0
     if one["role"] == "D":
         speed = stage.get("decode_tokens_per_s", 0.0) * stage.get("running", 0)
-    cells: list[str | tuple[str, str]] = [
+    cells = [
         one["id"],
         "P|D" if one["both"] else one["role"],
         ",".join(map(str, one["devices"])),
-        (phase, PHASES.get(phase, "bold red")),
+        phase,
         _pending(row.get("pending_s", 0.0), known=bool(row)),
         str(stage.get("running", one["in_flight"])),
         str(stage.get("waiting", "-")),
@@ -144,10 +144,9 @@ def _row(one: Json, row: Json | None, wide: bool) -> Text:
         f"{speed:.0f}" if speed else "-",
     ]
     line = Text()
-    for at, (cell, (_, cells_there)) in enumerate(zip(cells, COLUMNS, strict=True)):
-        text, style = cell if isinstance(cell, tuple) else (cell, "")
-        text = text[:cells_there].ljust(cells_there) if at in (0, 1, 3) else text[:cells_there].rjust(cells_there)
-        line.append(text, style).append(" ")
+    for (head, form), cell in zip(COLUMNS.items(), cells, strict=True):
+        style = PHASES.get(phase, "bold red") if head == "phase" else ""
+        line.append(format(cell, form), style).append(" ")
     if wide:
         line.append(f"{one['node'][:NODE_CELLS]:{NODE_CELLS}} {one['reason'] or row.get('reason', '')}")
     return line

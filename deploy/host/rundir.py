@@ -7,7 +7,7 @@
                            pool.json        addresses of the MM Store's second tier, where there is one
                            wanted.json      layouts that were wanted (deploy/control/journal.py), and other notes of the
                                             controller (deploy/launch/life.py)
-                           admin.sock       where commands are given (deploy/cli/change.py)
+                           admin.sock       where commands are given (deploy/cli/changing.py)
                            agent.sock       where the agent is asked (deploy/runtime/messages.py)
                            front.sock       where the front part of a node is asked (deploy/front/messages.py)
                            epoch            the latest of those who ask them, if they may have rivals
