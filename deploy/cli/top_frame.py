@@ -111,11 +111,8 @@ def _head(seen: Seen, width: int) -> Iterable[Text]:
         yield from (Text(line, "yellow" if apart else "") for line, apart in planned_lines(rates["planned"]))
     refused, codes = rates["refused"], rates["codes"]
     others = {code: count for code, count in codes.items() if code not in refused}
-    trouble = [
-        *([f"refused {_counted(refused)}"] if refused else ()),
-        *([f"errors {_counted(others)}"] if others else ()),
-        *([f"tried again {rates['retried']}"] if rates["retried"] else ()),
-    ]
+    said = {"refused": _counted(refused), "errors": _counted(others), "tried again": rates["retried"]}
+    trouble = [f"{what} {count}" for what, count in said.items() if count]
     yield Text("   ".join(trouble) or "nothing refused, no errors", "yellow" if trouble else "dim")
 
 
@@ -155,13 +152,13 @@ def _row(one: Json, row: Json | None, wide: bool) -> Text:
 def _sorted(seen: Seen, view: View) -> list[Json]:
     def busy(one: Json) -> float:
         row = seen.table.get(one["id"]) or {}
-        stage = row.get("stage") or {}
-        if view.sort == "pending":
-            pending_s = row.get("pending_s", 0.0)
-            return float("inf") if pending_s is None else float(pending_s)
-        if view.sort == "running":
-            return float(stage.get("running", 0) + stage.get("waiting", 0))
-        return float(stage.get("kv_used", 0.0))
+        stage, pending_s = row.get("stage") or {}, row.get("pending_s", 0.0)
+        load: dict[str, float] = {
+            "pending": float("inf") if pending_s is None else pending_s,
+            "running": stage.get("running", 0) + stage.get("waiting", 0),
+            "KV": stage.get("kv_used", 0.0),
+        }
+        return load[view.sort]
 
     rows = [one for one in seen.deployment["instances"] if view.role in ("", one["role"])]
     return rows if view.sort == SORTS[0] else sorted(rows, key=busy, reverse=True)
