@@ -22,8 +22,8 @@ from prometheus_client.metrics_core import Metric
 
 from bench.cli import parser as bench_parser
 from deploy.cli.command import parser as serve_parser
+from deploy.control.changes import Change, Changes, State
 from deploy.control.metrics import ControlMetrics
-from deploy.control.progress import Change, Changes, State
 from deploy.control.reconciler import Reconciler
 from deploy.front.key_watch import KeyMetrics
 from deploy.options.config import DeployConfig, ProxyConfig
@@ -249,7 +249,7 @@ def metrics() -> str:
 def _idle_reconciler() -> Reconciler:
     """What is asked of one for metrics, where nothing runs."""
     changes = Changes(Change(0, "start", "", "", state=State.DONE))
-    idle = SimpleNamespace(instances=(), changes=changes, paused_s=0.0, trouble=SimpleNamespace(reason=""))
+    idle = SimpleNamespace(instances=(), changes=changes, paused_s=0.0, trouble="")
     idle.wanted = SimpleNamespace(waits="")
     return cast(Reconciler, idle)
 

@@ -12,10 +12,9 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from deploy.agent.health import health_status
-from deploy.alone.stages import GivenStages, given_stages
+from deploy.alone.stages import given_stages
 from deploy.front.doors import FrontDoors
 from deploy.front.key_watch import KeyMetrics, KeyWatch, api_keys_of, of_this_machine, read_key_text
 from deploy.front.shared import Shared
@@ -84,42 +83,36 @@ def run_proxy(config: ProxyConfig) -> int:
             launch_id=run.launch_id,
         )
         ending.serves(doors)
-        tls, keys = bool(config.tls_cert_file), _Keys(config.api_key_file, key_text)
-        endpoint = f"{'https' if tls else 'http'}://{config.host}:{config.port}"
+        endpoint = f"{'https' if config.tls_cert_file else 'http'}://{config.host}:{config.port}"
         _say(f"proxy on {endpoint} in front of {len(given.instances)} stages")
-        event_loop.run(_serve(given, doors, admin, config.port, ending, keys, tls=tls))
+        event_loop.run(_serve(config, given.instances, doors, admin, ending, key_text))
     return 0
 
 
-class _Keys(NamedTuple):
-    """Of clients. `path`: of their file, or "". `text`: what it said at first."""
-
-    path: str
-    text: str
-
-
 async def _serve(
-    given: GivenStages,
+    config: ProxyConfig,
+    instances: Sequence[Instance],
     doors: FrontDoors,
     admin: Admin | None,
-    port: int,
     ending: Ending,
-    keys: _Keys,
-    *,
-    tls: bool,
+    key_text: str,
 ) -> None:
-    """Until it is time to end. Raises EpdError when a front door does not start."""
+    """Until it is time to end. `key_text`: of the clients' keys, as they are now.
+
+    Raises:
+        EpdError: a front door does not start.
+    """
     ending.listen()
-    health = _Health(given.instances, doors)
-    for one in given.instances:
+    health = _Health(instances, doors)
+    for one in instances:
         doors.background.start(f"health of {one.id}", partial(health.watch, one))
-    if keys.path:
-        read, metrics = of_this_machine(keys.path), KeyMetrics(doors.registry)
-        watch = KeyWatch(keys.path, keys.text, read, lambda now, _: doors.go_by(now), _say, metrics)
+    if path := config.api_key_file:
+        read, metrics = of_this_machine(path), KeyMetrics(doors.registry)
+        watch = KeyWatch(path, key_text, read, lambda now, _: doors.go_by(now), _say, metrics)
         doors.background.start("API keys", watch.run)
     tasks = [asyncio.create_task(ending.wait()), asyncio.create_task(doors.serve())]
     if admin is not None:
-        tasks.append(asyncio.create_task(_answer(doors, admin, port, tls=tls)))
+        tasks.append(asyncio.create_task(_answer(config, doors, admin)))
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
@@ -131,11 +124,11 @@ async def _serve(
         await asyncio.wait(tasks)
 
 
-async def _answer(doors: FrontDoors, admin: Admin, port: int, *, tls: bool) -> None:
+async def _answer(config: ProxyConfig, doors: FrontDoors, admin: Admin) -> None:
     requests = await asyncio.to_thread(importlib.import_module, "proxy.http.requests")  # the web framework, too
     traces = await asyncio.to_thread(importlib.import_module, "deploy.front.trace_routes")
     more = [requests.request_routes(doors.look), traces.trace_routes(doors.traced)]
-    page = admin_page(admin, doors, port, tls=tls)
+    page = admin_page(admin, doors, config.port, tls=bool(config.tls_cert_file))
     await serve_admin(admin, doors.table, doors.metrics, grace_s=GRACE_S, page=page, more=more)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from epd_serve.endpoint import for_http, is_endpoint, socket_path
 from epd_serve.errors import ConfigError
@@ -98,57 +100,39 @@ def read_stages_file(path: str) -> GivenStages:
 
     try:
         raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return _given(raw)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError, msgspec.ValidationError) as error:
         raise ConfigError(f"stages file {path}: {' '.join(str(error).split())}", param="--stages") from error
-    valid = {"model", "stages", "revision", "dtype"}
+
+
+def _given(raw: Any) -> GivenStages:
+    """Raises ConfigError, ValidationError."""
     if not isinstance(raw, dict) or not isinstance(raw.get("stages"), list) or "model" not in raw:
-        raise ConfigError(f"stages file {path} needs `model: NAME` and a list `stages:`", param="--stages")
-    for key in raw:
-        if key not in valid:
-            raise ConfigError(f"stages file {path}: {unknown('key', str(key), valid)}", param="--stages")
-    instances = tuple(_instance(path, entry) for entry in raw["stages"])
+        raise ConfigError("it needs `model: NAME` and a list `stages:`")
+    _check_keys(raw, {"model", "stages", "revision", "dtype"})
+    instances = tuple(_instance(entry) for entry in raw["stages"])
     if len({one.id for one in instances}) != len(instances) or not instances:
-        raise ConfigError(f"stages file {path}: stages need distinct ids, and at least one", param="--stages")
+        raise ConfigError("stages need distinct ids, and at least one")
     return GivenStages(str(raw["model"]), instances, str(raw.get("revision", "")), str(raw.get("dtype", "")))
 
 
-def _instance(path: str, entry: Any) -> Instance:
-    valid = {field.name for field in fields(Instance)} - _SAID_BY_OTHERS
+def _instance(entry: Any) -> Instance:
+    """Raises ConfigError, ValidationError."""
     if not isinstance(entry, dict) or not {"id", "role", "url"} <= set(entry):
-        raise ConfigError(f"stages file {path}: a stage needs id, role and url: {entry!r}", param="--stages")
-    for key in entry:
+        raise ConfigError(f"a stage needs id, role and url: {entry!r}")
+    _check_keys(entry, {field.name for field in fields(Instance)} - _SAID_BY_OTHERS)
+    url = str(entry["url"])
+    if not is_endpoint(url):
+        raise ConfigError(f"url {url!r} is neither http://HOST:PORT nor unix:/PATH")
+    words = {"id": str(entry["id"]), "incarnation": str(entry.get("incarnation", STATIC))}  # YAML has numbers, too
+    node = entry.get("node") or _node(url)
+    return msgspec.convert({**entry, **words, "url": url.rstrip("/"), "node": node}, Instance)
+
+
+def _check_keys(raw: Mapping[Any, Any], valid: Collection[str]) -> None:
+    for key in raw:
         if key not in valid:
-            raise ConfigError(f"stages file {path}: {unknown('key', str(key), valid)}", param="--stages")
-    roles = {role.value for role in Role}
-    if str(entry["role"]) not in roles:
-        raise ConfigError(f"stages file {path}: {unknown('role', str(entry['role']), roles)}", param="--stages")
-    if not is_endpoint(str(entry["url"])):
-        raise ConfigError(
-            f"stages file {path}: url {entry['url']!r} is neither http://HOST:PORT nor unix:/PATH", param="--stages"
-        )
-    for name in ("kv_news", "kv_workers"):
-        addresses = entry.get(name, [])
-        if not isinstance(addresses, list) or not all(isinstance(one, str) for one in addresses):
-            raise ConfigError(f"stages file {path}: {name} {addresses!r} is not a list of addresses", param="--stages")
-    for name in ("kv_endpoint", "events", "load_news", "node"):
-        if not isinstance(entry.get(name, ""), str):
-            raise ConfigError(f"stages file {path}: {name} {entry[name]!r} is not an address", param="--stages")
-    devices = entry.get("devices", [])
-    if not isinstance(devices, list) or not all(isinstance(one, int) for one in devices):
-        raise ConfigError(f"stages file {path}: devices {devices!r} is not a list of numbers", param="--stages")
-    return Instance(
-        id=str(entry["id"]),
-        role=Role(str(entry["role"])),
-        url=str(entry["url"]).rstrip("/"),
-        incarnation=str(entry.get("incarnation", STATIC)),
-        kv_endpoint=entry.get("kv_endpoint"),
-        events=entry.get("events"),
-        devices=tuple(devices),
-        kv_news=tuple(entry.get("kv_news", ())),
-        kv_workers=tuple(entry.get("kv_workers", ())),
-        load_news=entry.get("load_news"),
-        node=str(entry.get("node") or _node(str(entry["url"]))),
-    )
+            raise ConfigError(unknown("key", str(key), valid))
 
 
 def _node(url: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deploy.change.types import Wanted
@@ -25,30 +25,18 @@ def match(wanted: Wanted, instances: Iterable[Observed]) -> Match:
     """Each wanted spec gets one instance: rather of its very role than by a flip, rather one that serves than one that
     drains. One that is being stopped, or that was given up, stands for nothing; the latter is surplus."""
     present = [one for one in instances if one.phase is not Phase.STOPPING]
-    free = [one for one in present if not given_up(one)]
-    left = list(wanted.specs)
-    kept: dict[str, Spec] = {}
-    for drains, exact in ((False, True), (True, True), (False, False), (True, False)):
-        for spec in tuple(left):
-            found = _first(free, spec, drains=drains, fits=_exactly if exact else Spec.stands_for)
-            if found is not None:
-                free.remove(found)
-                left.remove(spec)
-                kept[found.order.id] = spec
-    return Match(kept, tuple(one for one in present if one.order.id not in kept), tuple(left))
-
-
-def given_up(one: Observed) -> bool:
-    """It has ended and nobody starts it again: it never answered, or it was draining."""
-    return one.over
-
-
-def _first(
-    free: Sequence[Observed], spec: Spec, *, drains: bool, fits: Callable[[Spec, Spec], bool]
-) -> Observed | None:
-    those = (one for one in free if (one.phase is Phase.DRAINING) is drains and fits(one.order.spec, spec))
-    return min(those, key=lambda one: one.phase is not Phase.UP, default=None)
-
-
-def _exactly(one: Spec, other: Spec) -> bool:
-    return one == other
+    pairs = sorted(
+        (one.order.spec != spec, one.phase is Phase.DRAINING, at, one.phase is not Phase.UP, number)
+        for at, spec in enumerate(wanted.specs)
+        for number, one in enumerate(present)
+        if not one.over and one.order.spec.stands_for(spec)
+    )
+    taken: dict[int, int] = {}
+    for *_, at, _, number in pairs:
+        if at not in taken.values() and number not in taken:
+            taken[number] = at
+    return Match(
+        kept={present[number].order.id: wanted.specs[at] for number, at in taken.items()},
+        surplus=tuple(one for number, one in enumerate(present) if number not in taken),
+        missing=tuple(spec for at, spec in enumerate(wanted.specs) if at not in taken.values()),
+    )

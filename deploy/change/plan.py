@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deploy.change.match import given_up
-from deploy.change.types import (
-    Action,
-    Actual,
-    Drain,
-    Flip,
-    Leave,
-    Pause,
-    Plan,
-    Resume,
-    Shortage,
-    Start,
-    Wanted,
-)
+from deploy.change.types import Action, Actual, Plan, Shortage, Wanted, carried_out
 from deploy.change.wave import reached, wave
-from deploy.runtime.protocol import Observed, Order, Phase
+from deploy.runtime.protocol import Observed, Phase
 
 
 def diff(wanted: Wanted, actual: Actual, *, may_pause: bool = False) -> Plan | Shortage:
@@ -42,31 +29,6 @@ def diff(wanted: Wanted, actual: Actual, *, may_pause: bool = False) -> Plan | S
     return Plan(tuple(waves))
 
 
-def carried_out(action: Action, actual: Actual) -> Actual:
-    """The world as it is right after an action was begun."""
-    if isinstance(action, Pause | Resume):
-        return replace(actual, paused=isinstance(action, Pause))
-    if isinstance(action, Leave):
-        return replace(actual, leaving=actual.leaving | {action.id})
-    there = {one.order.id: one for one in actual.instances}
-    one = there.get(action.id)
-    if isinstance(action, Start):
-        order = Order(action.id, action.spec)
-        there[action.id] = Observed(order, Phase.STARTING) if one is None else replace(one, order=order, phase=Phase.UP)
-        return replace(actual, instances=tuple(there.values()), empty=actual.empty - {action.id})
-    assert one is not None, f"{action} of an instance that is not there"
-    if isinstance(action, Flip):
-        order = Order(action.id, replace(one.order.spec, role=action.role))
-        there[action.id] = replace(one, order=order)
-        gone = frozenset({action.id})
-        return replace(
-            actual, instances=tuple(there.values()), leaving=actual.leaving - gone, quiet=actual.quiet - gone
-        )
-    phase = Phase.DRAINING if isinstance(action, Drain) else Phase.STOPPING
-    there[action.id] = replace(one, phase=phase)
-    return replace(actual, instances=tuple(there.values()))
-
-
 def settled(actual: Actual) -> Actual:
     """The world once all that was begun has ended well: what starts, or has died and is started again, is up, what
     drains is empty, what stops is gone."""
@@ -80,4 +42,4 @@ def settled(actual: Actual) -> Actual:
 
 
 def _comes(one: Observed) -> bool:
-    return one.phase is Phase.STARTING or (one.phase is Phase.DOWN and not given_up(one))
+    return one.phase is Phase.STARTING or (one.phase is Phase.DOWN and not one.over)

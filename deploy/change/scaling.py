@@ -38,15 +38,12 @@ def scaled(text: str, counts: Mapping[Role, int], *, switchable: bool = False) -
     if switchable:
         _recast(groups, wanting)
     for role, more in wanting.items():
-        alone = [group for group in groups if not group.colocates and group.members[0].role is role]
+        alone = [at for at, group in enumerate(groups) if _is_alone(group, role)]
         if more < 0:
-            for group in alone[more:]:
-                groups.reverse()
-                groups.remove(group)
-                groups.reverse()
+            for at in reversed(alone[more:]):
+                del groups[at]
         else:
-            member = alone[-1].members[0] if alone else Member(role)
-            groups += [Group((member,))] * more
+            groups += [groups[alone[-1]] if alone else Group((Member(role),))] * more
     return str(Layout.of(groups))
 
 
@@ -54,8 +51,11 @@ def _recast(groups: list[Group], wanting: dict[Role, int]) -> None:
     """Of P and D, those that one has too many of, from the end, become the other."""
     for role, other in ((Role.P, Role.D), (Role.D, Role.P)):
         for at in reversed(range(len(groups))):
-            alone = not groups[at].colocates and groups[at].members[0].role is role
-            if alone and wanting.get(role, 0) < 0 < wanting.get(other, 0):
+            if _is_alone(groups[at], role) and wanting.get(role, 0) < 0 < wanting.get(other, 0):
                 groups[at] = Group((replace(groups[at].members[0], role=other),))
                 wanting[role] += 1
                 wanting[other] -= 1
+
+
+def _is_alone(group: Group, role: Role) -> bool:
+    return not group.colocates and group.members[0].role is role

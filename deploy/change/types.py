@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from deploy.runtime.protocol import Node, Observed, Spec
+from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec
 from epd_serve.roles import Role
 
 Kind = str
@@ -99,6 +99,35 @@ class Resume:
 Action = Start | Flip | Leave | Drain | Stop | Pause | Resume
 
 
+def in_role(one: Observed, role: Role) -> Observed:
+    return replace(one, order=Order(one.order.id, replace(one.order.spec, role=role)))
+
+
+def carried_out(action: Action, actual: Actual) -> Actual:
+    """The world as it is right after an action was begun."""
+    there = {one.order.id: one for one in actual.instances}
+    match action:
+        case Pause() | Resume():
+            actual = replace(actual, paused=isinstance(action, Pause))
+        case Leave(name):
+            actual = replace(actual, leaving=actual.leaving | {name})
+        case Flip(name, role):
+            there[name] = in_role(there[name], role)
+            actual = replace(actual, leaving=actual.leaving - {name}, quiet=actual.quiet - {name})
+        case Start(name, spec):
+            order = Order(name, spec)
+            taken_back = name in there
+            there[name] = (
+                replace(there[name], order=order, phase=Phase.UP) if taken_back else Observed(order, Phase.STARTING)
+            )
+            actual = replace(actual, empty=actual.empty - {name})
+        case Drain(name):
+            there[name] = replace(there[name], phase=Phase.DRAINING)
+        case Stop(name):
+            there[name] = replace(there[name], phase=Phase.STOPPING)
+    return replace(actual, instances=tuple(there.values()))
+
+
 @dataclass(frozen=True)
 class Shortage:
     """Why the wanted layout cannot be reached without taking something away.
@@ -126,25 +155,21 @@ class Plan:
 
     @property
     def pauses(self) -> bool:
-        return any(isinstance(one, Pause) for wave in self.waves for one in wave)
+        return any(Pause() in wave for wave in self.waves)
 
-    def seconds(
-        self, start_s: Callable[[Spec], float | None], drain_s: float = 0.0, *, paused: bool = False
-    ) -> float | None:
+    def seconds(self, start_s: Callable[[Spec], float | None], *, paused: bool = False) -> float | None:
         """How long it takes by experience, or how long of it new requests wait; None where a start has no precedent.
 
         Args:
-            start_s: tells it of an instance. drain_s: of a drain.
+            start_s: tells it of an instance.
         """
         total, counts = 0.0, not paused
         for wave in self.waves:
-            begins = any(isinstance(one, Pause) for one in wave)
-            counts = counts or begins
-            starts = [start_s(one.spec) for one in wave if isinstance(one, Start)]
-            if counts and any(one is None for one in starts):
+            counts = counts or Pause() in wave
+            starts = [start_s(one.spec) for one in wave if isinstance(one, Start)] if counts else []
+            known = [seconds for seconds in starts if seconds is not None]
+            if len(known) < len(starts):
                 return None
-            drains = drain_s if any(isinstance(one, Drain) for one in wave) else 0.0
-            total += max([drains, *(one for one in starts if one is not None)]) if counts else 0.0
-            if paused and any(isinstance(one, Resume) for one in wave):
-                counts = False
+            total += max(known, default=0.0)
+            counts = counts and not (paused and Resume() in wave)
         return total

@@ -5,16 +5,15 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
-from deploy.cli.which import add_which, client, local_launch, on_ray
+from deploy.cli.which import Arguments, client, local_launch, on_ray
 from deploy.host.held import is_held
 from deploy.host.logs import read_log
 from deploy.host.processes import signal_process
 from deploy.host.rundir import HELD, is_of_this_namespace, owner_of
-from deploy.options.flags import Parser, subparser
+from deploy.options.flags import Parser
 from epd_serve.errors import ConfigError, EpdError
 
 LOOK_S = 0.2
@@ -23,21 +22,16 @@ Read = Callable[[int], tuple[bytes, int]]
 """From an offset on: a piece of a log, and where that ends."""
 
 
-def add_logs_and_down(commands: Any) -> dict[str, Parser]:
-    """The parsers, by name."""
-    logs = subparser(commands, "logs", "what the stages of a running deployment say")
-    logs.set_defaults(command=_logs)
-    logs.add_argument("instance", nargs="?", default="", metavar="INSTANCE", help="for example E0 (default: all)")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
-    down = subparser(commands, "down", "end a running deployment once its requests have ended")
-    down.set_defaults(command=_down)
-    down.add_argument("--now", action="store_true", help="at once: requests are cut off")
-    for parser in (logs, down):
-        add_which(parser)
-    return {"logs": logs, "down": down}
+def logs_flags(parser: Parser) -> None:
+    parser.add_argument("instance", nargs="?", default="", metavar="INSTANCE", help="for example E0 (default: all)")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
 
 
-def _logs(arguments: dict[str, Any]) -> int:
+def down_flags(parser: Parser) -> None:
+    parser.add_argument("--now", action="store_true", help="at once: requests are cut off")
+
+
+def logs(arguments: Arguments) -> int:
     wanted, follow = arguments["instance"], arguments["follow"]
     there = dict(_readers(arguments))
     if wanted and wanted not in there:
@@ -52,19 +46,17 @@ def _logs(arguments: dict[str, Any]) -> int:
     return 0
 
 
-def _readers(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Read]]:
+def _readers(arguments: Arguments) -> Iterator[tuple[str, Read]]:
     """Of each instance."""
-    if not on_ray(arguments):
-        launch = local_launch(arguments)
-        with client(arguments) as http:
-            for one in http.get("/deployment").json()["instances"]:
-                yield one["id"], partial(read_log, launch.path / f"{one['id']}.log")
-        return
-    from deploy.ray.attach import log_reader
-
     with client(arguments) as http:
-        for one in http.get("/deployment").json()["instances"]:
-            yield one["id"], log_reader(arguments["name"], one["node"], one["id"])
+        instances = http.get("/deployment").json()["instances"]
+    if on_ray(arguments):
+        from deploy.ray.attach import log_reader
+
+        yield from ((one["id"], log_reader(arguments["name"], one["node"], one["id"])) for one in instances)
+    else:
+        folder = local_launch(arguments).path
+        yield from ((one["id"], partial(read_log, folder / f"{one['id']}.log")) for one in instances)
 
 
 class _Log:
@@ -85,7 +77,7 @@ class _Log:
         sys.stdout.buffer.flush()
 
 
-def _down(arguments: dict[str, Any]) -> int:
+def down(arguments: Arguments) -> int:
     now = arguments["now"]
     if on_ray(arguments):
         from deploy.ray.attach import end_on_ray

@@ -20,6 +20,7 @@ from typing import Any
 
 from msgspec import structs
 
+from deploy.cli.which import Arguments
 from deploy.front.key_watch import api_keys_of, read_key_text
 from deploy.options.flags import Parser, subparser
 from epd_serve.errors import ConfigError
@@ -30,8 +31,7 @@ SHORTEST = 16
 PREFIX = "epd-"
 
 
-def add_key(commands: Any) -> Parser:
-    parser = subparser(commands, "key", "make, list or revoke the API keys of clients")
+def key_flags(parser: Parser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=Parser)
     add = _action(actions, "add", "make a key and print it, this once", _add)
     add.add_argument("name", metavar="NAME", help="what people call it")
@@ -48,7 +48,6 @@ def add_key(commands: Any) -> Parser:
     show.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
     revoke = _action(actions, "revoke", "have a key be refused from now on", _revoke)
     revoke.add_argument("name", metavar="NAME")
-    return parser
 
 
 def _action(actions: Any, name: str, help: str, command: Any) -> Parser:
@@ -58,7 +57,7 @@ def _action(actions: Any, name: str, help: str, command: Any) -> Parser:
     return parser
 
 
-def _add(arguments: dict[str, Any]) -> int:
+def _add(arguments: Arguments) -> int:
     from proxy.config.keys import ApiKey, ApiKeys, digest
 
     path: Path = arguments["file"]
@@ -74,7 +73,7 @@ def _add(arguments: dict[str, Any]) -> int:
     return 0
 
 
-def _list(arguments: dict[str, Any]) -> int:
+def _list(arguments: Arguments) -> int:
     from deploy.memory.placement_table import table
     from proxy.config.keys import tenant_digest
 
@@ -95,7 +94,7 @@ def _list(arguments: dict[str, Any]) -> int:
     return 0
 
 
-def _revoke(arguments: dict[str, Any]) -> int:
+def _revoke(arguments: Arguments) -> int:
     path: Path = arguments["file"]
     with _changing(path):
         keys = api_keys_of(read_key_text(str(path)), str(path))

@@ -1,17 +1,57 @@
-"""`epd-serve stage` and `epd-serve proxy`: one stage, or front doors before stages of your own. Flags and dispatch."""
+"""What `epd-serve` starts, and what it says of models, layouts and this machine: flags and dispatch of each command."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import logging
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from deploy.cli.which import Arguments, add_launch, check_ray
 from deploy.options.config import DeployConfig, ProxyConfig, build_config
-from deploy.options.flags import Parser, add_settings, add_tree, port, subparser
+from deploy.options.flags import Parser, add_settings, add_tree, port
+from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 
+if TYPE_CHECKING:
+    from deploy.doctor.facts import RayFacts
 
-def add_stage(commands: Any) -> Parser:
-    parser = subparser(commands, "stage", "run one stage alone, to debug it (vLLM flags after --)")
-    parser.set_defaults(command=_stage, passes=True)
+
+def serve_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "--detach", action="store_true", help="with --runtime ray: return as soon as it is ready; it goes on"
+    )
+    add_tree(parser, DeployConfig)
+
+
+def config_of(arguments: Arguments) -> DeployConfig:
+    """Raises ConfigError."""
+    return build_config(arguments, arguments.pop("config"))
+
+
+def serve(arguments: Arguments) -> int:
+    detach = arguments.pop("detach")
+    config = config_of(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if config.runtime == "ray":
+        check_ray()
+        from deploy.ray.attach import serve_on_ray
+
+        return serve_on_ray(config, detach=detach)
+    if detach:
+        raise ConfigError("--detach is for --runtime ray", param="--detach")
+    from deploy.plan.blueprint import draw
+
+    blueprint = draw(config)
+    from deploy.launch.launcher import Launch
+
+    return Launch(blueprint).run()
+
+
+def stage_flags(parser: Parser) -> None:
+    parser.set_defaults(passes=True)
     add_settings(parser, DeployConfig, ("model", "served_model_name", "device", "engine", "sim_profile"))
     parser.add_argument(
         "--wiring", metavar="FILE.json", help="addresses of the stages that it works with (StageWiring)"
@@ -33,24 +73,127 @@ def add_stage(commands: Any) -> Parser:
     )
     parser.add_argument("--device-ids", default="", metavar="0,1", help="devices, one per tensor-parallel rank")
     parser.add_argument("--print", action="store_true", help="print the command instead of running it")
-    return parser
 
 
-def _stage(arguments: dict[str, Any]) -> int:
+def stage(arguments: Arguments) -> int:
     from deploy.alone.stage import run_stage
 
     return run_stage(**arguments)
 
 
-def add_proxy(commands: Any) -> Parser:
-    parser = subparser(commands, "proxy", "run front doors alone, before stages that somebody else runs")
-    parser.set_defaults(command=_proxy)
+def proxy_flags(parser: Parser) -> None:
     add_tree(parser, ProxyConfig)
-    return parser
 
 
-def _proxy(arguments: dict[str, Any]) -> int:
+def proxy(arguments: Arguments) -> int:
     from deploy.alone.proxy import run_proxy
 
-    config_file = arguments.pop("config")
-    return run_proxy(build_config(arguments, config_file, ProxyConfig))
+    return run_proxy(build_config(arguments, arguments.pop("config"), ProxyConfig))
+
+
+def layout_flags(parser: Parser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help="for example (E-P)-D")
+    parser.add_argument(
+        "--core-share", default="", metavar="TEXT", help="as for serve; auto takes equal work without --model"
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="devices there are (default: as many as needed)")
+    parser.add_argument(
+        "--model", default="", metavar="DIR", help="a model: what each stage gets of its device's memory"
+    )
+    add_settings(parser, DeployConfig, ("device", "stage_args"))
+    parser.add_argument(
+        "--device-memory",
+        type=float,
+        metavar="GIB",
+        help="plan for devices of this size, not for those of this machine",
+    )
+
+
+def layout(arguments: Arguments) -> int:
+    from deploy.memory.placement_table import placement_json, placement_rows, table
+    from epd_serve.core_shares import share_cores
+    from epd_serve.layout_parser import parse
+    from epd_serve.placement import check_servable, lower
+    from epd_serve.stage_work import read_stage_work
+
+    parsed = parse(arguments["spec"])
+    devices = arguments["devices"]
+    if devices is not None and devices < 0:
+        raise ConfigError(f"--devices {devices} is negative", param="--devices")
+    plans = lower(parsed, range(parsed.device_count if devices is None else devices))
+    model = arguments["model"]
+    plans = share_cores(arguments["core_share"], plans, read_stage_work(Path(model)) if model else None)
+    if model:
+        from deploy.memory.preview import preview
+
+        check_servable(parsed)
+        text, shown = preview(
+            parsed,
+            model,
+            arguments["device"],
+            arguments["device_memory"],
+            arguments["stage_args"],
+        )
+        if arguments["core_share"]:
+            text += f"\n\n{table(placement_rows(plans))}"
+            shown["core_shares"] = {plan.id: plan.core_share for plan in plans}
+        print(json.dumps(shown, indent=2) if arguments["as_json"] else text)
+        return 0
+    if arguments["as_json"]:
+        shown = {"layout": str(parsed), "devices": parsed.device_count, "instances": placement_json(plans)}
+        print(json.dumps(shown, indent=2))
+    else:
+        print(f"{parsed}: {len(plans)} instances on {parsed.device_count} devices\n\n{table(placement_rows(plans))}")
+    check_servable(parsed)
+    return 0
+
+
+def store_flags(parser: Parser) -> None:
+    parser.add_argument("action", choices=("ls", "stat", "clear"), help="list, count, or remove what is not in use")
+    add_launch(parser)
+
+
+def store(arguments: Arguments) -> int:
+    from deploy.cli.store_command import run_store
+
+    return run_store(**arguments)
+
+
+def doctor_flags(parser: Parser) -> None:
+    parser.add_argument("model", nargs="?", default="", help="model directory that is to be served")
+    parser.add_argument("--layout", default="", metavar="SPEC", help="layout that is to be served, for example (E-P)-D")
+    parser.add_argument("--imports", action="store_true", help="import torch and vLLM, too (may take a minute)")
+    parser.add_argument("--ray", action="store_true", help="ask the nodes of a Ray cluster, too (up to a minute)")
+    add_settings(parser, DeployConfig, ("device", "ray_address", "node_ports"))
+
+
+def doctor(arguments: Arguments) -> int:
+    from deploy.doctor.command import run_doctor
+
+    address, ports = arguments.pop("ray_address"), arguments.pop("node_ports")
+    if arguments.pop("ray"):
+        arguments["ask_cluster"] = partial(_ask_cluster, address, ports)
+    return run_doctor(**arguments)
+
+
+def _ask_cluster(address: str, ports: str, here: RayFacts) -> RayFacts:
+    if not here.version:
+        return replace(here, asked=True)
+    from deploy.ray.doctor import ask_cluster
+
+    return ask_cluster(address, ports, here)
+
+
+def demo_model_flags(parser: Parser) -> None:
+    from epd_serve.demo.presets import PRESETS
+
+    parser.add_argument("directory", metavar="DIR", help="a new directory")
+    parser.add_argument("--preset", default="demo", help="demo (trained), or random weights: " + ", ".join(PRESETS[1:]))
+
+
+def demo_model(arguments: Arguments) -> int:
+    from epd_serve.demo.presets import write_preset
+
+    write_preset(Path(arguments["directory"]), arguments["preset"])
+    print(f"wrote {arguments['directory']}; serve it with: epd-serve serve {arguments['directory']}")
+    return 0

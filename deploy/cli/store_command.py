@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,64 +17,39 @@ from deploy.memory.placement_table import table
 from epd_serve.errors import EpdError
 from store.arena import Arena
 from store.errors import StoreError, StoreUnavailableError
-from store.feature import FeatureEntry
 
 KEY_SHOWN = 16
 NAMESPACE = "epd/"  # of our keys in the second tier, `store.mooncake.client.MooncakeConfig`
 PURGE_TIMEOUT_S = 30.0
 
 
-class StoreCommandError(EpdError):
-    """The store of a running launch cannot be read."""
-
-
 def run_store(*, action: str, launch: str | None, as_json: bool, root: Path | None = None) -> int:
     """Print the answer of one action.
 
     Raises:
-        NoLaunchError, ConfigError: which launch is meant. StoreCommandError: its arena does not answer.
+        NoLaunchError, ConfigError: which launch is meant. EpdError: its arena does not answer.
     """
     chosen = choose_launch(launch, root)
     try:
-        with _attached(chosen) as arena:
+        with closing(Arena.attach(chosen.arena, prefault=False)) as arena:
             answer, text = {"ls": _ls, "stat": _stat, "clear": _clear}[action](chosen, arena)
     except StoreError as error:
-        raise StoreCommandError(f"the arena of launch {chosen.id} cannot be read: {error}") from error
+        raise EpdError(f"the arena of launch {chosen.id} cannot be read: {error}") from error
     print(json.dumps(answer, indent=2) if as_json else text)
     return 0
 
 
-@contextmanager
-def _attached(launch: RunningLaunch) -> Iterator[Arena]:
-    arena = Arena.attach(launch.arena, prefault=False)
-    try:
-        yield arena
-    finally:
-        arena.close()
-
-
 def _ls(launch: RunningLaunch, arena: Arena) -> tuple[Any, str]:
-    entries = arena.entries()
-    answer = [
-        {
-            "key": one.meta.key,
-            "shape": list(one.meta.shape),
-            "dtype": one.meta.dtype,
-            "nbytes": one.meta.nbytes,
-            "leases": one.leases,
-            "idle_s": round(one.age_s, 3),
-        }
-        for one in entries
-    ]
-    if not entries:
-        return answer, f"launch {launch.id} keeps no features now"
-    return answer, table([("key", "shape", "dtype", "size", "leased", "idle"), *map(_row, entries)], indent="")
-
-
-def _row(one: FeatureEntry) -> tuple[str, ...]:
-    shape = "×".join(map(str, one.meta.shape))
-    leased = str(one.leases) if one.leases else "-"
-    return (one.meta.key[:KEY_SHOWN], shape, one.meta.dtype, size(one.meta.nbytes), leased, f"{one.age_s:.0f} s")
+    answer: list[dict[str, Any]] = []
+    rows = [("key", "shape", "dtype", "size", "leased", "idle")]
+    for one in arena.entries():
+        meta, leased, idle_s = one.meta, one.leases, one.age_s
+        told = {"key": meta.key, "shape": list(meta.shape), "dtype": meta.dtype, "nbytes": meta.nbytes}
+        answer.append(told | {"leases": leased, "idle_s": round(idle_s, 3)})
+        shape = "×".join(map(str, meta.shape))
+        key, bytes_ = meta.key[:KEY_SHOWN], size(meta.nbytes)
+        rows.append((key, shape, meta.dtype, bytes_, str(leased or "-"), f"{idle_s:.0f} s"))
+    return answer, table(rows, indent="") if answer else f"launch {launch.id} keeps no features now"
 
 
 def _stat(launch: RunningLaunch, arena: Arena) -> tuple[Any, str]:

@@ -12,9 +12,9 @@ import tty
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from deploy.cli.change import DONE, get
-from deploy.cli.which import add_which, client
-from deploy.options.flags import Parser, subparser
+from deploy.cli.changing import DONE, get
+from deploy.cli.which import Arguments, client
+from deploy.options.flags import Parser
 from epd_serve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,17 +28,12 @@ LOOK_S = 0.25
 ARROWS = {b"\x1b[A": "k", b"\x1b[B": "j"}
 
 
-def add_top(commands: Any) -> dict[str, Parser]:
-    """The parser, by name."""
-    parser = subparser(commands, "top", "watch a running deployment: instances, load, rates, actions (q quits)")
-    parser.set_defaults(command=_top)
+def top_flags(parser: Parser) -> None:
     parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds between two looks (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one frame, as for a pipe")
-    add_which(parser)
-    return {"top": parser}
 
 
-def _top(arguments: dict[str, Any]) -> int:
+def top(arguments: Arguments) -> int:
     if not arguments["every"] > 0:
         raise ConfigError(f"--every {arguments['every']:g} is no number of seconds", param="--every")
     if arguments["once"]:

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from deploy.cli.change import change_text, planned_lines, step_text
+from deploy.cli.changing import change_text, planned_lines, step_text
 
 SORTS = ("instance", "pending", "running", "KV")
 MOST_ACTIONS, BAR_CELLS = 5, 4
 KEYS = "q quit  s sort  f role  j/k scroll"
-COLUMNS = (
-    ("instance", 9), ("role", 4), ("device", 6), ("phase", 9), ("pending", 7), ("run", 4), ("wait", 4), ("KV", 9),
-    ("arena", 9), ("tokens/s", 8),
-)  # fmt: skip
-"""Head and cells; with the gaps between them 79."""
+COLUMNS = {
+    "instance": "<9.9", "role": "<4.4", "device": ">6.6", "phase": "<9.9", "pending": ">7.7", "run": ">4.4",
+    "wait": ">4.4", "KV": ">9.9", "arena": ">9.9", "tokens/s": ">8.8",
+}  # fmt: skip
+"""Head and format; with the gaps between them 79 cells."""
 
 NODE_CELLS, WIDE = 14, 96
 PHASES = {"up": "green", "starting": "yellow", "draining": "magenta", "stopping": "magenta", "down": "bold red"}
@@ -111,17 +111,14 @@ def _head(seen: Seen, width: int) -> Iterable[Text]:
         yield from (Text(line, "yellow" if apart else "") for line, apart in planned_lines(rates["planned"]))
     refused, codes = rates["refused"], rates["codes"]
     others = {code: count for code, count in codes.items() if code not in refused}
-    trouble = [
-        *([f"refused {_counted(refused)}"] if refused else ()),
-        *([f"errors {_counted(others)}"] if others else ()),
-        *([f"tried again {rates['retried']}"] if rates["retried"] else ()),
-    ]
+    said = {"refused": _counted(refused), "errors": _counted(others), "tried again": rates["retried"]}
+    trouble = [f"{what} {count}" for what, count in said.items() if count]
     yield Text("   ".join(trouble) or "nothing refused, no errors", "yellow" if trouble else "dim")
 
 
 def _columns(wide: bool) -> Text:
-    cells = [name.ljust(cells) if at in (0, 1, 3) else name.rjust(cells) for at, (name, cells) in enumerate(COLUMNS)]
-    return Text(" ".join([*cells, *(["node".ljust(NODE_CELLS), "why"] if wide else ())]), style="bold reverse")
+    heads = [format(name, form) for name, form in COLUMNS.items()]
+    return Text(" ".join([*heads, *(["node".ljust(NODE_CELLS), "why"] if wide else ())]), style="bold reverse")
 
 
 def _row(one: Json, row: Json | None, wide: bool) -> Text:
@@ -131,11 +128,11 @@ def _row(one: Json, row: Json | None, wide: bool) -> Text:
     speed = stage.get("item_tokens_per_s" if one["role"] == "E" else "prompt_tokens_per_s") or 0.0
     if one["role"] == "D":
         speed = stage.get("decode_tokens_per_s", 0.0) * stage.get("running", 0)
-    cells: list[str | tuple[str, str]] = [
+    cells = [
         one["id"],
         "P|D" if one["both"] else one["role"],
         ",".join(map(str, one["devices"])),
-        (phase, PHASES.get(phase, "bold red")),
+        phase,
         _pending(row.get("pending_s", 0.0), known=bool(row)),
         str(stage.get("running", one["in_flight"])),
         str(stage.get("waiting", "-")),
@@ -144,10 +141,9 @@ def _row(one: Json, row: Json | None, wide: bool) -> Text:
         f"{speed:.0f}" if speed else "-",
     ]
     line = Text()
-    for at, (cell, (_, cells_there)) in enumerate(zip(cells, COLUMNS, strict=True)):
-        text, style = cell if isinstance(cell, tuple) else (cell, "")
-        text = text[:cells_there].ljust(cells_there) if at in (0, 1, 3) else text[:cells_there].rjust(cells_there)
-        line.append(text, style).append(" ")
+    for (head, form), cell in zip(COLUMNS.items(), cells, strict=True):
+        style = PHASES.get(phase, "bold red") if head == "phase" else ""
+        line.append(format(cell, form), style).append(" ")
     if wide:
         line.append(f"{one['node'][:NODE_CELLS]:{NODE_CELLS}} {one['reason'] or row.get('reason', '')}")
     return line
@@ -156,13 +152,13 @@ def _row(one: Json, row: Json | None, wide: bool) -> Text:
 def _sorted(seen: Seen, view: View) -> list[Json]:
     def busy(one: Json) -> float:
         row = seen.table.get(one["id"]) or {}
-        stage = row.get("stage") or {}
-        if view.sort == "pending":
-            pending_s = row.get("pending_s", 0.0)
-            return float("inf") if pending_s is None else float(pending_s)
-        if view.sort == "running":
-            return float(stage.get("running", 0) + stage.get("waiting", 0))
-        return float(stage.get("kv_used", 0.0))
+        stage, pending_s = row.get("stage") or {}, row.get("pending_s", 0.0)
+        load: dict[str, float] = {
+            "pending": float("inf") if pending_s is None else pending_s,
+            "running": stage.get("running", 0) + stage.get("waiting", 0),
+            "KV": stage.get("kv_used", 0.0),
+        }
+        return load[view.sort]
 
     rows = [one for one in seen.deployment["instances"] if view.role in ("", one["role"])]
     return rows if view.sort == SORTS[0] else sorted(rows, key=busy, reverse=True)

@@ -5,23 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from deploy.cli.change import DONE, get
-from deploy.cli.which import add_which, client
+from deploy.cli.changing import DONE, get
+from deploy.cli.which import Arguments, client
 from deploy.cli.why import ORDERS
-from deploy.options.flags import Parser, subparser
+from deploy.options.flags import Parser
 from epd_serve.errors import ConfigError, EpdError
 
 MOST = 200
 VIEWER = "https://ui.perfetto.dev"
 
 
-def add_trace(commands: Any) -> dict[str, Parser]:
-    """The parser, by name."""
-    parser = subparser(commands, "trace", "requests as a timeline for Perfetto, with what stages stamp (--trace-dir)")
-    parser.set_defaults(command=_trace)
+def trace_flags(parser: Parser) -> None:
     parser.add_argument(
         "request", nargs="?", default="", metavar="REQUEST_ID",
         help="x-request-id of its answer, or the client's own",
@@ -31,8 +27,6 @@ def add_trace(commands: Any) -> dict[str, Parser]:
     parser.add_argument(
         "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="where to (default: trace.json)"
     )
-    add_which(parser)
-    return {"trace": parser}
 
 
 def _count(text: str) -> int:
@@ -41,7 +35,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _trace(arguments: dict[str, Any]) -> int:
+def trace(arguments: Arguments) -> int:
     import msgspec
 
     from deploy.cli.trace_file import trace_file

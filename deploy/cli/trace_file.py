@@ -26,29 +26,24 @@ from proxy.records.record import CALLS, SPAN_NAMES
 NS = 1_000_000_000
 NAME_CHARS = 12
 
+HEAD = ("id", "client_id", "outcome", "code", "path", "attempts", "model", "items", "tokens", "finish", "phases_ms")
+SHOWN = ("at_s", "s", "event")
+"""Of an event, what its place and its name say."""
+
 Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """What lasted, on a track, in nanoseconds. `called`: it is a front door's call of an instance."""
+    """What lasted, on a track, in nanoseconds; a moment where `end` is None. `called`: a front door's call of an
+    instance."""
 
     track: str
     name: str
     begin: int
-    end: int
+    end: int | None
     more: Json = field(default_factory=dict)
     called: bool = False
-
-
-@dataclass(frozen=True)
-class Mark:
-    """What happened at a moment."""
-
-    track: str
-    name: str
-    at: int
-    more: Json
 
 
 def trace_file(requests: Sequence[Json], nodes: Sequence[NodeTrace]) -> dict[str, Any]:
@@ -62,21 +57,20 @@ def trace_file(requests: Sequence[Json], nodes: Sequence[NodeTrace]) -> dict[str
     moved = [replace(stamp, t=stamp.t + node.offset_s) for node in nodes for stamp in node.stamps]
     timeline = Timeline(sorted(moved, key=lambda stamp: stamp.t))
     where = {stamp.instance: node.node for node in nodes for stamp in node.stamps if stamp.instance != PROXY}
-    where |= {one["door"]: _node(one["door"]) for one in requests}
-    drawn = []
+    drawn: list[tuple[Json, list[Slice]]] = []
     for request in requests:
-        node = _node(request["door"])
+        where[request["door"]] = node = request["door"].rpartition("/")[0]  # of `n1/front.0`; "" of `front.0`
         if node not in clocks:
             raise EpdError(f"node {node} of request {request['id']} does not answer")
         began = _ns(request["clock"] + clocks[node].offset_s)
-        stamps = [stamp for stamp in timeline.stamps(request["id"]) if stamp.instance != PROXY]
-        drawn.append((request, _slices(request, began, timeline), [*_marks(request, began), *map(_mark, stamps)]))
-    zero = min((one.begin for _, slices, _ in drawn for one in slices), default=0)
-    tracks = {name: number for number, name in enumerate(_in_order(drawn), start=1)}
+        drawn.append((request, [*_recorded(request, began), *_stamped(timeline.stamps(request["id"]))]))
+    doors, names = ({request["door"] for request in requests}, {one.track for _, slices in drawn for one in slices})
+    tracks = {name: number for number, name in enumerate([*sorted(doors), *sorted(names - doors)], start=1)}
+    zero = min((one.begin for _, slices in drawn for one in slices), default=0)
     events = [event for name, pid in tracks.items() for event in _heading(name, pid, clocks.get(where.get(name, "")))]
     rows, arrows = itertools.count(1), itertools.count(1)
-    for request, slices, marks in drawn:
-        events += _events(request, slices, marks, tracks, zero, rows, arrows)
+    for request, slices in drawn:
+        events += _events(request, slices, tracks, zero, rows, arrows)
     first = min(requests, key=lambda one: one["began"], default=None)
     return {
         "traceEvents": events,
@@ -90,79 +84,71 @@ def trace_file(requests: Sequence[Json], nodes: Sequence[NodeTrace]) -> dict[str
     }
 
 
-def _slices(request: Json, began: int, timeline: Timeline) -> list[Slice]:
-    """The request itself first."""
+def _recorded(request: Json, began: int) -> Iterator[Slice]:
+    """What its front door has noted: the request itself, what it did, what it chose."""
     door = request["door"]
-    head = ("id", "client_id", "outcome", "code", "path", "attempts", "model", "items", "tokens", "finish", "phases_ms")
-    whole = Slice(
-        door, request["endpoint"], began, began + _ns(request["total_s"]), {key: request[key] for key in head}
-    )
-    slices = [whole]
+    yield Slice(door, request["endpoint"], began, began + _ns(request["total_s"]), {key: request[key] for key in HEAD})
     for event in request["events"]:
-        if "s" not in event:
-            continue
-        called = event["event"] in CALLS
-        end = began + _ns(event["at_s"])
-        name = SPAN_NAMES.get(event["event"], _plain(event["event"]))
-        track = event["stage"] if called else door
-        begin = max(began, end - _ns(event["s"]))  # both are rounded
-        slices.append(Slice(track, name, begin, end, _details(event), called))
-    for span in spans_of_stamps(timeline.stamps(request["id"])):
-        if span.instance != PROXY:
-            slices.append(Slice(span.instance, span.phase.value, _ns(span.begin), _ns(span.end)))
-    return slices
-
-
-def _marks(request: Json, began: int) -> Iterator[Mark]:
-    for event in request["events"]:
-        if "s" not in event:
-            yield Mark(request["door"], _plain(event["event"]), began + _ns(event["at_s"]), _details(event))
+        what, end, called = event["event"], began + _ns(event["at_s"]), event["event"] in CALLS
+        more = {key: value for key, value in event.items() if key not in SHOWN and value not in ("", None)}
+        if "s" in event:
+            begin = max(began, end - _ns(event["s"]))  # both are rounded
+            name = SPAN_NAMES.get(what, _plain(what))
+            yield Slice(event["stage"] if called else door, name, begin, end, more, called)
+        else:
+            yield Slice(door, _plain(what), end, None, more)
     for choice in request["choices"]:
         more = {key: choice[key] for key in ("chosen", "why", "policy")}
-        yield Mark(request["door"], f"choice: {choice['work']}", began + _ns(choice["at_s"]), more)
+        yield Slice(door, f"choice: {choice['work']}", began + _ns(choice["at_s"]), None, more)
 
 
-def _mark(stamp: Stamp) -> Mark:
-    return Mark(stamp.instance, _plain(stamp.event), _ns(stamp.t), {"subject": stamp.subject, **stamp.more})
+def _stamped(stamps: Sequence[Stamp]) -> Iterator[Slice]:
+    """What happened within stages."""
+    for span in spans_of_stamps(stamps):
+        if span.instance != PROXY:
+            yield Slice(span.instance, span.phase.value, _ns(span.begin), _ns(span.end))
+    for stamp in stamps:
+        if stamp.instance != PROXY:
+            more = {"subject": stamp.subject, **stamp.more}
+            yield Slice(stamp.instance, _plain(stamp.event), _ns(stamp.t), None, more)
 
 
 def _events(
     request: Json,
     slices: Sequence[Slice],
-    marks: Sequence[Mark],
     tracks: Mapping[str, int],
     zero: int,
     rows: Iterator[int],
     arrows: Iterator[int],
 ) -> Iterator[dict[str, Any]]:
-    """Of one request, with rows of its own on each track."""
-    first_rows: dict[str, int] = {}
-    name = (request["client_id"] or request["id"])[:NAME_CHARS]
-    for track in dict.fromkeys([one.track for one in slices] + [one.track for one in marks]):
-        layers = _layers([one for one in slices if one.track == track]) or [[]]
-        for layer in layers:
-            row = next(rows)
-            first_rows.setdefault(track, row)
-            here: dict[str, Any] = {"pid": tracks[track], "tid": row}
-            yield {"ph": "M", "name": "thread_name", **here, "args": {"name": name}}
-            for one in layer:
-                dur = (one.end - one.begin) / 1000
-                at = {**here, "ts": (one.begin - zero) / 1000}
-                yield {"ph": "X", "cat": "request", "name": one.name, **at, "dur": dur, "args": dict(one.more)}
+    """Of one request, with rows of its own on each track; those of its front door are the first."""
+    title = {"name": (request["client_id"] or request["id"])[:NAME_CHARS]}
+    door_row = None
+    for track in dict.fromkeys(one.track for one in slices):
+        own = [one for one in slices if one.track == track]
+        for at, layer in enumerate(_layers([one for one in own if one.end is not None]) or [[]]):
+            here: dict[str, Any] = {"pid": tracks[track], "tid": next(rows)}
+            door_row = door_row or here
+            yield {"ph": "M", "name": "thread_name", **here, "args": title}
+            moments = [one for one in own if one.end is None] if at == 0 else []
+            for one in (*layer, *moments):
+                ts = (one.begin - zero) / 1000
+                what = {"cat": "request", "name": one.name, **here, "ts": ts, "args": dict(one.more)}
+                if one.end is None:
+                    yield {"ph": "i", "s": "t", **what}
+                else:
+                    yield {"ph": "X", **what, "dur": (one.end - one.begin) / 1000}
                 if one.called:
-                    arrow = {"cat": "call", "name": "call", "id": next(arrows)}
-                    door = {"pid": tracks[request["door"]], "tid": first_rows[request["door"]], "ts": at["ts"]}
-                    yield {"ph": "s", **arrow, **door}
-                    yield {"ph": "f", "bp": "e", **arrow, **at}
-    for mark in marks:
-        here = {"pid": tracks[mark.track], "tid": first_rows[mark.track], "ts": (mark.at - zero) / 1000}
-        yield {"ph": "i", "s": "t", "cat": "request", "name": mark.name, **here, "args": dict(mark.more)}
+                    arrow = {"cat": "call", "name": "call", "id": next(arrows), "ts": ts}
+                    yield {"ph": "s", **arrow, **door_row}
+                    yield {"ph": "f", "bp": "e", **arrow, **here}
 
 
 def _layers(slices: Iterable[Slice]) -> list[list[Slice]]:
     """As few rows as it takes for those of one to lie apart or within each other."""
     layers: list[tuple[list[Slice], list[int]]] = []
-    for one in sorted(slices, key=lambda one: (one.begin, -one.end)):
+    for one in sorted(slices, key=lambda one: (one.begin, -(one.end or 0))):
+        assert one.end is not None, "a moment overlaps with nothing"
         for layer, open_ends in layers:
             while open_ends and open_ends[-1] <= one.begin:
                 open_ends.pop()
@@ -175,30 +161,12 @@ def _layers(slices: Iterable[Slice]) -> list[list[Slice]]:
     return [layer for layer, _ in layers]
 
 
-def _in_order(drawn: Iterable[tuple[Json, Sequence[Slice], Sequence[Mark]]]) -> list[str]:
-    """Front doors first, then the instances by name."""
-    doors, tracks = set(), set()
-    for request, slices, marks in drawn:
-        doors.add(request["door"])
-        tracks |= {one.track for one in slices} | {one.track for one in marks}
-    return [*sorted(doors), *sorted(tracks - doors)]
-
-
 def _heading(track: str, pid: int, node: NodeTrace | None) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": track}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     if node is not None and node.node:
         label = f"node {node.node}, clock ± {1000 * node.uncertainty_s:.3f} ms"
         yield {"ph": "M", "name": "process_labels", "pid": pid, "args": {"labels": label}}
-
-
-def _node(door: str) -> str:
-    """Of `n1/front.0`; "" of `front.0`."""
-    return door.rpartition("/")[0]
-
-
-def _details(event: Json) -> dict[str, Any]:
-    return {key: value for key, value in event.items() if key not in ("at_s", "s", "event") and value not in ("", None)}
 
 
 def _plain(event: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +17,25 @@ if TYPE_CHECKING:
     import httpx
 
 ANSWER_S = 60.0
+Arguments = dict[str, Any]
+"""What the words of a command say, by name."""
 
 
-def add_which(parser: Parser) -> None:
-    """Its flags."""
+def add_launch(parser: Parser) -> None:
+    """Flags that say which launch of this machine is meant."""
     parser.add_argument("--launch", metavar="ID", help="which one, where several run (or the beginning of its id)")
-    parser.add_argument("--ray", action="store_true", help="one on the Ray cluster of this machine")
-    parser.add_argument("--name", default="", help="with --ray: which one, where several run")
-    parser.add_argument("--ray-address", default="", metavar="HOST:PORT", help="with --ray: another cluster's head")
     parser.add_argument("--run-root", dest="root", type=Path, help=argparse.SUPPRESS)
 
 
-def on_ray(arguments: Mapping[str, Any]) -> bool:
+def add_which(parser: Parser) -> None:
+    """Flags that say which deployment is meant."""
+    add_launch(parser)
+    parser.add_argument("--ray", action="store_true", help="one on the Ray cluster of this machine")
+    parser.add_argument("--name", default="", help="with --ray: which one, where several run")
+    parser.add_argument("--ray-address", default="", metavar="HOST:PORT", help="with --ray: another cluster's head")
+
+
+def on_ray(arguments: Arguments) -> bool:
     """Whether it is one on a cluster. Raises ConfigError: it is neither fish nor fowl, or Ray is not installed."""
     for name, flag in (("name", "--name"), ("ray_address", "--ray-address")):
         if arguments[name] and not arguments["ray"]:
@@ -46,7 +53,7 @@ def check_ray() -> None:
         raise ConfigError("Ray is not installed here: pip install 'epd-serve[ray]'", param="--ray")
 
 
-def local_launch(arguments: Mapping[str, Any]) -> RunningLaunch:
+def local_launch(arguments: Arguments) -> RunningLaunch:
     """Raises ConfigError where none, or more than one, is meant."""
     try:
         return choose_launch(arguments["launch"], arguments["root"], keeps=ADMIN_SOCKET)
@@ -55,7 +62,7 @@ def local_launch(arguments: Mapping[str, Any]) -> RunningLaunch:
 
 
 @contextlib.contextmanager
-def client(arguments: Mapping[str, Any]) -> Iterator[httpx.Client]:
+def client(arguments: Arguments) -> Iterator[httpx.Client]:
     """Asks the deployment that is meant. Raises ConfigError where there is none, EpdError when it no longer answers."""
     import httpx
 

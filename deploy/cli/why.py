@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from deploy.cli.change import DONE, get
-from deploy.cli.which import add_which, client
+from deploy.cli.changing import DONE, get
+from deploy.cli.which import Arguments, client
 from deploy.memory.placement_table import table
-from deploy.options.flags import Parser, subparser
+from deploy.options.flags import Parser
 
 ORDERS = ("newest", "slowest", "failed")
 WIDEST, BAR_LEAST = 140, 16
@@ -28,22 +28,16 @@ BAR, MARK, REST = "█", "│", "·"
 Json = Mapping[str, Any]
 
 
-def add_why(commands: Any) -> dict[str, Parser]:
-    """The parser, by name."""
-    parser = subparser(commands, "why", "where a request went and why, what it waited for, why it was refused")
-    parser.set_defaults(command=_why)
+def why_flags(parser: Parser) -> None:
     parser.add_argument(
         "request", nargs="?", default="", metavar="REQUEST_ID",
         help="x-request-id of its answer, or the client's own; without one the requests that are remembered are listed",
     )  # fmt: skip
     parser.add_argument("--order", choices=ORDERS, default=ORDERS[0], help="of the list (default: newest)")
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="lines of the list, up to 200")
-    parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
-    add_which(parser)
-    return {"why": parser}
 
 
-def _why(arguments: dict[str, Any]) -> int:
+def why(arguments: Arguments) -> int:
     name = arguments["request"]
     with client(arguments) as http:
         if name:

@@ -1,32 +1,46 @@
-"""Carries out what the rules decide: tells the runtime and the front doors, and keeps the waits that follow from it."""
+"""The instances as the runtime sees them, with what was asked for counted as done: between a call and the runtime's
+next word nothing is asked for twice. Tells the runtime and the front doors what the rules decide, and waits for its
+end."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
-from deploy.change.types import Action, Drain, Flip, Leave, Pause, Resume, Start, Stop
+from deploy.change.types import Action, Actual, Drain, Flip, Leave, Pause, Resume, Start, Stop
+from deploy.control.changes import Changes, Record
 from deploy.control.doors import Doors
 from deploy.control.failure import Deadlines
-from deploy.control.overlay import Overlay
-from deploy.control.progress import Changes
 from deploy.front.occupancy import under_way
-from deploy.runtime.protocol import Observed, Order, Phase, Runtime
+from deploy.runtime.protocol import Node, Observed, Order, Phase, Runtime
+from epd_serve.roles import Role
+
+UNSEEN_S = 20.0
+"""One that was started and has not been seen for so long has gone with its node."""
 
 logger = logging.getLogger(__name__)
+
+Waits = dict[str, asyncio.Task[None]]
+"""By instance."""
 
 
 class Actuator:
     """In the reconciler's event loop.
 
     Args:
-        overlay: where what was asked for is noted. changes: whose steps are closed as they end.
-        wake: called when a wait is over: time for another look.
+        changes: the one under way is told of requests that are cut off, and of pauses.
+        wake: called when something has happened: time for another look.
         write: called when the end of a pause has become another one, and waited for before it is told.
         say: takes a line for the operator.
+        record: what a controller before this one has left.
+
+    Attributes:
+        nodes: all there are. instances: as the runtime saw them last; None before its first word.
+        unwanted: ids that are to be replaced although their like is wanted, one after another.
         paused_until: seconds since the epoch; 0 while requests do not wait.
     """
 
@@ -34,25 +48,122 @@ class Actuator:
         self,
         runtime: Runtime,
         doors: Doors,
-        overlay: Overlay,
         changes: Changes,
         deadlines: Deadlines,
         *,
         wake: Callable[[], None],
         write: Callable[[], Awaitable[None]],
         say: Callable[[str], None],
-        paused_until: float = 0.0,
+        record: Record,
     ) -> None:
         self._runtime = runtime
         self._doors = doors
-        self._overlay = overlay
         self._changes = changes
         self._deadlines = deadlines
         self._wake = wake
         self._write = write
         self._say = say
-        self.paused_until = paused_until
-        self._paused_at: float | None = time.monotonic() if paused_until else None
+        self.nodes: tuple[Node, ...] = ()
+        self.instances: tuple[Observed, ...] | None = None
+        self.unwanted = record.unwanted
+        self.paused_until = record.paused_until
+        self._paused_at = time.monotonic()
+        self._started: dict[str, tuple[Observed, float]] = {}  # not seen yet, and when
+        self._flipped: dict[str, Role] = {}  # their role has not been seen
+        self._leaving: Waits = {}
+        self._emptying: Waits = {}
+        self._stopping: Waits = {}
+
+    # What there is.
+
+    async def look(self) -> None:
+        """Ask the runtime for its nodes again. What was started on another one is gone."""
+        self.nodes = await self._runtime.nodes()
+        there = {node.id for node in self.nodes}
+        self._started = {name: one for name, one in self._started.items() if one[0].order.spec.node in there}
+
+    def take_in(self, instances: tuple[Observed, ...], roles: Collection[Role]) -> None:
+        """What the runtime says now: the front doors hear of it, the waits that it ends are ended.
+
+        Args:
+            roles: of the wanted layout.
+        """
+        first, self.instances = self.instances is None, instances
+        there = {one.order.id: one for one in instances}
+        for name in self._started.keys() & there.keys():
+            del self._started[name]
+        for waits in (self._emptying, self._leaving):
+            for name in waits.keys() - there.keys():
+                waits.pop(name).cancel()
+        for name in self._stopping.keys() - there.keys():
+            del self._stopping[name]
+        self.unwanted = tuple(name for name in self.unwanted if name in there)
+        self.publish(roles)
+        if first and self.paused_s:  # in the same roster, or they would go on meanwhile
+            self._doors.pause(self.paused_s)
+        for name, role in tuple(self._flipped.items()):
+            if name not in there or there[name].order.spec.role is role:
+                del self._flipped[name]
+                if name in there:
+                    self._doors.take_back(name)
+        for name, one in there.items():
+            if one.phase is Phase.DRAINING:
+                self._empty(name)  # also where a controller before this one has asked for it
+            if one.phase is Phase.DOWN and name in self._emptying:  # it has ended by itself
+                self._emptying[name].cancel()
+        self._wake()
+
+    def publish(self, roles: Collection[Role]) -> None:
+        """Once there is a word of the runtime; before it nobody knows what there is."""
+        if self.instances is not None:
+            self._doors.publish(self.instances, roles)
+
+    def actual(self, unwanted: Sequence[str] = ()) -> Actual:
+        """For the rules.
+
+        Args:
+            unwanted: ids beside the one that is being replaced that are taken for something nobody wants.
+        """
+        now = time.monotonic()
+        there = {name: one for name, (one, since) in self._started.items() if now < since + UNSEEN_S}
+        there |= {one.order.id: self._as_asked(one) for one in self.instances or ()}
+        for name in {*self.unwanted[:1], *unwanted} & there.keys():
+            order = there[name].order
+            spec = replace(order.spec, digest=f"{order.spec.digest}, unwanted")
+            there[name] = replace(there[name], order=Order(name, spec))
+        return Actual(
+            nodes=self.nodes,
+            instances=tuple(there.values()),
+            empty=_over(self._emptying),
+            leaving=frozenset(self._leaving),
+            quiet=_over(self._leaving),
+            paused=self.paused,
+        )
+
+    def _as_asked(self, one: Observed) -> Observed:
+        name = one.order.id
+        if name in self._stopping:
+            return replace(one, phase=Phase.STOPPING)
+        if name in self._emptying and one.phase is not Phase.STOPPING:  # also one that has ended meanwhile
+            return replace(one, phase=Phase.DRAINING, over=False)
+        if name in self._flipped:
+            return replace(one, order=Order(name, replace(one.order.spec, role=self._flipped[name])))
+        return one
+
+    def not_quiet(self) -> list[str]:
+        """Who is to leave and has prefills that have yet to end."""
+        return [name for name, task in self._leaving.items() if not task.done()]
+
+    @property
+    def paused(self) -> bool:
+        return self.paused_until > 0
+
+    @property
+    def paused_s(self) -> float:
+        """For how long new requests still wait; 0 while they do not."""
+        return max(0.0, self.paused_until - time.time()) if self.paused else 0.0
+
+    # What is done.
 
     async def do(self, action: Action) -> None:
         """Returns when it is accepted; may be asked for again.
@@ -63,63 +174,52 @@ class Actuator:
         async with asyncio.timeout(self._deadlines.call_s):
             match action:
                 case Start(name, spec):
-                    self._stay(name)
-                    await self._runtime.start(Order(name, spec))
-                    self._note_started(Observed(Order(name, spec), Phase.STARTING))
+                    await self._start(Order(name, spec))
                 case Drain(name):
                     await self._runtime.drain(name)
-                    self.empty(name)
+                    self._empty(name)
                 case Stop(name):
-                    if name not in self._overlay.stopping:
-                        self._overlay.stopping[name] = asyncio.create_task(self._stop(name), name=f"stop {name}")
+                    if name not in self._stopping:
+                        self._stopping[name] = asyncio.create_task(self._stop(name), name=f"stop {name}")
                 case Leave(name):
                     self._doors.drain(name)
-                    self._overlay.leaving[name] = self._awaited(self._doors.until_quiet(name))
+                    self._leaving[name] = self._awaited(self._doors.until_quiet(name))
                 case Flip(name, role):
                     await self._runtime.flip(name, role)
-                    self._changes.close(Leave, name)
-                    if (leaving := self._overlay.leaving.pop(name, None)) is not None:
-                        leaving.cancel()
-                    self._overlay.flipped[name] = role
+                    if name in self._leaving:
+                        self._leaving.pop(name).cancel()
+                    self._flipped[name] = role
                 case Pause():
                     await self._pause()
                 case Resume():
                     await self._resume()
 
-    def empty(self, name: str) -> None:
-        """Give it nothing new, and wait until nothing is left on it."""
-        self._doors.drain(name)
-        if name not in self._overlay.emptying:
-            self._overlay.emptying[name] = self._awaited(self._until_empty(name))
-
     def stay_all(self) -> None:
         """Who was to leave may stay."""
-        for name, task in tuple(self._overlay.leaving.items()):
+        for name in tuple(self._leaving):
+            self._stay(self._leaving, name)
+
+    def cancel(self) -> None:
+        for task in (*self._leaving.values(), *self._emptying.values(), *self._stopping.values()):
             task.cancel()
-            del self._overlay.leaving[name]
-            self._doors.take_back(name)
 
-    @property
-    def paused(self) -> bool:
-        return self._paused_at is not None
+    async def _start(self, order: Order) -> None:
+        name = order.id
+        if name in self._emptying:  # one that drains is taken back
+            self._stay(self._emptying, name)
+        await self._runtime.start(order)
+        if all(one.order.id != name for one in self.instances or ()):
+            self._started[name] = Observed(order, Phase.STARTING), time.monotonic()
 
-    @property
-    def paused_s(self) -> float:
-        """For how long new requests still wait; 0 while they do not."""
-        return max(0.0, self.paused_until - time.time()) if self.paused else 0.0
+    def _stay(self, waits: Waits, name: str) -> None:
+        waits.pop(name).cancel()
+        self._doors.take_back(name)
 
-    def _note_started(self, one: Observed) -> None:
-        name = one.order.id
-        if self._changes.present is not None:
-            self._changes.present.started.setdefault(name, time.monotonic())
-        if all(other.order.id != name for other in self._overlay.instances or ()):
-            self._overlay.started[name] = one, time.monotonic()
-
-    def _stay(self, name: str) -> None:
-        """One that drains is taken back."""
-        if (emptying := self._overlay.emptying.pop(name, None)) is not None:
-            emptying.cancel()
-            self._doors.take_back(name)
+    def _empty(self, name: str) -> None:
+        """Give it nothing new, and wait until nothing is left on it."""
+        if name not in self._emptying:
+            self._doors.drain(name)
+            self._emptying[name] = self._awaited(self._until_empty(name))
 
     async def _until_empty(self, name: str) -> None:
         try:
@@ -130,7 +230,6 @@ class Actuator:
             self._say(f"{name} had {self._deadlines.drain_s:g} s to drain (--drain-s): {cut} requests are cut off")
             if self._changes.present is not None:
                 self._changes.present.cut += cut
-        self._changes.close(Drain, name)
 
     async def _stop(self, name: str) -> None:
         try:
@@ -139,7 +238,7 @@ class Actuator:
         except Exception as error:  # noqa: BLE001 - asked for again at the next look
             logger.warning("%s could not be stopped: %s", name, error or type(error).__name__)
             await asyncio.sleep(self._deadlines.retry_s)
-            self._overlay.stopping.pop(name, None)
+            self._stopping.pop(name, None)
             self._wake()
 
     def _awaited(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -156,11 +255,16 @@ class Actuator:
         self._doors.pause(change.pause_s)
 
     async def _resume(self) -> None:
-        if self._paused_at is not None:
+        if self.paused:
             if self._changes.present is not None:
                 self._changes.present.paused_s += time.monotonic() - self._paused_at
-            self._paused_at, self.paused_until = None, 0.0
+            self.paused_until = 0.0
             await self._write()
             self._doors.resume()
-        self._changes.close(Pause)
-        self._changes.close(Resume)
+
+
+def _over(waits: Waits) -> frozenset[str]:
+    """Whose wait has ended as it should."""
+    return frozenset(
+        name for name, task in waits.items() if task.done() and (task.cancelled() or task.exception() is None)
+    )

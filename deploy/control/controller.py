@@ -1,6 +1,6 @@
 """The commands on a running deployment. Each is checked to its end before anything is touched, and then begun.
 
-What is begun goes on without whoever asked (`reconciler.py`); how far it is, `status` and `change_json` tell.
+What is begun goes on without whoever asked (`reconciler.py`); how far it is, `status` and `change` tell.
 """
 
 from __future__ import annotations
@@ -8,19 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from deploy.change.plan import diff
 from deploy.change.scaling import scaled
 from deploy.change.serving import kinds, required
 from deploy.change.types import Plan, Shortage, Wanted
 from deploy.control.aim import Aim
+from deploy.control.changes import REPLACE, Change
 from deploy.control.doors import Doors
 from deploy.control.places import Places
-from deploy.control.progress import REPLACE, Answer, Change
 from deploy.control.reconciler import Reconciler
 from deploy.control.refusals import RefusedError, change_under_way, no_devices, pause_too_long, pause_too_short, short
-from deploy.control.status import status_json
+from deploy.control.status import Answer, Json, change_json, status_json
 from deploy.runtime.leases import LeaseError
 from deploy.runtime.protocol import Observed, Spec
 from epd_serve.errors import EpdError, NotFoundError
@@ -86,10 +85,7 @@ class Controller:
             wanted = self._reconciler.wanted
             plans = [self._plan(wanted, (one,), pause_s) for one in names]
             plan = Plan(tuple(wave for one in plans for wave in one.waves))
-            await self._check_room(plan, pause_s)
-            self._check_idle()
-            change = self._reconciler.begin("restart", wanted, pause_s=pause_s, unwanted=names)
-        return self._answer(plan, wanted, change)
+            return await self._begin("restart", wanted, plan, pause_s=pause_s, unwanted=names)
 
     async def restart_front(self, options: Sequence[str] = ()) -> None:
         """Have every front door followed by another; returns when that has begun.
@@ -126,27 +122,24 @@ class Controller:
             return self._answer(Plan(()), wanted, reconciler.begin("undo", wanted))
         if len(reconciler.layouts) < 2:
             raise RefusedError("there was no other layout before this one", "nothing_to_undo")
-        return await self._relayout("undo", reconciler.layouts[-2], pause_s=pause_s, anyway=True)
+        return await self._relayout("undo", reconciler.layouts[-2], pause_s=pause_s)
 
-    def change(self, number: int) -> Change:
+    def change(self, number: int) -> Json | None:
         """Raises NotFoundError."""
         changes = self._reconciler.changes
         for one in (*changes.past, changes.present):
             if one is not None and one.number == number:
-                return one
+                return change_json(one)
         raise NotFoundError(f"there is no change {number}", code="unknown_change")
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> Json:
         """What is wanted, what there is, and what is being done about it."""
         leased = self._places.leased if self._aim.leases is not None else None
         return {
             "launch": self._launch,
             **status_json(self._reconciler, self._doors, leased),
             "parts": dict(await self._parts()),
-            "front": {
-                "restarting": self._front_restarts,
-                "trouble": self._front_trouble,
-            },
+            "front": {"restarting": self._front_restarts, "trouble": self._front_trouble},
         }
 
     async def keep_places(self) -> None:
@@ -154,16 +147,9 @@ class Controller:
         await self._places.keep()
 
     async def _relayout(
-        self,
-        what: str,
-        layout: str,
-        *,
-        dry_run: bool = False,
-        pause_s: float = 0.0,
-        unwanted: tuple[str, ...] = (),
-        anyway: bool = False,
+        self, what: str, layout: str, *, dry_run: bool = False, pause_s: float = 0.0, unwanted: tuple[str, ...] = ()
     ) -> Answer:
-        if not (dry_run or anyway):
+        if not dry_run and what != "undo":
             self._check_idle()
         try:
             async with self._places.turn:
@@ -171,18 +157,26 @@ class Controller:
                 stay = [one.order.spec for one in self._reconciler.instances if one.order.id not in unwanted]
                 wanted = await self._aim(layout, stay, dry_run=dry_run)
                 plan = self._plan(wanted, unwanted, pause_s)
-                await self._check_room(plan, pause_s)
-                notes = self._notes(wanted)
-                if dry_run:
-                    return self._answer(plan, wanted, None, notes)
-                if not anyway:
-                    self._check_idle()
-                change = self._reconciler.begin(what, wanted, pause_s=pause_s, unwanted=unwanted)
-                return self._answer(plan, wanted, change, notes)
+                return await self._begin(what, wanted, plan, dry_run=dry_run, pause_s=pause_s, unwanted=unwanted)
         except LeaseError as error:
             raise no_devices(error, layout) from error
         finally:
             self._places.look_soon()  # where it was refused, what was leased for it is given back
+
+    async def _begin(
+        self, what: str, wanted: Wanted, plan: Plan, *, dry_run: bool = False, pause_s: float, unwanted: tuple[str, ...]
+    ) -> Answer:
+        """Raises RefusedError where requests that wait in the pause would be too many, or something else has begun."""
+        if plan.pauses and (most_s := await self._doors.pausable_s()) < pause_s:
+            raise pause_too_long(pause_s, most_s)
+        lost = kinds(self._reconciler.wanted.roles) - kinds(wanted.roles)
+        notes = [f"{wanted.layout} does not serve requests of kind {kind}" for kind in sorted(lost)]
+        change = None
+        if not dry_run:
+            if what != "undo":
+                self._check_idle()
+            change = self._reconciler.begin(what, wanted, pause_s=pause_s, unwanted=unwanted)
+        return self._answer(plan, wanted, change, notes)
 
     def _plan(self, wanted: Wanted, unwanted: Sequence[str], pause_s: float) -> Plan:
         """All of the change in advance. Raises RefusedError where it would get stuck."""
@@ -196,26 +190,14 @@ class Controller:
             raise pause_too_short(needed_s, pause_s)
         return plan
 
-    async def _check_room(self, plan: Plan, pause_s: float) -> None:
-        """Raises RefusedError where requests that wait in the pause would be too many."""
-        if plan.pauses and (most_s := await self._doors.pausable_s()) < pause_s:
-            raise pause_too_long(pause_s, most_s)
-
-    def _answer(self, plan: Plan, wanted: Wanted, change: Change | None, notes: tuple[str, ...] = ()) -> Answer:
+    def _answer(self, plan: Plan, wanted: Wanted, change: Change | None, notes: Sequence[str] = ()) -> Answer:
         pause_s = plan.seconds(self._start_s, paused=True) if plan.pauses else 0.0
-        return Answer(plan, wanted.layout, change, notes, plan.seconds(self._start_s), pause_s)
+        return Answer(plan, wanted.layout, change, tuple(notes), plan.seconds(self._start_s), pause_s)
 
     def _start_s(self, spec: Spec) -> float | None:
         """How long such starts have taken on its node lately, or else on the slowest other one."""
-        known = {
-            node.id: node.start_s[spec.role] for node in self._reconciler.overlay.nodes if spec.role in node.start_s
-        }
+        known = {node.id: node.start_s[spec.role] for node in self._reconciler.nodes if spec.role in node.start_s}
         return known.get(spec.node, max(known.values(), default=None))
-
-    def _notes(self, wanted: Wanted) -> tuple[str, ...]:
-        """What is served now and will not be."""
-        lost = kinds(self._reconciler.wanted.roles) - kinds(wanted.roles)
-        return tuple(f"{wanted.layout} does not serve requests of kind {kind}" for kind in sorted(lost))
 
     def _check_idle(self) -> None:
         change = self._reconciler.changes.present

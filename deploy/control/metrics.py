@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from deploy.control.progress import ACTIONS
+from deploy.control.changes import ACTIONS
 from deploy.control.reconciler import Reconciler
 
 
@@ -21,48 +22,54 @@ class ControlMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         reconciler, changes = self._reconciler, self._reconciler.changes
-        there = GaugeMetricFamily("epd_control_instances", "Instances, by role and phase.", labels=("role", "phase"))
-        restarts = CounterMetricFamily(
-            "epd_control_restarts",
+        there = reconciler.instances
+        running = Counter(step.word for step in changes.present.under_way) if changes.present is not None else Counter()
+        yield _gauge(
+            "instances",
+            "Instances, by role and phase.",
+            Counter((one.order.spec.role.value, one.phase.value) for one in there),
+            ("role", "phase"),
+        )
+        yield _counter(
+            "restarts",
             "Times that an instance has been started again after it ended by itself.",
-            labels=("instance",),
+            {(one.order.id,): one.restarts for one in there},
+            ("instance",),
         )
-        phases = Counter((one.order.spec.role.value, one.phase.value) for one in reconciler.instances)
-        for labels, count in phases.items():
-            there.add_metric(labels, count)
-        for one in reconciler.instances:
-            restarts.add_metric((one.order.id,), one.restarts)
-        yield there
-        yield restarts
-
-        running = GaugeMetricFamily("epd_control_actions_running", "Actions under way, by kind.", labels=("action",))
-        ended = CounterMetricFamily(
-            "epd_control_actions",
+        yield _gauge(
+            "actions_running",
+            "Actions under way, by kind.",
+            {(action,): running[action] for action in ACTIONS},
+            ("action",),
+        )
+        yield _counter(
+            "actions",
             "Actions of changes that have ended, by kind and outcome: `done` or `failed`.",
-            labels=("action", "outcome"),
+            changes.actions(),
+            ("action", "outcome"),
         )
-        over = CounterMetricFamily(
-            "epd_control_changes",
+        yield _counter(
+            "changes",
             "Changes that are over, by command and how they ended: `done`, `failed` or `undone`.",
-            labels=("change", "outcome"),
+            changes.ended,
+            ("change", "outcome"),
         )
-        under_way = Counter(changes.present.running if changes.present is not None else ())
-        for action in ACTIONS.values():
-            running.add_metric((action,), under_way[action])
-        for labels, count in changes.actions().items():
-            ended.add_metric(labels, count)
-        for labels, count in changes.ended.items():
-            over.add_metric(labels, count)
-        yield running
-        yield ended
-        yield over
+        trouble = bool(reconciler.trouble or reconciler.wanted.waits)
+        yield _gauge("changing", "1 while a change is under way.", {(): changes.present is not None})
+        yield _gauge("paused_s", "For how long new requests still wait for a change.", {(): reconciler.paused_s})
+        yield _gauge("trouble", "1 while what is wanted cannot be had: `epd-serve status`.", {(): trouble})
 
-        changing = GaugeMetricFamily("epd_control_changing", "1 while a change is under way.")
-        changing.add_metric((), changes.present is not None)
-        paused = GaugeMetricFamily("epd_control_paused_s", "For how long new requests still wait for a change.")
-        paused.add_metric((), reconciler.paused_s)
-        trouble = GaugeMetricFamily("epd_control_trouble", "1 while what is wanted cannot be had: `epd-serve status`.")
-        trouble.add_metric((), bool(reconciler.trouble.reason or reconciler.wanted.waits))
-        yield changing
-        yield paused
-        yield trouble
+
+def _gauge(name: str, meaning: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
+    return _with(GaugeMetricFamily(f"epd_control_{name}", meaning, labels=labels), values)
+
+
+def _counter(name: str, meaning: str, values: Mapping[Any, float], labels: Sequence[str]) -> Metric:
+    return _with(CounterMetricFamily(f"epd_control_{name}", meaning, labels=labels), values)
+
+
+def _with(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[Any, float]) -> Metric:
+    """Each value by those of its labels."""
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family

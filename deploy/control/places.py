@@ -58,7 +58,7 @@ class Places:
     async def _look(self, leases: Leases) -> None:
         reconciler = self._reconciler
         async with self.turn:
-            if reconciler.overlay.instances is None:  # nobody knows yet what runs
+            if not reconciler.knows:
                 return
             places = self.leased = await leases.places()
             if self._aim.has_moved(reconciler.wanted, places):

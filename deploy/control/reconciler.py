@@ -18,14 +18,11 @@ from deploy.change.serving import required
 from deploy.change.types import Action, Actual, Flip, Shortage, Start, Wanted
 from deploy.change.wave import reached, wave
 from deploy.control.actuator import Actuator
+from deploy.control.changes import DEPTH, REPLACE, Change, Changes, Journal, Record, State, action_json
 from deploy.control.doors import Doors
-from deploy.control.failure import Deadlines, Trouble, start_failed, why_failed
-from deploy.control.journal import DEPTH, Journal, Latest, Record
-from deploy.control.overlay import Overlay
-from deploy.control.progress import REPLACE, Change, Changes, State, action_json
+from deploy.control.failure import Deadlines, start_failed, why_failed
 from deploy.control.refusals import shortage_text
-from deploy.control.watcher import Watcher
-from deploy.runtime.protocol import Observed, Runtime, Spec
+from deploy.runtime.protocol import Node, Observed, Runtime, Spec
 from epd_serve.errors import ConfigError, EpdError
 
 logger = logging.getLogger(__name__)
@@ -40,8 +37,9 @@ class Reconciler:
         say: takes a line for the operator.
 
     Attributes:
-        overlay: all instances there are. layouts: that were wanted, the present one last. changes: to get there.
-        trouble: why what is wanted is not there and nothing is under way. deadlines: as given.
+        layouts: that were wanted, the present one last. changes: to get there.
+        trouble: why what is wanted is not there and nothing is under way; "" while there is none.
+        deadlines: as given.
     """
 
     def __init__(
@@ -57,39 +55,28 @@ class Reconciler:
         previous: Wanted | None = None,
     ) -> None:
         record = record or Record((wanted.layout,))
-        latest = record.change.change() if record.change is not None else Change(0, "start", "", wanted.layout)
+        latest = record.change or Change(0, "start", "", wanted.layout)
         self._runtime = runtime
         self._journal = journal
         self.deadlines = deadlines or Deadlines()
         self._say = say
         self.wanted = wanted
         self.layouts = record.layouts
-        self.overlay = Overlay(record.unwanted)
         self.changes = Changes(latest)
-        self.trouble = Trouble(self.deadlines, say)
+        self.trouble = ""
+        self._again_at, self._again_s = 0.0, self.deadlines.again_s
         self._previous = previous
         self._number = latest.number
         self._woken = asyncio.Event()
         self._actuator = Actuator(
             runtime,
             doors,
-            self.overlay,
             self.changes,
             self.deadlines,
             wake=self._woken.set,
             write=self._kept,
             say=say,
-            paused_until=record.paused_until,
-        )
-        self._watcher = Watcher(
-            runtime,
-            doors,
-            self.overlay,
-            self.changes,
-            self._actuator,
-            wanted=lambda: self.wanted,
-            wake=self._woken.set,
-            retry_s=self.deadlines.retry_s,
+            record=record,
         )
 
     async def run(self) -> None:
@@ -102,21 +89,30 @@ class Reconciler:
         self._write()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._watcher.run())
+                group.create_task(self._watch())
                 group.create_task(self._turns())
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
-            self.overlay.cancel()
+            self._actuator.cancel()
 
     async def look(self) -> None:
         """Ask the runtime for its nodes again: room and times of starts are what they are now."""
-        self.overlay.take_in_nodes(await self._runtime.nodes())
+        await self._actuator.look()
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self._actuator.nodes
 
     @property
     def instances(self) -> tuple[Observed, ...]:
-        """As the runtime saw them last."""
-        return self.overlay.instances or ()
+        """As the runtime saw them last; none before its first word."""
+        return self._actuator.instances or ()
+
+    @property
+    def knows(self) -> bool:
+        """The runtime has said what there is."""
+        return self._actuator.instances is not None
 
     def begin(self, what: str, wanted: Wanted, *, pause_s: float = 0.0, unwanted: Sequence[str] = ()) -> Change:
         """From now on this is wanted. What was under way is left as it is, and goes on from there.
@@ -128,16 +124,12 @@ class Reconciler:
         if self.changes.present is not None:
             self.changes.end(State.UNDONE)
         self._number += 1
-        self._previous, self.wanted = self.wanted, wanted
+        self._previous, before = self.wanted, self.wanted.layout
         if wanted.layout != self.layouts[-1]:
             self.layouts = (*self.layouts, wanted.layout)[-DEPTH:]
-        self.overlay.unwanted = tuple(unwanted)
-        self._fresh()
-        change = Change(self._number, what, self._previous.layout, wanted.layout, pause_s)
+        change = Change(self._number, what, before, wanted.layout, pause_s)
         self.changes.begin(change)
-        self._write()
-        self._watcher.publish()
-        self._woken.set()
+        self._want(wanted, unwanted)
         return change
 
     def aim_anew(self, wanted: Wanted) -> None:
@@ -151,11 +143,9 @@ class Reconciler:
             self.begin(REPLACE, wanted)
             self._previous = None
         elif comes or goes:
-            self._fresh()
             if self.changes.present is not None:
                 self.changes.present.moved = time.monotonic()
-            self._watcher.publish()
-            self._woken.set()
+            self._want(wanted, self._actuator.unwanted)
 
     @property
     def used(self) -> list[Spec]:
@@ -169,17 +159,41 @@ class Reconciler:
         return self._actuator.paused_s
 
     def actual(self, unwanted: Sequence[str] = ()) -> Actual:
-        """What there is, for the rules; `unwanted` as of `Overlay.actual`."""
-        there = self.overlay.actual(unwanted, paused=self._actuator.paused)
+        """What there is, for the rules; `unwanted` as of `Actuator.actual`."""
+        there = self._actuator.actual(unwanted)
         return replace(there, required=required(self.wanted, there))
 
+    def _want(self, wanted: Wanted, unwanted: Sequence[str]) -> None:
+        """Who was to leave may stay; the next look decides."""
+        self.wanted = wanted
+        self._actuator.unwanted = tuple(unwanted)
+        self._actuator.stay_all()
+        self.trouble, self._again_s = "", self.deadlines.again_s
+        self._write()
+        self._actuator.publish(wanted.roles)
+        self._woken.set()
+
     # What is done about it.
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                async for instances in self._runtime.watch():
+                    self._take_in(instances)
+            except Exception:
+                logger.exception("the runtime cannot be watched")
+            await asyncio.sleep(self.deadlines.retry_s)
+
+    def _take_in(self, instances: tuple[Observed, ...]) -> None:
+        self._actuator.take_in(instances, self.wanted.roles)
+        if self.changes.present is not None:
+            self.changes.present.follow(self.actual())
 
     async def _turns(self) -> None:
         while True:
             self._woken.clear()
             try:
-                wait_s = await self._turn() if self.overlay.instances is not None else None
+                wait_s = await self._turn() if self.knows else None
             except EpdError:
                 raise
             except Exception:  # a defect of ours: what runs goes on running, and the next look may do better
@@ -191,24 +205,28 @@ class Reconciler:
 
     async def _turn(self) -> float | None:
         """One look. Returns for how long there is nothing to look at unless somebody says so."""
-        if (wait_s := self.trouble.wait_s) > 0:
+        if self.trouble and (wait_s := self._again_at - time.monotonic()) > 0:
             return wait_s
         if not self._has_nodes_of(self.wanted):
             await self._look_again()
         change, wanted = self.changes.present, self.wanted
         actual = self.actual()
-        if change is not None and (why := why_failed(change, actual, self.overlay, self.deadlines)):
-            self._fail(change, why)
-            return 0.0
-        if change is None and reached(wanted, actual) and not actual.paused:
-            self.trouble.over()
+        if change is not None:
+            change.follow(actual)
+        if change is not None and (why := why_failed(change, actual, self._actuator.not_quiet(), self.deadlines)):
+            return self._fail(change, why)
+        if reached(wanted, actual) and not actual.paused:
+            self._reach()
             return None
         decided = wave(wanted, actual, may_pause=change is not None and change.pause_s > 0)
         if isinstance(decided, Shortage):
-            if decided.what == "node" and change is not None and change.idle_s < self.deadlines.place_s:
+            if (
+                decided.what == "node"
+                and change is not None
+                and time.monotonic() < change.moved + self.deadlines.place_s
+            ):
                 return self.deadlines.look_s  # it is aimed anew, or the node comes
-            self._fail(change, shortage_text(decided))
-            return 0.0
+            return self._fail(change, shortage_text(decided))
         accepted = True
         for action in decided:
             if self.wanted is not wanted:  # somebody wants something else by now
@@ -217,12 +235,7 @@ class Reconciler:
                 accepted = False
                 if not self._is_new(action):  # what follows may count on it
                     break
-        if not accepted:
-            return self.deadlines.retry_s
-        if not decided and reached(wanted, self.actual()) and not self._actuator.paused:
-            self._reach()
-            return None
-        return self.deadlines.look_s
+        return self.deadlines.look_s if accepted else self.deadlines.retry_s
 
     async def _carry_out(self, action: Action, wanted: Wanted) -> bool:
         """False when the runtime could not be told; the next look decides again."""
@@ -241,14 +254,14 @@ class Reconciler:
                 step.note = str(error)
             return False
         if isinstance(action, Flip):
-            self._watcher.take_in(self.instances)  # it may have been seen
+            self._take_in(self.instances)  # it may have been seen
         return True
 
     def _is_new(self, action: Action) -> bool:
         return isinstance(action, Start) and all(one.order.id != action.id for one in self.instances)
 
     def _has_nodes_of(self, wanted: Wanted) -> bool:
-        return {spec.node for spec in wanted.specs} <= {node.id for node in self.overlay.nodes}
+        return {spec.node for spec in wanted.specs} <= {node.id for node in self.nodes}
 
     async def _look_again(self) -> None:
         with contextlib.suppress(TimeoutError, EpdError):
@@ -258,41 +271,38 @@ class Reconciler:
     # How a change ends.
 
     def _reach(self) -> None:
-        self.trouble.over()
+        self.trouble = ""
         if (change := self.changes.present) is not None:
             self.changes.end(State.FAILED if change.state is State.REVERTING else State.DONE)
             self._write()
 
-    def _fail(self, change: Change | None, why: str) -> None:
-        """A change goes back once; what then fails as well, or fails without a change, is said, and tried again."""
-        if change is None:
-            self.trouble.wait(self.wanted.layout, why)
-        elif change.what == "start":
+    def _fail(self, change: Change | None, why: str) -> float:
+        """A change goes back once; what then fails as well, or fails without a change, is said, and tried again, less
+        often each time. Returns when to look again."""
+        if change is not None and change.what == "start":
             raise start_failed(change, why)
-        elif change.state is State.UNDER_WAY and self._previous is not None:
+        if change is not None and change.state is State.UNDER_WAY and self._previous is not None:
             self._say(f"{change.what} to {change.layout} failed: {why}; going back to {change.before}")
             change.revert(why)
-            self.wanted = self._previous
             if self.layouts[-1] != change.before:
                 self.layouts = self.layouts[:-1]
-            self.overlay.unwanted = ()
-            self._fresh()
-            self._write()
-            self._watcher.publish()
-        else:
+            self._want(self._previous, ())
+            return 0.0
+        if change is not None:
             change.reason = f"{change.reason}; and the way back: {why}" if change.reason else why
             self.changes.end(State.FAILED)
             self._write()
-            self.trouble.wait(self.wanted.layout, why)
-
-    def _fresh(self) -> None:
-        """Who was to leave may stay; the next look decides."""
-        self.trouble.forget()
-        self._actuator.stay_all()
+        if why != self.trouble:
+            self._say(f"{self.wanted.layout} is not reached: {why}; tried again every {self._again_s:g} s")
+        self.trouble = why
+        self._again_at = time.monotonic() + self._again_s
+        self._again_s = min(self.deadlines.again_max_s, 2 * self._again_s)
+        return 0.0
 
     def _write(self) -> None:
-        latest = Latest.of(self.changes.latest)
-        self._journal.write(Record(self.layouts, latest, self.overlay.unwanted, self._actuator.paused_until))
+        actuator = self._actuator
+        record = Record(self.layouts, self.changes.latest, actuator.unwanted, actuator.paused_until)
+        self._journal.write(record)
 
     async def _kept(self) -> None:
         self._write()

@@ -5,7 +5,7 @@
                            groups.jsonl     one line per process group that was ever started: stages, Mooncake's master
                            peers.json       who is there, for the stages, see epd_serve/peers.py
                            pool.json        addresses of the MM Store's second tier, where there is one
-                           admin.sock       where commands are given (deploy/cli/change.py)
+                           admin.sock       where commands are given (deploy/cli/changing.py)
                            node.sock        where a node is asked (deploy/runtime/node_api.py)
                            node.json        which node of which deployment this is (deploy/node/start.py)
                            node.log, key    of a node process: its log, the key of its deployment

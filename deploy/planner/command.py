@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.memory.sizing import processor_configs
-from deploy.options.flags import Parser, subparser
+from deploy.options.flags import Parser
 from deploy.planner.choice import Question, plan
 from deploy.planner.goodput import SHARE, Goal
 from deploy.planner.profile import read_device_profile
@@ -21,10 +21,7 @@ from epd_serve.image_tokens import image_tokens
 from epd_serve.slo import parse_slos
 
 
-def add_plan(commands: Any) -> Parser:
-    """Its parser."""
-    parser = subparser(commands, "plan", "which layout suits your traffic on your devices, by simulation")
-    parser.set_defaults(command=_plan)
+def plan_flags(parser: Parser) -> None:
     parser.add_argument("model", nargs="?", default="", help="directory; by default the built-in demo model")
     parser.add_argument("--profile", type=Path, required=True, metavar="FILE", help="of `epd-serve profile`")
     parser.add_argument(
@@ -53,10 +50,9 @@ def add_plan(commands: Any) -> Parser:
         "--verify", type=float, metavar="S", help="serve first choice and monolith for S seconds each, and compare"
     )
     parser.add_argument("--run", action="store_true", help="serve the first choice (needs --out)")
-    return parser
 
 
-def _plan(arguments: dict[str, Any]) -> int:
+def run_plan(arguments: dict[str, Any]) -> int:
     question = question_of(arguments)
     if arguments["run"] and arguments["out"] is None:
         raise ConfigError("--run serves what --out FILE says: name one", param="--run")

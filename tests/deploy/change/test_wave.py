@@ -9,11 +9,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from deploy.change import wave as rules
 from deploy.change.match import match
-from deploy.change.plan import carried_out, diff, settled
+from deploy.change.plan import diff, settled
+from deploy.change.room import shortage
 from deploy.change.serving import required, served
-from deploy.change.types import Actual, Drain, Plan, Shortage, Start, Stop, Wanted
-from deploy.change.wave import reached, shortage, wave
+from deploy.change.types import Actual, Drain, Plan, Shortage, Start, Stop, Wanted, carried_out
+from deploy.change.wave import reached, wave
 from deploy.runtime.protocol import SHARED_MEMORY, Observed, Phase
 from epd_serve.roles import Role
 from tests.deploy.change.worlds import World, kinds_of, node, up, wanted
@@ -128,6 +130,19 @@ def test_room_is_made_by_as_few_as_can_be_spared():
 
     assert isinstance(plan, Plan)
     assert [kinds_of(turn) for turn in plan.waves] == [["Drain EPD1"], ["Stop EPD1"], ["Start PD0"]]
+
+
+def test_room_for_a_wide_instance_is_made_by_all_that_are_in_its_way_after_few_looks(monkeypatch):
+    """Of 24 instances 8 certain ones have to go first: among as many sets as there are nobody would find them."""
+    looks = []
+    monkeypatch.setattr(rules, "shortage", lambda *about: looks.append(about) or shortage(*about))
+    now = replace(actual("TP1x24", gib=10, devices=24), required=frozenset({"text", "media"}))
+
+    plan = diff(wanted("TP8x2", pool=24), now)
+
+    assert isinstance(plan, Plan)
+    assert [len(turn) for turn in plan.waves[:3]] == [8, 8, 1] and kinds_of(plan.waves[2])[0].startswith("Start")
+    assert len(looks) < 500
 
 
 def test_parts_change_without_a_start_where_an_instance_has_both_halves():

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from deploy.change.place import place
-from deploy.change.plan import carried_out
+from deploy.change.room import shortage
 from deploy.change.serving import required, served
-from deploy.change.types import Action, Actual, Drain, Flip, Leave, Pause, Resume, Start, Stop, Wanted
-from deploy.change.wave import reached, shortage, wave
+from deploy.change.types import Action, Actual, Drain, Flip, Leave, Pause, Resume, Start, Stop, Wanted, carried_out
+from deploy.change.wave import reached, wave
 from deploy.plan.machines import Machine, Machines
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec, device_memory
 from epd_serve.layout_parser import parse

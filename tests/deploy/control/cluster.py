@@ -11,9 +11,9 @@ from pathlib import Path
 
 from deploy.change.serving import kinds
 from deploy.control.aim import Aim
+from deploy.control.changes import Journal
 from deploy.control.controller import Controller
 from deploy.control.failure import Deadlines
-from deploy.control.journal import Journal
 from deploy.control.reconciler import Reconciler
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
@@ -23,9 +23,8 @@ from deploy.runtime.protocol import Node, Observed, Order, Phase
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.roles import Role
 from npu_ops.discovery import DeviceInventory
-from tests.deploy.control.world import FakeDoors, FakeRuntime
+from tests.deploy.control.world import FakeDoors, FakeRuntime, FileState
 from tests.deploy.fake_leases import FakeLeases
-from tests.deploy.rooted_here import StateHere
 from tests.waiting import until
 
 QUICK = Deadlines(
@@ -121,7 +120,7 @@ class Cluster:
         self.said: list[str] = []
         self.lives = 0
         self._names = itertools.count()
-        self._journal = Journal(StateHere())
+        self._journal = Journal(FileState(folder))
         self._layout = layout
         self._deadlines = deadlines
         self._blueprint = draw(DeployConfig(layout=layout, engine="sim", runtime="ray"), machines=self._machines())

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.control.progress import State
+from deploy.control.changes import State
 from deploy.control.refusals import RefusedError
 from deploy.runtime.leases import LeaseError
 from deploy.runtime.protocol import Phase

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from deploy.control.changes import State
 from deploy.control.failure import Deadlines
-from deploy.control.progress import State
 from deploy.front.occupancy import until_quiet
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
@@ -140,10 +140,10 @@ async def test_a_way_back_that_fails_is_said_and_tried_again(tmp_path: Path) -> 
         await world.over()
         world.runtime.fate = lambda name: "fails" if broken else "up"
         await world.wants("EPD", pause_s=60.0)
-        assert world.last() is State.FAILED and world.reconciler.trouble.reason
+        assert world.last() is State.FAILED and world.reconciler.trouble
         broken = False
         await until(lambda: world.up() == ["PD0"])
-        await until(lambda: not world.reconciler.trouble.reason)
+        await until(lambda: not world.reconciler.trouble)
         await until(lambda: world.doors.resumed == 1)
 
 

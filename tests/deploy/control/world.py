@@ -12,9 +12,8 @@ from typing import Any
 
 from deploy.change.place import place
 from deploy.change.types import Wanted
+from deploy.control.changes import Journal, State
 from deploy.control.failure import Deadlines
-from deploy.control.journal import Journal
-from deploy.control.progress import State
 from deploy.control.reconciler import Reconciler
 from deploy.front.occupancy import until_empty, until_quiet
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec
@@ -26,7 +25,6 @@ from epd_serve.roles import Role
 from epd_serve.wire import KvReport, StageReport, StoreReport
 from proxy.registry.instance_state import InstanceView, Work
 from proxy.registry.table import InstanceTable
-from tests.deploy.rooted_here import StateHere
 
 MIB = 1 << 20
 
@@ -218,6 +216,23 @@ class FakeDoors:
         return self.table.acquire(name, work)
 
 
+class FileState:
+    """A `deploy.host.state.State` of files, which outlive their writer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self, name: str) -> bytes | None:
+        path = self._folder / name
+        return path.read_bytes() if path.exists() else None
+
+    def write(self, name: str, content: bytes) -> None:
+        (self._folder / name).write_bytes(content)
+
+    async def kept(self) -> None:
+        """It is."""
+
+
 QUICK = Deadlines(start_s=60.0, drain_s=60.0, retry_s=0.01, look_s=0.01, again_s=0.02)
 
 
@@ -226,7 +241,7 @@ class World:
 
     def __init__(self, folder: Path, layout: str, deadlines: Deadlines = QUICK, **options: object) -> None:
         self.runtime, self.doors = FakeRuntime(), FakeDoors()
-        self.journal = Journal(StateHere())
+        self.journal = Journal(FileState(folder))
         self.said: list[str] = []
         self.options = options
         self.deadlines = deadlines

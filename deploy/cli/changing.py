@@ -6,12 +6,12 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from deploy.cli.which import add_which, client
+from deploy.cli.which import Arguments, client
 from deploy.memory.placement_table import short_node, table
-from deploy.options.flags import Parser, subparser
+from deploy.options.flags import Parser
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.roles import Role
 
@@ -20,89 +20,94 @@ if TYPE_CHECKING:
 
 DONE, FAILED, REFUSED = 0, 1, 2
 LOOK_S = 0.2
-Call = tuple[str, dict[str, Any]]
+Json = dict[str, Any]
 
 
-def add_change(commands: Any) -> dict[str, Parser]:
-    """The parsers, by name."""
-    made = {
-        "status": _add(commands, "status", "what a running deployment is, and what is being done about it", _status),
-        "relayout": _add(commands, "relayout", "give a running deployment another layout", _relayout),
-        "scale": _add(commands, "scale", "run more or fewer instances of a role", _scale),
-        "drain": _add(commands, "drain", "take an instance out once its requests have ended", _drain),
-        "restart": _add(commands, "restart", "replace an instance, all of them in turn, or the front doors", _restart),
-        "undo": _add(commands, "undo", "go back to the layout before, also from the middle of a change", _undo),
-    }
-    made["relayout"].add_argument("layout", metavar="SPEC", help="for example 2E-P-D")
-    made["scale"].add_argument("counts", nargs="+", metavar="ROLE=NUMBER", help="for example E=3, or P=1,D=3")
-    made["drain"].add_argument("instance", metavar="INSTANCE", help="for example E1")
-    made["restart"].add_argument("instance", metavar="INSTANCE|all|front", help="for example P0")
-    made["restart"].add_argument(
+def relayout_flags(parser: Parser) -> None:
+    parser.add_argument("layout", metavar="SPEC", help="for example 2E-P-D")
+    _dry_run(parser)
+    _pause(parser)
+    _wait(parser)
+
+
+def scale_flags(parser: Parser) -> None:
+    parser.add_argument("counts", nargs="+", metavar="ROLE=NUMBER", help="for example E=3, or P=1,D=3")
+    _dry_run(parser)
+    _pause(parser)
+    _wait(parser)
+
+
+def drain_flags(parser: Parser) -> None:
+    parser.add_argument("instance", metavar="INSTANCE", help="for example E1")
+    _dry_run(parser)
+    _wait(parser)
+
+
+def restart_flags(parser: Parser) -> None:
+    parser.add_argument("instance", metavar="INSTANCE|all|front", help="for example P0")
+    parser.add_argument(
         "--proxy",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         help="with front: an option of the front doors from now on, as of serve",
     )
-    for name in ("relayout", "scale", "drain"):
-        made[name].add_argument("--dry-run", action="store_true", help="only say what would be done, or what is short")
-    for name in ("relayout", "scale", "restart", "undo"):
-        made[name].add_argument(
-            "--pause",
-            type=float,
-            default=0.0,
-            metavar="S",
-            help="let new requests wait for up to S seconds where nothing else helps",
-        )
-    for name in ("relayout", "scale", "drain", "restart", "undo"):
-        made[name].add_argument(
-            "--wait",
-            action=argparse.BooleanOptionalAction,
-            default=True,
-            help="wait for the end (default), or return when it has begun",
-        )
-    return made
+    _pause(parser)
+    _wait(parser)
 
 
-def _add(commands: Any, name: str, help: str, call: Callable[[dict[str, Any]], Call]) -> Parser:
-    parser = subparser(commands, name, help)
-    parser.set_defaults(command=_status_command if call is _status else lambda arguments: _change(call, arguments))
-    parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
-    add_which(parser)
-    return parser
+def undo_flags(parser: Parser) -> None:
+    _pause(parser)
+    _wait(parser)
 
 
-def _status(arguments: dict[str, Any]) -> Call:
-    return "/deployment", {}
+def _dry_run(parser: Parser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be done, or what is short")
 
 
-def _relayout(arguments: dict[str, Any]) -> Call:
-    return "/deployment/layout", {"layout": arguments["layout"], **_options(arguments)}
+def _pause(parser: Parser) -> None:
+    parser.add_argument(
+        "--pause",
+        dest="pause_s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="let new requests wait for up to S seconds where nothing else helps",
+    )
 
 
-def _scale(arguments: dict[str, Any]) -> Call:
-    return "/deployment/scale", {"counts": parse_counts(arguments["counts"]), **_options(arguments)}
+def _wait(parser: Parser) -> None:
+    parser.add_argument(
+        "--wait",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="wait for the end (default), or return when it has begun",
+    )
 
 
-def _drain(arguments: dict[str, Any]) -> Call:
-    return f"/deployment/instances/{arguments['instance']}/drain", {"dry_run": arguments["dry_run"]}
+def relayout(arguments: Arguments) -> int:
+    return _change(arguments, "layout", layout=arguments["layout"])
 
 
-def _restart(arguments: dict[str, Any]) -> Call:
-    if arguments["instance"] == "front":
-        return "/deployment/front/restart", {"proxy": arguments["proxy"]}
-    if arguments["proxy"]:
+def scale(arguments: Arguments) -> int:
+    return _change(arguments, "scale", counts=parse_counts(arguments["counts"]))
+
+
+def drain(arguments: Arguments) -> int:
+    return _change(arguments, f"instances/{arguments['instance']}/drain")
+
+
+def restart(arguments: Arguments) -> int:
+    name, options = arguments["instance"], arguments["proxy"]
+    if name == "front":
+        return _restart_front(arguments, options)
+    if options:
         raise ConfigError("--proxy is for front doors: epd-serve restart front --proxy KEY=VALUE", param="--proxy")
-    where = "" if arguments["instance"] == "all" else f"/instances/{arguments['instance']}"
-    return f"/deployment{where}/restart", {"pause_s": arguments["pause"]}
+    return _change(arguments, "restart" if name == "all" else f"instances/{name}/restart")
 
 
-def _undo(arguments: dict[str, Any]) -> Call:
-    return "/deployment/undo", {"pause_s": arguments["pause"]}
-
-
-def _options(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"dry_run": arguments["dry_run"], "pause_s": arguments["pause"]}
+def undo(arguments: Arguments) -> int:
+    return _change(arguments, "undo")
 
 
 def parse_counts(words: list[str]) -> dict[str, int]:
@@ -116,50 +121,53 @@ def parse_counts(words: list[str]) -> dict[str, int]:
     return counts
 
 
-def _status_command(arguments: dict[str, Any]) -> int:
+def status(arguments: Arguments) -> int:
     with client(arguments) as http:
-        status = get(http, "/deployment")
+        told = get(http, "/deployment")
         try:
             plan = get(http, "/rates")["planned"]
             lines = ["", *(line for line, _ in planned_lines(plan))] if plan else []
         except EpdError as error:  # no front door may be up: the status says so itself
             plan, lines = None, ["", f"whether it goes as planned is not known: {error}"]
-    print(
-        json.dumps(status | {"planned": plan}, indent=2)
-        if arguments["as_json"]
-        else "\n".join([status_text(status), *lines])
-    )
+    if arguments["as_json"]:
+        print(json.dumps(told | {"planned": plan}, indent=2))
+    else:
+        print("\n".join([status_text(told), *lines]))
     return DONE
 
 
-def _change(call: Callable[[dict[str, Any]], Call], arguments: dict[str, Any]) -> int:
+def _change(arguments: Arguments, what: str, **body: Any) -> int:
+    """Have it begun, and wait for its end. `body`: beside the flags that commands have in common."""
     as_json = arguments["as_json"]
-    path, body = call(arguments)
+    body |= {name: arguments[name] for name in ("dry_run", "pause_s") if name in arguments}
     with client(arguments) as http:
-        answer = http.post(path, json=body)
+        answer = http.post(f"/deployment/{what}", json=body)
         if answer.status_code >= 400:
             return _refused(answer, as_json)
         told = answer.json()
-        if arguments.get("instance") == "front":
-            return _front_restarted(http, wait=arguments["wait"], as_json=as_json)
-        change = told.get("change")
-        if change is None or not arguments["wait"]:
-            print(json.dumps(told, indent=2) if as_json else begun_text(told))
-            return DONE
+        waits = arguments["wait"] and told["change"] is not None
         if not as_json:
             print(begun_text(told), flush=True)
-        change = _until_over(http, change, (lambda line: None) if as_json else _say)
-    print(json.dumps({**told, "change": change}, indent=2) if as_json else change_text(change))
-    return DONE if change["state"] == "done" else FAILED
-
-
-def _front_restarted(http: httpx.Client, *, wait: bool, as_json: bool) -> int:
-    status = get(http, "/deployment")
-    while wait and status["front"]["restarting"]:
-        time.sleep(LOOK_S)
-        status = get(http, "/deployment")
-    front, parts = status["front"], {name: one for name, one in status["parts"].items() if name.startswith("front.")}
+        if waits:
+            told["change"] = _until_over(http, told["change"], silent=as_json)
     if as_json:
+        print(json.dumps(told, indent=2))
+    elif waits:
+        print(change_text(told["change"]))
+    return FAILED if waits and told["change"]["state"] != "done" else DONE
+
+
+def _restart_front(arguments: Arguments, options: list[str]) -> int:
+    with client(arguments) as http:
+        answer = http.post("/deployment/front/restart", json={"proxy": options})
+        if answer.status_code >= 400:
+            return _refused(answer, arguments["as_json"])
+        told = get(http, "/deployment")
+        while arguments["wait"] and told["front"]["restarting"]:
+            time.sleep(LOOK_S)
+            told = get(http, "/deployment")
+    front, parts = told["front"], {name: one for name, one in told["parts"].items() if name.startswith("front.")}
+    if arguments["as_json"]:
         print(json.dumps({"front": front, "parts": parts}, indent=2))
     elif front["trouble"]:
         print(f"epd-serve: {front['trouble']}", file=sys.stderr)
@@ -168,25 +176,21 @@ def _front_restarted(http: httpx.Client, *, wait: bool, as_json: bool) -> int:
     return FAILED if front["trouble"] else DONE
 
 
-def _until_over(http: httpx.Client, change: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+def _until_over(http: httpx.Client, change: Json, *, silent: bool) -> Json:
     told: set[tuple[int, bool]] = set()
     while True:
         for number, step in enumerate(change["steps"]):
-            over = step["seconds"] is not None
-            if (number, over) not in told:
-                told.add((number, over))
-                say(step_text(step))
+            now = (number, step["seconds"] is not None)
+            if now not in told and not silent:
+                print(f"  {step_text(step)}", flush=True)
+            told.add(now)
         if change["over"]:
             return change
         time.sleep(LOOK_S)
         change = get(http, f"/deployment/changes/{change['number']}")
 
 
-def _say(line: str) -> None:
-    print(f"  {line}", flush=True)
-
-
-def get(http: httpx.Client, path: str, **params: Any) -> dict[str, Any]:
+def get(http: httpx.Client, path: str, **params: Any) -> Json:
     """Of whoever answers: where the controller dies meanwhile another one follows, as long as there is a launch."""
     import httpx
 
@@ -198,7 +202,7 @@ def get(http: httpx.Client, path: str, **params: Any) -> dict[str, Any]:
             time.sleep(LOOK_S)
     if answer.status_code >= 400:
         raise EpdError(_message(answer))
-    told: dict[str, Any] = answer.json()
+    told: Json = answer.json()
     return told
 
 
@@ -217,7 +221,7 @@ def _message(answer: httpx.Response) -> str:
         return f"HTTP {answer.status_code}: {answer.text[:200]}"
 
 
-def status_text(status: dict[str, Any]) -> str:
+def status_text(status: Json) -> str:
     """For people."""
     several = len(status["nodes"]) > 1
     rows = [("instance", "role", "devices", "state", "in flight", "restarts")]
@@ -243,7 +247,7 @@ def status_text(status: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def planned_lines(plan: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+def planned_lines(plan: Json) -> Iterator[tuple[str, bool]]:
     """What was planned, and each way in which it has come otherwise (True)."""
     yield (
         f"planned: {plan['rate_rps']:g} requests/s, TTFT p50 {plan['ttft_ms']:g} ms, TPOT p50 {plan['tpot_ms']:g} ms, "
@@ -259,7 +263,7 @@ def _short_name(name: str) -> str:
     return f"{short_node(node)}{slash}{own}"
 
 
-def begun_text(told: dict[str, Any]) -> str:
+def begun_text(told: Json) -> str:
     """What will be done."""
     plan = told["plan"]
     lines = [f"→ {told['layout']}" + ("" if plan["waves"] else ": nothing is to be done")]
@@ -273,7 +277,7 @@ def begun_text(told: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"  note: {note}" for note in told["notes"])])
 
 
-def change_text(change: dict[str, Any]) -> str:
+def change_text(change: Json) -> str:
     """How it ended."""
     text = f"{change['state']} in {change['seconds']:.1f} s"
     if change["paused_s"]:
@@ -285,12 +289,12 @@ def change_text(change: dict[str, Any]) -> str:
     return text
 
 
-def step_text(step: dict[str, Any]) -> str:
+def step_text(step: Json) -> str:
     """One step, and how long it took."""
     took = f": {step['seconds']:.1f} s" if step["seconds"] is not None else " …"
     return _words(step) + took + (f" ({step['note']})" if step.get("note") else "")
 
 
-def _words(step: dict[str, Any]) -> str:
+def _words(step: Json) -> str:
     text = " ".join(str(word) for word in (step["action"], step.get("instance")) if word)
     return f"{text} to {step['role']}" if step["action"] == "flip" else text

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from deploy.options.config import DeployConfig
-from deploy.options.flags import Parser, add_settings, subparser
+from deploy.options.flags import Parser, add_settings
 from epd_serve.errors import ConfigError
 
 
-def add_profile(commands: Any) -> dict[str, Parser]:
-    """The parser, by name."""
-    parser = subparser(commands, "profile", "measure what a model does on this machine's devices, for plan")
-    parser.set_defaults(command=_profile)
+def profile_flags(parser: Parser) -> None:
     parser.add_argument("model", nargs="?", default="", help="as for serve (default: the built-in demo model)")
     parser.add_argument(
         "--out", type=Path, default=Path("profile.json"), metavar="FILE", help="where to (default: profile.json)"
@@ -42,7 +39,6 @@ def add_profile(commands: Any) -> dict[str, Parser]:
         help="with --calibrate: a deployment's --trace-dir, or what it recorded (--proxy recording=FILE)",
     )  # fmt: skip
     parser.add_argument("--layout", metavar="SPEC", help="with --calibrate and a recording: what served it")
-    return {"profile": parser}
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -56,21 +52,21 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (word.strip() for word in text.split(","))))
 
 
-def _profile(arguments: dict[str, Any]) -> int:
+def profile(arguments: dict[str, Any]) -> int:
     from deploy.planner.plot import picture
     from deploy.planner.profile import write_device_profile
 
     if bool(arguments["calibrate"]) != bool(arguments["served"]):
         raise ConfigError("--calibrate FILE and --from PATH go together", param="--calibrate")
-    profile = _calibrated(arguments) if arguments["calibrate"] else _measured(arguments)
+    made = _calibrated(arguments) if arguments["calibrate"] else _measured(arguments)
     out: Path = arguments["out"]
-    write_device_profile(out, profile)
+    write_device_profile(out, made)
     if not arguments["calibrate"]:
         _parts_file(out).unlink(missing_ok=True)
-    print(f"wrote {out}: {profile.model} on {profile.device}")
+    print(f"wrote {out}: {made.model} on {made.device}")
     if plot := arguments["plot"]:
         try:
-            plot.write_text(picture(profile), encoding="utf-8")
+            plot.write_text(picture(made), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--plot {plot}: {error.strerror}", param="--plot") from error
     return 0

@@ -1,0 +1,52 @@
+"""What instances take of memory, and whether one more fits beside them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from deploy.change.types import Actual, Shortage
+from deploy.memory.shared_memory import kv_links
+from deploy.runtime.protocol import SHARED_MEMORY, Node, Observed, Spec
+
+
+def shortage(spec: Spec, beside: Sequence[Observed], actual: Actual) -> Shortage | None:
+    """Why an instance of this spec does not fit beside the others; None where it does. The worst resource is named."""
+    node = next((one for one in actual.nodes if one.id == spec.node), None)
+    if node is None:
+        return Shortage("node", spec.node)
+    there = [one for one in beside if one.order.spec.node == spec.node and not one.over]
+    taken = _taken([spec, *(one.order.spec for one in there)], node)
+    lacking = [(amount - node.room[what], what) for what, amount in taken.items() if amount > _room(node, what)]
+    if not lacking:
+        return None
+    over, what = max(lacking)
+    free = max(0, node.room[what] - _taken([one.order.spec for one in there], node)[what])
+    blocks = tuple(one.order.id for one in there if what == SHARED_MEMORY or one.order.spec.needs.get(what))
+    return Shortage(what, spec.node, needed=free + over, free=free, blocks=blocks)
+
+
+def _room(node: Node, what: str) -> float:
+    return node.room.get(what, float("inf"))
+
+
+def _taken(specs: Sequence[Spec], node: Node) -> Counter[str]:
+    """Bytes by resource: what each takes, the arena where features travel, and a staging area per KV link."""
+    taken: Counter[str] = Counter()
+    for spec in specs:
+        taken.update(spec.needs)
+    shared = _links(specs) * node.staging_bytes + any(spec.featured for spec in specs) * node.arena_bytes
+    if shared:
+        taken[SHARED_MEMORY] += shared
+    return taken
+
+
+def _links(specs: Iterable[Spec]) -> int:
+    """KV links between all that may send and all that may take; those that a flip has left idle are kept."""
+    senders, takers, both = Counter[int](), Counter[int](), 0
+    for spec in specs:
+        width, sends, takes = len(spec.devices), spec.role.sends_kv or spec.both, spec.role.takes_kv or spec.both
+        senders[width] += sends
+        takers[width] += takes
+        both += kv_links(width, width) * (sends and takes)  # nobody has a link to itself
+    return sum(kv_links(a, b) * count * takers[b] for a, count in senders.items() for b in takers) - both
