@@ -6,10 +6,11 @@ import json
 import sys
 from collections.abc import Callable
 
+from deploy.doctor.check import Level
 from deploy.doctor.checks import examine
 from deploy.doctor.facts import RayFacts, Wanted
 from deploy.doctor.gather import gather
-from deploy.doctor.report import document, failed, text
+from deploy.doctor.report import counts, document, text
 from deploy.host.environment import environment, is_terminal
 from deploy.memory.shared_memory import SharedMemory, wanted_mib
 from deploy.options.config import DeployConfig
@@ -47,7 +48,7 @@ def run_doctor(
         print(json.dumps(document(facts, findings), indent=2, ensure_ascii=False))
     else:
         print(text(facts, findings, colour=is_terminal() and sys.stdout.isatty()))
-    return 1 if failed(findings) else 0
+    return 1 if counts(findings)[Level.ERROR] else 0
 
 
 def _wanted(inventory: DeviceInventory, layout: str, model: str, note: str) -> Wanted:

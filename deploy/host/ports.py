@@ -40,7 +40,7 @@ def free_ports(count: int, host: str = "127.0.0.1", within: range = range(0)) ->
     for port in _shuffled(within or _not_ephemeral()):
         if len(found) == count:
             break
-        if (holder := _hold(host, port)) is not None:
+        if (holder := hold(host, port)) is not None:
             holder.close()
             found.append(port)
     if len(found) < count:
@@ -80,7 +80,7 @@ class PortBlocks:
     def adopt(self, first: int, count: int) -> None:
         """Hold what nobody listens on of a block that an agent before this one has taken."""
         for port in range(first, first + count):
-            if (holder := _hold(self._host, port, again=True)) is not None:
+            if (holder := hold(self._host, port, again=True)) is not None:
                 self._held[port] = holder
 
     def take_again(self, first: int, count: int) -> int:
@@ -101,7 +101,7 @@ class PortBlocks:
         for port in block:
             if port in self._held and again:
                 continue
-            holder = None if port in self._held else _hold(self._host, port, again=again)
+            holder = None if port in self._held else hold(self._host, port, again=again)
             if holder is None:
                 for one in new.values():
                     one.close()
@@ -192,7 +192,7 @@ def private_socket(path: Path) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-def _hold(host: str, port: int, *, again: bool = False) -> socket.socket | None:
+def hold(host: str, port: int, *, again: bool = False) -> socket.socket | None:
     """A socket that is bound there, alone, and does not listen; None where another one is.
 
     Args:

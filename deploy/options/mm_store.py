@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import shutil
 import sys
 from pathlib import Path
 
 from deploy.options.config import DeployConfig
-from deploy.options.mooncake_package import client_warnings, install_command, too_old_for_a_master
+from deploy.options.mooncake_package import (
+    client_warnings,
+    install_command,
+    libibverbs_loads,
+    too_old_for_a_master,
+)
 from epd_serve.errors import ConfigError
 
 MASTER_PROGRAM = "mooncake_master"
@@ -54,9 +58,7 @@ def what_is_missing(device: str, *, master: bool) -> str:
     """What Mooncake lacks here, and the command that brings it; "" when it is complete. Imports nothing of it."""
     if importlib.util.find_spec("mooncake") is None:
         return f"Mooncake is not installed; {install_command(device)}"
-    try:
-        ctypes.CDLL("libibverbs.so.1")
-    except OSError:
+    if not libibverbs_loads():
         return "Mooncake needs libibverbs; apt-get install libibverbs1"
     if master and master_program() is None:
         return (

@@ -7,11 +7,11 @@ matter: KV over `ascend` needs nothing newer than the 0.3.11.post1 that vllm-asc
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
-from deploy.options.versions import numbers
+from deploy.options.versions import installed, numbers
 
 PACKAGES = {
     "cpu": "mooncake-transfer-engine-non-cuda",
@@ -37,15 +37,18 @@ class MooncakePackage:
 
 def installed_packages() -> tuple[MooncakePackage, ...]:
     """All builds of Mooncake in this environment; more than one overwrite each other's files."""
-    found = []
-    for name in (*PACKAGES.values(), CUDA_12):
-        try:
-            found.append(MooncakePackage(name, version(name)))
-        except PackageNotFoundError:
-            continue
-    if not found and importlib.util.find_spec("mooncake") is not None:
-        found.append(MooncakePackage("mooncake", ""))
-    return tuple(found)
+    found = tuple(MooncakePackage(*one) for one in installed((*PACKAGES.values(), CUDA_12)).items())
+    built = not found and importlib.util.find_spec("mooncake") is not None
+    return (MooncakePackage("mooncake", ""),) if built else found
+
+
+def libibverbs_loads() -> bool:
+    """Whether the library that every build of Mooncake needs is there."""
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def is_older(package: MooncakePackage) -> bool:
@@ -60,13 +63,13 @@ def install_command(device: str) -> str:
 def reads_device_memory(device: str) -> str:
     """Why Mooncake cannot move KV between devices of this kind, or "": a build without CUDA takes a GPU's addresses for
     the host's, and ends the process at the first byte (its own wheels say which they are; a built one is trusted)."""
-    installed = installed_packages()
-    if not installed:
+    found = installed_packages()
+    if not found:
         return f"Mooncake is not installed: {install_command(device)}"
-    if device == "cuda" and installed[0].name == CUDA_12:
+    if device == "cuda" and found[0].name == CUDA_12:
         return f"{CUDA_12} is of CUDA 12, and vLLM's wheels are of CUDA 13: {install_command(device)}"
-    if device == "cuda" and not {one.name for one in installed} & {PACKAGES["cuda"], "mooncake"}:
-        return f"{installed[0].name} reads host memory only, and KV is in the GPU's: {install_command(device)}"
+    if device == "cuda" and not {one.name for one in found} & {PACKAGES["cuda"], "mooncake"}:
+        return f"{found[0].name} reads host memory only, and KV is in the GPU's: {install_command(device)}"
     return ""
 
 

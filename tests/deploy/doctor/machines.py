@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from deploy.doctor.ascend_files import AscendFiles
+from deploy.doctor.check import Finding
 from deploy.doctor.checks import examine
 from deploy.doctor.facts import Facts, LinkFacts, MachineFacts, MasterFacts, PackageFacts, Wanted
-from deploy.doctor.finding import Finding
 from deploy.options.mooncake_package import MooncakePackage
 from epd_serve.layout_parser import parse
 from epd_serve.placement import lower

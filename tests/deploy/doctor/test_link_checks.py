@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from deploy.doctor.ascend_tools import link_state, parse_topology
+from deploy.doctor.check import Level
 from deploy.doctor.facts import Facts
-from deploy.doctor.finding import Level
+from deploy.doctor.gather import link_state, parse_topology
 from tests.deploy.doctor.machines import NPU, TOPOLOGY, found, serving, troubles
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from deploy.doctor.checks import examine
+from deploy.doctor.check import Level
+from deploy.doctor.checks import CHECKS, examine
 from deploy.doctor.facts import Facts, MasterFacts, Namesake
-from deploy.doctor.finding import Level
-from deploy.doctor.packages import read_namesakes, try_import
+from deploy.doctor.gather import read_namesakes, try_import
 from deploy.options.mooncake_package import MooncakePackage
 from tests.deploy.doctor.machines import CPU, CUDA, NPU, found, troubles, with_packages
 
@@ -145,3 +145,11 @@ def test_a_mooncake_that_is_too_old_for_the_second_tier_is_warned_of() -> None:
     older = (MooncakePackage("mooncake-transfer-engine-non-cuda", "0.3.11.post1"),)
     one = found(with_packages(CPU, mooncake=older), "mooncake")
     assert one.level is Level.WARNING and "second tier" in one.why
+
+
+def test_every_verdict_of_the_tables_can_be_said_and_has_its_fix() -> None:
+    """Texts are templates: each field that one names has to be there."""
+    verdicts = [verdict for checks in CHECKS.values() for check in checks for verdict in check.verdicts]
+    assert len(verdicts) > 90
+    for verdict in verdicts:
+        assert (verdict.level is Level.OK) == (not verdict.fix) == (not verdict.why), verdict.seen

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from deploy.options import mm_store, mooncake_package
+from deploy.options import mm_store, versions
 from deploy.options.config import DeployConfig
 from deploy.options.mm_store import choose_pool
 from deploy.options.mooncake_package import (
@@ -37,7 +37,7 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
                 raise PackageNotFoundError(name)
             return found[name]
 
-        monkeypatch.setattr(mooncake_package, "version", version)
+        monkeypatch.setattr(versions, "version", version)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if found else None)
         monkeypatch.setattr(mm_store, "master_program", lambda: "mooncake_master")
         monkeypatch.setattr(ctypes, "CDLL", lambda name: None)

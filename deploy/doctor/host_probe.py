@@ -1,42 +1,24 @@
-"""Facts about serving on several hosts: Ray and its token here, and what one node of a cluster says, asked there."""
+"""What one node of a Ray cluster says when the doctor asks it, in a process there."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import platform
 import random
 import socket
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-from deploy.doctor.facts import HostFacts, RayFacts
-from deploy.doctor.packages import read_packages
+from deploy.doctor.facts import MEMORY_MONITOR, SUBREAPER, HostFacts
+from deploy.doctor.gather import read_packages
 from deploy.host.environment import run_root
 from deploy.host.listeners import exposed
+from deploy.host.ports import hold
 from deploy.host.processes import group_members
 from deploy.host.rundir import is_of_this_namespace, read_groups
+from deploy.options.versions import installed
 from epd_serve import __version__
 
 REACH_S = 3.0
-MEMORY_MONITOR = "RAY_memory_monitor_refresh_ms"
-SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
-_STAT_OTHERS = 0o077
-
-
-def read_ray(environment: Mapping[str, str], home: Path | None = None) -> RayFacts:
-    """By metadata and files alone: whether Ray is installed, and where the token of this user lies, as Ray looks for
-    it."""
-    file = Path(environment.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray" / "auth_token")
-    if environment.get("RAY_AUTH_TOKEN"):
-        return RayFacts(_installed("ray"), "RAY_AUTH_TOKEN")
-    try:
-        mode, found = file.stat().st_mode, bool(file.read_text(encoding="utf-8").strip())
-    except (OSError, UnicodeDecodeError):
-        return RayFacts(_installed("ray"))
-    return RayFacts(_installed("ray"), str(file) if found else "", bool(found and mode & _STAT_OTHERS))
 
 
 class HostProbe:
@@ -65,9 +47,9 @@ class HostProbe:
     def listen(self) -> int:
         """A free port of the range, on which it listens from now on; 0 where there is none."""
         for port in random.sample(self._ports, len(self._ports)):
-            with contextlib.suppress(OSError):
-                self._listening = self._bound(port)
-                self._listening.listen()
+            if (holder := hold(self._address, port)) is not None:
+                holder.listen()
+                self._listening = holder
                 return port
         return 0
 
@@ -80,34 +62,15 @@ class HostProbe:
         return True
 
     def _is_free(self, port: int) -> bool:
-        try:
-            self._bound(port).close()
-        except OSError:
-            return False
-        return True
-
-    def _bound(self, port: int) -> socket.socket:
-        family, kind, protocol, _, address = socket.getaddrinfo(self._address, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.bind(address)
-        except OSError:
-            bound.close()
-            raise
-        return bound
+        if (holder := hold(self._address, port)) is not None:
+            holder.close()
+        return holder is not None
 
 
 def _versions() -> dict[str, str]:
     packages = read_packages()
-    found = {"epd-serve": __version__, "python": platform.python_version(), "ray": _installed("ray")}
+    found = {"epd-serve": __version__, "python": platform.python_version(), "ray": "", **installed(["ray"])}
     return {**found, **packages.versions, **{one.name: one.version for one in packages.mooncake}}
-
-
-def _installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def _exposed(address: str) -> tuple[int, ...]:
