@@ -19,7 +19,7 @@ from deploy.host.listeners import listeners
 from deploy.host.ports import free_ports
 from deploy.host.processes import group_members
 from deploy.host.rundir import RunDir
-from deploy.options.mm_store import MASTER_PROGRAM, master_program
+from deploy.options.mooncake import MASTER_PROGRAM, master_program
 from epd_serve.errors import ConfigError, StageError
 from store.addresses import authority
 from store.mooncake.master import MasterSettings, master_command, rpc_address

@@ -322,7 +322,7 @@ def _links(facts: Facts) -> Iterator[SimpleNamespace]:
     cann = series(facts.ascend.cann) or ()
     able = cann >= SAME_NPU_FROM and facts.ascend.hixl
     ways = draw_ways(DeployConfig(), "npu", facts.wanted.plans)
-    pairs = ", ".join(f"{way.sender}→{way.taker}" for way in ways.kv if way.beside)
+    pairs = ", ".join(way.pair for way in ways.kv if way.beside)
     yield SimpleNamespace(
         hccn_conf=facts.ascend.hccn_conf,
         roce=roce,

@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deploy.doctor.ascend_files import AscendFiles
-from deploy.options.ascend_schedulers import VARIABLES
-from deploy.options.mooncake_package import MooncakePackage
+from deploy.options.stage_args import SCHEDULER_VARIABLES
 from epd_serve.placement import InstancePlan
 from npu_ops.properties import DeviceProperties
 
 KEPT_VALUES = frozenset(
     {
         *("VLLM_PLUGINS", "HCCL_INTRA_ROCE_ENABLE", "ASCEND_BUFFER_POOL", "NO_PROXY", "no_proxy"),
-        *("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", *VARIABLES),
+        *("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", *SCHEDULER_VARIABLES),
         *("RAY_AUTH_MODE", "RAY_ADDRESS"),
     }
 )
@@ -64,14 +63,14 @@ class PackageFacts:
 
     Attributes:
         versions: of those installed, by distribution.
-        mooncake: all builds that are installed.
+        mooncake: all builds that are installed, with their versions.
         plugin: our entry point of vLLM is registered.
         imports: by module, how its import in a process of its own ended: "" well, else the last line said. Only where
             asked for.
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    mooncake: tuple[MooncakePackage, ...] = ()
+    mooncake: Mapping[str, str] = field(default_factory=dict)
     plugin: bool = False
     imports: Mapping[str, str] = field(default_factory=dict)
 

@@ -36,8 +36,7 @@ from deploy.doctor.facts import (
 )
 from deploy.host.environment import module_environment
 from deploy.memory.shared_memory import free_mib
-from deploy.options.mm_store import master_program
-from deploy.options.mooncake_package import installed_packages, libibverbs_loads
+from deploy.options.mooncake import installed_builds, libibverbs_loads, master_program
 from deploy.options.versions import installed
 from npu_ops.discovery import DeviceInventory
 from npu_ops.properties import read_properties
@@ -162,7 +161,7 @@ def read_packages(imports: Iterable[str] = ()) -> PackageFacts:
     plugins = entry_points(group="vllm.general_plugins")
     return PackageFacts(
         installed(DISTRIBUTIONS),
-        installed_packages(),
+        installed_builds(),
         any(found.value.startswith("epd_serve.") for found in plugins),
         {name: try_import(name) for name in imports},
     )

@@ -10,7 +10,7 @@ from deploy.doctor.check import ERROR, OK, WARNING, Check, Verdict
 from deploy.doctor.facts import PROXIES, Facts
 from deploy.memory.check import VISIBLE
 from deploy.memory.shared_memory import RESERVE_MIB
-from deploy.options.ascend_schedulers import schedulers_of
+from deploy.options.stage_args import schedulers_of
 
 _GIB = 1 << 30
 FILES_PER_STAGE = 1024

@@ -70,7 +70,7 @@ class HostProbe:
 def _versions() -> dict[str, str]:
     packages = read_packages()
     found = {"epd-serve": __version__, "python": platform.python_version(), "ray": "", **installed(["ray"])}
-    return {**found, **packages.versions, **{one.name: one.version for one in packages.mooncake}}
+    return {**found, **packages.versions, **packages.mooncake}
 
 
 def _exposed(address: str) -> tuple[int, ...]:

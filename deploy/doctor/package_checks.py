@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from deploy.doctor.check import ERROR, OK, WARNING, Check, Verdict
 from deploy.doctor.facts import Facts
-from deploy.options.mooncake_package import PACKAGES, SECOND_TIER_FROM, install_command, is_older
+from deploy.options.mooncake import PACKAGES, SECOND_TIER_FROM, install_command, is_older
 from deploy.options.versions import NEWEST_VLLM, OLDEST_PYTHON, OLDEST_VLLM, series, spelled
 
 _EXTRA = "pip install 'epd-serve[{facts.wanted.device}]'"
@@ -229,11 +229,11 @@ def _mooncake(facts: Facts) -> Iterator[SimpleNamespace]:
         missing=not found,
         several=len(found) > 1,
         npu=device == "npu",
-        seen=", ".join(f"{one.name} {one.version or '(built from source)'}" for one in found),
-        names=" ".join(one.name for one in found),
-        other=device == "npu" and not {one.name for one in found} & {PACKAGES["npu"], "mooncake"},
+        seen=", ".join(f"{name} {version or '(built from source)'}" for name, version in found.items()),
+        names=" ".join(found),
+        other=device == "npu" and found.keys().isdisjoint((PACKAGES["npu"], "mooncake")),
         loads=facts.machine.libibverbs,
-        older=device != "npu" and any(map(is_older, found)),  # NPUs have no second tier
+        older=device != "npu" and any(map(is_older, found.values())),  # NPUs have no second tier
         install=install_command(device),
     )
 

@@ -52,7 +52,7 @@ def summary(findings: Findings) -> str:
 
 def document(facts: Facts, findings: Findings) -> dict[str, Any]:
     """For `--json`: versions and findings, nothing of the environment but what a finding says."""
-    mooncake = {one.name: one.version for one in facts.packages.mooncake}
+    packages = {**facts.packages.versions, **facts.packages.mooncake}
     ascend = {"cann": facts.ascend.cann, "driver": facts.ascend.driver}
     return {
         "epd_serve": __version__,
@@ -60,7 +60,7 @@ def document(facts: Facts, findings: Findings) -> dict[str, Any]:
         "layout": facts.wanted.layout,
         "python": spelled(facts.machine.python),
         "architecture": facts.machine.architecture,
-        "versions": {**facts.packages.versions, **mooncake, **{name: one for name, one in ascend.items() if one}},
+        "versions": packages | {name: one for name, one in ascend.items() if one},
         "devices": [one.name for one in facts.devices],
         "findings": [
             {"heading": heading, **asdict(one), "seen": tidy(one.seen), "fix": tidy(one.fix)}

@@ -60,7 +60,7 @@ def test_every_trouble_is_shown_with_its_reason_and_its_fix() -> None:
 
 
 def test_the_summary_counts() -> None:
-    findings = examine(with_packages(NPU, {"vllm": ""}, mooncake=()))
+    findings = examine(with_packages(NPU, {"vllm": ""}, mooncake={}))
     assert summary(findings).startswith("1 error and 1 warning, ")
 
 
