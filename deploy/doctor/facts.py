@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deploy.doctor.ascend_files import AscendFiles
+from deploy.options.mooncake import install_command
 from deploy.options.stage_args import SCHEDULER_VARIABLES
 from epd_serve.placement import InstancePlan
 from npu_ops.properties import DeviceProperties
@@ -94,7 +95,7 @@ class MasterFacts:
 
     found: bool = False
     note: str = ""
-    unknown_flags: tuple[str, ...] = ()
+    unknown_flags: str = ""
 
 
 @dataclass(frozen=True)
@@ -204,3 +205,8 @@ class Facts:
     master: MasterFacts = MasterFacts()
     ray: RayFacts = RayFacts()
     namesakes: Mapping[str, Namesake] = field(default_factory=dict)
+
+    @property
+    def install(self) -> str:
+        """The command that brings the Mooncake for this kind of device."""
+        return install_command(self.wanted.device)

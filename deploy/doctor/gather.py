@@ -209,7 +209,7 @@ def read_master() -> MasterFacts:
     if "rpc_port" not in known:
         return MasterFacts(True, "its --help names no flags")
     ours = re.findall(r"--(\w+)", " ".join(master_command(MasterSettings(rpc_port=1, metrics_port=2))))
-    return MasterFacts(True, "", tuple(flag for flag in ours if flag not in known))
+    return MasterFacts(True, "", ", ".join(f"--{flag}" for flag in ours if flag not in known))
 
 
 def read_ray(environment: Mapping[str, str], home: Path | None = None) -> RayFacts:

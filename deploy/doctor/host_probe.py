@@ -12,7 +12,7 @@ from deploy.doctor.facts import MEMORY_MONITOR, SUBREAPER, HostFacts
 from deploy.doctor.gather import read_packages
 from deploy.host.environment import run_root
 from deploy.host.listeners import exposed
-from deploy.host.ports import hold
+from deploy.host.ports import hold, is_free
 from deploy.host.processes import group_members
 from deploy.host.rundir import is_of_this_namespace, read_groups
 from deploy.options.versions import installed
@@ -38,7 +38,7 @@ class HostProbe:
             self._name,
             self._address,
             versions=_versions(),
-            free_ports=sum(map(self._is_free, self._ports)),
+            free_ports=sum(is_free(self._address, port) for port in self._ports),
             exposed=_exposed(self._address),
             niceness=os.getpriority(os.PRIO_PROCESS, 0) - os.getpriority(os.PRIO_PROCESS, os.getppid()),
             settings={name: os.environ[name] for name in (MEMORY_MONITOR, SUBREAPER) if name in os.environ},
@@ -60,11 +60,6 @@ class HostProbe:
         except OSError:
             return False
         return True
-
-    def _is_free(self, port: int) -> bool:
-        if (holder := hold(self._address, port)) is not None:
-            holder.close()
-        return holder is not None
 
 
 def _versions() -> dict[str, str]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 from deploy.doctor.check import ERROR, OK, WARNING, Check, Verdict
-from deploy.doctor.facts import Facts
-from deploy.options.mooncake import PACKAGES, SECOND_TIER_FROM, install_command, is_older
+from deploy.doctor.facts import Facts, MasterFacts
+from deploy.options.mooncake import PACKAGES, SECOND_TIER_FROM, is_older
 from deploy.options.versions import NEWEST_VLLM, OLDEST_PYTHON, OLDEST_VLLM, series, spelled
 
 _EXTRA = "pip install 'epd-serve[{facts.wanted.device}]'"
@@ -234,19 +234,11 @@ def _mooncake(facts: Facts) -> Iterator[SimpleNamespace]:
         other=device == "npu" and found.keys().isdisjoint((PACKAGES["npu"], "mooncake")),
         loads=facts.machine.libibverbs,
         older=device != "npu" and any(map(is_older, found.values())),  # NPUs have no second tier
-        install=install_command(device),
     )
 
 
-def _master(facts: Facts) -> Iterator[SimpleNamespace]:
-    master = facts.master
-    if len(facts.packages.mooncake) == 1:
-        yield SimpleNamespace(
-            found=master.found,
-            note=master.note,
-            unknown_flags=", ".join(f"--{flag}" for flag in master.unknown_flags),
-            install=install_command(facts.wanted.device),
-        )
+def _master(facts: Facts) -> tuple[MasterFacts, ...]:
+    return (facts.master,) if len(facts.packages.mooncake) == 1 else ()
 
 
 MOONCAKE = (
@@ -258,21 +250,21 @@ MOONCAKE = (
                 WARNING,
                 "not installed",
                 "KV between NPUs goes through the host's memory",
-                "{one.install}",
+                "{facts.install}",
                 "missing",
             ),
             Verdict(
                 ERROR,
                 "{one.seen}",
                 "builds of one package overwrite each other's files",
-                "pip uninstall -y {one.names} && {one.install}",
+                "pip uninstall -y {one.names} && {facts.install}",
                 "several",
             ),
             Verdict(
                 ERROR,
                 "{one.seen}",
                 "this build has no protocol `ascend`: NPUs cannot use it",
-                "pip uninstall -y {one.names} && {one.install}",
+                "pip uninstall -y {one.names} && {facts.install}",
                 "other",
             ),
             Verdict(
@@ -286,7 +278,7 @@ MOONCAKE = (
                 WARNING,
                 "{one.seen}",
                 f"the second tier of the MM Store wants {SECOND_TIER_FROM}",
-                "{one.install}",
+                "{facts.install}",
                 "older",
             ),
             Verdict(OK, "{one.seen}, protocol ascend", when="npu"),
@@ -301,14 +293,14 @@ MOONCAKE = (
                 WARNING,
                 "not on PATH",
                 "no second tier of our own can be started",
-                "{one.install}, or give --mooncake-master HOST:PORT",
+                "{facts.install}, or give --mooncake-master HOST:PORT",
                 "not found",
             ),
             Verdict(
                 WARNING,
                 "does not know {one.unknown_flags}",
                 "it would end at once: no second tier of our own",
-                "{one.install}",
+                "{facts.install}",
                 "unknown_flags",
             ),
             Verdict(

@@ -14,8 +14,9 @@ from deploy.doctor.facts import Facts
 from deploy.options.versions import spelled
 from epd_serve import __version__
 
-_MARKS = {Level.OK: "✓", Level.WARNING: "!", Level.ERROR: "✗"}
-_COLOURS = {Level.OK: "32", Level.WARNING: "33", Level.ERROR: "31"}
+_MARKS = {Level.OK: ("✓", "32"), Level.WARNING: ("!", "33"), Level.ERROR: ("✗", "31")}
+"""What stands before a finding, and its colour (ANSI)."""
+
 _WIDTH = 110
 
 Findings = Mapping[str, Sequence[Finding]]
@@ -28,7 +29,7 @@ def text(facts: Facts, findings: Findings, *, colour: bool = False) -> str:
     for heading, group in findings.items():
         lines += ["", _painted(heading, "1", colour)]
         for one in group:
-            mark = _painted(_MARKS[one.level], _COLOURS[one.level], colour)
+            mark = _painted(*_MARKS[one.level], colour)
             first, *more = _wrapped(one.seen, " " * indent)
             lines += [f"  {mark} {one.check:<{indent - 4}}{first.strip()}", *more]
             if one.fix:

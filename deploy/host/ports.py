@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import itertools
 import random
 import socket
 from collections.abc import Iterable, Iterator
@@ -34,16 +35,18 @@ def free_ports(count: int, host: str = "127.0.0.1", within: range = range(0)) ->
     Raises:
         ConfigError: not enough free ports.
     """
-    found: list[int] = []
-    for port in _shuffled(within or _not_ephemeral()):
-        if len(found) == count:
-            break
-        if (holder := hold(host, port)) is not None:
-            holder.close()
-            found.append(port)
+    free = (port for port in _shuffled(within or _not_ephemeral()) if is_free(host, port))
+    found = list(itertools.islice(free, count))
     if len(found) < count:
         raise ConfigError(f"found only {len(found)} free ports on {host}, {count} are needed")
     return found
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether it can be bound. `host`: numeric address."""
+    if (holder := hold(host, port)) is not None:
+        holder.close()
+    return holder is not None
 
 
 class PortBlocks:

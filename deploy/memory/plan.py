@@ -7,7 +7,7 @@ table `deploy/memory/table.py`'s. The estimates have never been held against a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from deploy.memory.sizing import Sizing
@@ -29,6 +29,12 @@ class Neighbours:
     shared: int = 0
     node: str = ""
 
+    @property
+    def names(self) -> str:
+        """Of the instances, for people."""
+        *others, last = (plan.id for plan in self.plans)
+        return f"{', '.join(others)} and {last}" if others else last
+
     def devices(self, one: InstancePlan) -> str:
         """Of one of the instances, for people."""
         return ":".join(filter(None, (self.node, ",".join(map(str, one.devices)))))
@@ -41,8 +47,14 @@ class MemoryPlan:
     kind: str
     groups: tuple[Neighbours, ...]
 
+    def rows(self) -> Iterator[tuple[Neighbours, InstancePlan, Grant]]:
+        """Every instance with those that it shares its devices with, and what it gets."""
+        for group in self.groups:
+            for plan, grant in zip(group.plans, group.division.grants, strict=True):
+                yield group, plan, grant
+
     def grants(self) -> dict[str, Grant]:
-        return {grant.need.id: grant for group in self.groups for grant in group.division.grants}
+        return {plan.id: grant for _, plan, grant in self.rows()}
 
     @property
     def shared_devices(self) -> bool:

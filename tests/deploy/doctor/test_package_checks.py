@@ -124,7 +124,7 @@ def test_without_libibverbs_mooncake_does_not_load() -> None:
     ("master", "words"),
     [
         (MasterFacts(), "not on PATH"),
-        (MasterFacts(True, "", ("metrics_host",)), "--metrics_host"),
+        (MasterFacts(True, "", "--metrics_host"), "--metrics_host"),
         (MasterFacts(True, "its --help names no flags"), "names no flags"),
     ],
 )
