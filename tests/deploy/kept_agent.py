@@ -28,7 +28,7 @@ from deploy.keeper import part
 from deploy.keeper.interface import Keeper
 from deploy.keeper.keeper import keep
 from deploy.keeper.part import Part
-from deploy.options import mm_store
+from deploy.options import mooncake
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.runtime.messages import AGENT_SOCKET
@@ -74,7 +74,7 @@ def main() -> int:
     options: dict[str, Any] = dict(flag[1:].split("=", 1) for flag in sys.argv[2:])
     options |= {name: float(value) for name, value in options.items() if name.endswith("_s")}
     part.BACKOFF_S = 0.0  # the next agent comes at once, however short the life of the last one
-    mm_store.what_is_missing = lambda device, master: ""  # type: ignore[assignment]
+    mooncake.what_is_missing = lambda device, master: ""  # type: ignore[assignment]
     config = DeployConfig(layout="(E-P)-D", device="cpu", arena_mib=8, kv_staging_mib=4, **options)
     run = RunDir.create(folder / "run")
 
