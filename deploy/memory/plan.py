@@ -7,7 +7,7 @@ table `deploy/memory/table.py`'s. The estimates have never been held against a c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.memory.sizing import Sizing
@@ -47,14 +47,8 @@ class MemoryPlan:
     kind: str
     groups: tuple[Neighbours, ...]
 
-    def rows(self) -> Iterator[tuple[Neighbours, InstancePlan, Grant]]:
-        """Every instance with those that it shares its devices with, and what it gets."""
-        for group in self.groups:
-            for plan, grant in zip(group.plans, group.division.grants, strict=True):
-                yield group, plan, grant
-
     def grants(self) -> dict[str, Grant]:
-        return {plan.id: grant for _, plan, grant in self.rows()}
+        return {grant.need.id: grant for group in self.groups for grant in group.division.grants}
 
     @property
     def shared_devices(self) -> bool:

@@ -21,11 +21,12 @@ def memory_table(plan: MemoryPlan) -> str:
     """Rows of all instances, and a line for each set of devices."""
     header = ("instance", plan.kind, "weights", "activations", "runtime", "KV cache", "tokens", "share")
     rows: list[tuple[str, ...]] = [header]
-    for group, one, grant in plan.rows():
-        need = grant.need
-        sizes = (gib(need.weights), gib(need.activations + grant.longest), gib(need.runtime))
-        cache = (gib(grant.kv), str(grant.tokens)) if need.kv_token else ("-", "-")
-        rows.append((one.id, group.devices(one), *sizes, *cache, _share(grant, plan.kind)))
+    for group in plan.groups:
+        for one, grant in zip(group.plans, group.division.grants, strict=True):
+            need = grant.need
+            sizes = (gib(need.weights), gib(need.activations + grant.longest), gib(need.runtime))
+            cache = (gib(grant.kv), str(grant.tokens)) if need.kv_token else ("-", "-")
+            rows.append((one.id, group.devices(one), *sizes, *cache, _share(grant, plan.kind)))
     return "\n".join((table(rows), *(f"  {_summary(group, plan.kind)}" for group in plan.groups)))
 
 
@@ -49,7 +50,8 @@ def memory_json(plan: MemoryPlan) -> list[dict[str, Any]]:
             "kv_tokens": grant.tokens,
             "memory_share": grant.share,
         }
-        for _, one, grant in plan.rows()
+        for group in plan.groups
+        for one, grant in zip(group.plans, group.division.grants, strict=True)
     ]
 
 
