@@ -41,7 +41,7 @@ from bench.workloads.images import Images
 from bench.workloads.requests import Poisson
 from bench.workloads.workload import Workload
 from deploy.host import event_loop
-from deploy.options.mm_store import what_is_missing
+from deploy.options.mooncake import what_is_missing
 from epd_serve.demo.presets import write_preset
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.layout_parser import parse

@@ -28,7 +28,7 @@ from deploy.host.environment import stage_environment
 from deploy.host.logs import keep_bounded
 from deploy.host.ports import PortBlocks
 from deploy.host.state import State
-from deploy.options.mm_store import MASTER_PROGRAM
+from deploy.options.mooncake import MASTER_PROGRAM
 from deploy.runtime.protocol import Node, Observed, Order
 from epd_serve.engine.stage_guard import KEY_ENV
 from epd_serve.errors import ConfigError

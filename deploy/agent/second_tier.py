@@ -30,7 +30,7 @@ from deploy.host.processes import group_members
 from deploy.host.rundir import RunDir
 from deploy.host.state import State
 from deploy.options.addresses import host_and_port
-from deploy.options.mm_store import MASTER_PROGRAM, choose_pool, master_program
+from deploy.options.mooncake import MASTER_PROGRAM, choose_pool, master_program
 from deploy.plan.blueprint import Blueprint
 from epd_serve.errors import ConfigError, StageError
 from store.addresses import authority

@@ -9,12 +9,20 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # set by set_env.sh
 _DEFAULT_HOMES = ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit/latest")  # from 8.5 on, and before
 _RUNTIME = "libascendcl.so"
+_MACHINE = platform.machine()
+_CANN_VERSION = (
+    (f"{_MACHINE}-linux/ascend_toolkit_install.info", r"^version=(\S+)"),
+    ("ascend_toolkit_install.info", r"^version=(\S+)"),
+    ("version.cfg", r"^\w+_running_version=\[[^:\]]*:([^\]]+)\]"),  # [7.6.0.1.220:8.0.0]: inner version, then release
+    *((f"{part}/version.info", r"^version_dir=(\S+)") for part in ("runtime", "opp", "toolkit")),
+)
+"""Files of a toolkit that tell its version, and how."""
 
 
 @dataclass(frozen=True)
@@ -36,55 +44,44 @@ class AscendFiles:
     driver: str = ""
     hccn_conf: bool = False
 
+    @property
+    def cann_or_unknown(self) -> str:
+        return self.cann or "of an unknown version"
+
+    @property
+    def toolkit(self) -> str:
+        """The folder with set_env.sh."""
+        return self.home.removesuffix("/latest")
+
 
 def read_ascend(environment: Mapping[str, str], root: Path = Path("/")) -> AscendFiles:
     """Never raises: what cannot be read stays unknown."""
     named = [Path(environment[name]) for name in HOME_VARIABLES if environment.get(name)]
     homes = [*named, *(root / place for place in _DEFAULT_HOMES)]
     home = next((one for one in homes if one.is_dir()), None)
+    found = AscendFiles(driver=_driver(root), hccn_conf=bool(read_text(root / "etc/hccn.conf").strip()))
+    if home is None:
+        return found
     libraries = environment.get("LD_LIBRARY_PATH", "").split(":")
-    return AscendFiles(
-        home=str(home) if home is not None else "",
-        sourced=home in named or any((Path(one) / _RUNTIME).exists() for one in libraries if one),
-        cann=cann_version(home) if home is not None else "",
-        hixl=home is not None and _has_hixl(home),
-        driver=_driver(root),
-        hccn_conf=bool(read_text(root / "etc/hccn.conf").strip()),
-    )
+    sourced = home in named or any((Path(one) / _RUNTIME).exists() for one in libraries if one)
+    hixl = [*home.glob("lib64/*hixl*.so*"), *home.glob(f"{_MACHINE}-linux/lib64/*hixl*.so*")]
+    return replace(found, home=str(home), sourced=sourced, cann=cann_version(home), hixl=bool(hixl))
 
 
 def cann_version(home: Path) -> str:
-    """Of the toolkit below `home`, from the first file that has it."""
-    for folder in (home / f"{platform.machine()}-linux", home):
-        if found := _field(folder / "ascend_toolkit_install.info", "version"):
-            return found
-    # runtime_running_version=[7.6.0.1.220:8.0.0]: inner version, then the release
-    if match := re.search(r"^\w+_running_version=\[[^:\]]*:([^\]]+)\]", read_text(home / "version.cfg"), re.MULTILINE):
-        return match.group(1)
-    for part in ("runtime", "opp", "toolkit"):
-        if found := _field(home / part / "version.info", "version_dir"):
-            return found
-    return ""
+    """Of the toolkit below `home`, from the first file that has it; "" where none has."""
+    found = (re.search(pattern, read_text(home / file), re.MULTILINE) for file, pattern in _CANN_VERSION)
+    return next((one[1].strip('"') for one in found if one is not None), "")
 
 
 def _driver(root: Path) -> str:
     """The package that installed it says where it lies."""
-    place = _field(root / "etc/ascend_install.info", "Driver_Install_Path_Param")
-    for folder in (root / place.lstrip("/") if place else None, root / "usr/local/Ascend"):
-        if folder is not None and (found := _field(folder / "driver/version.info", "Version")):
-            return found
+    place = re.search(r"^Driver_Install_Path_Param=(\S+)", read_text(root / "etc/ascend_install.info"), re.MULTILINE)
+    for folder in (place[1].strip('"').lstrip("/") if place is not None else "", "usr/local/Ascend"):
+        found = re.search(r"^Version=(\S+)", read_text(root / folder / "driver/version.info"), re.MULTILINE)
+        if found is not None:
+            return found[1].strip('"')
     return ""
-
-
-def _has_hixl(home: Path) -> bool:
-    return any(
-        True for folder in ("lib64", f"{platform.machine()}-linux/lib64") for _ in (home / folder).glob("*hixl*.so*")
-    )
-
-
-def _field(path: Path, name: str) -> str:
-    found = re.search(rf"^{name}=(\S+)", read_text(path), re.MULTILINE)
-    return found.group(1).strip('"') if found is not None else ""
 
 
 def read_text(path: Path) -> str:

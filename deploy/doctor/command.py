@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from deploy.doctor.ascend_checks import ascend_checks
-from deploy.doctor.device_checks import device_checks
-from deploy.doctor.environment_checks import environment_checks
-from deploy.doctor.facts import Facts, RayFacts, Wanted
-from deploy.doctor.finding import Finding
+from deploy.doctor.check import Level
+from deploy.doctor.checks import examine
+from deploy.doctor.facts import RayFacts, Wanted
 from deploy.doctor.gather import gather
-from deploy.doctor.link_checks import link_checks
-from deploy.doctor.machine_checks import machine_checks
-from deploy.doctor.package_checks import mooncake_checks, package_checks
-from deploy.doctor.ray_checks import ray_checks
-from deploy.doctor.report import document, failed, text
+from deploy.doctor.report import counts, document, text
 from deploy.host.environment import environment, is_terminal
 from deploy.memory.shared_memory import SharedMemory, wanted_mib
 from deploy.options.config import DeployConfig
@@ -25,24 +19,6 @@ from epd_serve.layout_parser import parse
 from epd_serve.model_facts import check_model_fits, read_model_facts
 from epd_serve.placement import check_servable, lower
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
-
-CHECKS: dict[str, Callable[[Facts], Iterator[Finding]]] = {
-    "Ascend": ascend_checks,
-    "Devices": device_checks,
-    "Links": link_checks,
-    "Python": package_checks,
-    "Mooncake": mooncake_checks,
-    "Several hosts": ray_checks,
-    "Machine": machine_checks,
-    "Environment": environment_checks,
-}
-"""By heading, in the order in which they are read."""
-
-
-def examine(facts: Facts) -> dict[str, list[Finding]]:
-    """Findings by heading; headings without any are left out."""
-    found = {heading: list(check(facts)) for heading, check in CHECKS.items()}
-    return {heading: findings for heading, findings in found.items() if findings}
 
 
 def run_doctor(
@@ -72,7 +48,7 @@ def run_doctor(
         print(json.dumps(document(facts, findings), indent=2, ensure_ascii=False))
     else:
         print(text(facts, findings, colour=is_terminal() and sys.stdout.isatty()))
-    return 1 if failed(findings) else 0
+    return 1 if counts(findings)[Level.ERROR] else 0
 
 
 def _wanted(inventory: DeviceInventory, layout: str, model: str, note: str) -> Wanted:

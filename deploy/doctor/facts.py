@@ -10,9 +10,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deploy.doctor.ascend_files import AscendFiles
-from deploy.options.mooncake_package import MooncakePackage
+from deploy.options.mooncake import install_command
+from deploy.options.stage_args import SCHEDULER_VARIABLES
 from epd_serve.placement import InstancePlan
 from npu_ops.properties import DeviceProperties
+
+KEPT_VALUES = frozenset(
+    {
+        *("VLLM_PLUGINS", "HCCL_INTRA_ROCE_ENABLE", "ASCEND_BUFFER_POOL", "NO_PROXY", "no_proxy"),
+        *("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", *SCHEDULER_VARIABLES),
+        *("RAY_AUTH_MODE", "RAY_ADDRESS"),
+    }
+)
+"""Their values are numbers, names of plugins, or hosts: no secrets. Printed only where a check says so."""
+
+PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+"""Only that they are set is kept."""
+
+MEMORY_MONITOR = "RAY_memory_monitor_refresh_ms"
+SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
 
 
 @dataclass(frozen=True)
@@ -22,8 +38,7 @@ class MachineFacts:
     Attributes:
         cpu_flags: those of /proc/cpuinfo (x86 `flags`, Arm `Features`).
         cores: usable by this process. quota_cores: what the cgroup grants per second, None without a limit.
-        memory_bytes, memory_limit_bytes, memory_used_bytes: MemAvailable; the cgroup's limit and what of it is in use,
-            cached files aside, None without.
+        memory_bytes: that can be had now. memory_limit_bytes: the cgroup's, None without.
         shm_free_mib: free in /dev/shm; None where there is none.
         open_files, locked_bytes: soft limits of this process; None: unlimited.
         hugepages: (total, free) of the default size.
@@ -34,9 +49,8 @@ class MachineFacts:
     cpu_flags: frozenset[str] = frozenset()
     cores: int = 0
     quota_cores: float | None = None
-    memory_bytes: int | None = None
+    memory_bytes: int = 0
     memory_limit_bytes: int | None = None
-    memory_used_bytes: int | None = None
     shm_free_mib: int | None = None
     open_files: int | None = None
     locked_bytes: int | None = None
@@ -50,14 +64,14 @@ class PackageFacts:
 
     Attributes:
         versions: of those installed, by distribution.
-        mooncake: all builds that are installed.
+        mooncake: all builds that are installed, with their versions.
         plugin: our entry point of vLLM is registered.
         imports: by module, how its import in a process of its own ended: "" well, else the last line said. Only where
             asked for.
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    mooncake: tuple[MooncakePackage, ...] = ()
+    mooncake: Mapping[str, str] = field(default_factory=dict)
     plugin: bool = False
     imports: Mapping[str, str] = field(default_factory=dict)
 
@@ -81,7 +95,7 @@ class MasterFacts:
 
     found: bool = False
     note: str = ""
-    unknown_flags: tuple[str, ...] = ()
+    unknown_flags: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,6 +176,11 @@ class Wanted:
     refusal: str = ""
     shm_mib: int = 0
 
+    @property
+    def placed(self) -> frozenset[int]:
+        """Devices that an instance is on."""
+        return frozenset(device for plan in self.plans for device in plan.devices)
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -178,7 +197,7 @@ class Facts:
     packages: PackageFacts = PackageFacts()
     environment: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[DeviceProperties, ...] = ()
-    devices_note: str = ""
+    devices_note: str = "none is listed"
     driver_tool: str = ""
     compute_modes: tuple[str, ...] = ()
     ascend: AscendFiles = field(default_factory=AscendFiles)
@@ -186,3 +205,8 @@ class Facts:
     master: MasterFacts = MasterFacts()
     ray: RayFacts = RayFacts()
     namesakes: Mapping[str, Namesake] = field(default_factory=dict)
+
+    @property
+    def install(self) -> str:
+        """The command that brings the Mooncake for this kind of device."""
+        return install_command(self.wanted.device)

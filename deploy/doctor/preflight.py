@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deploy.doctor.ascend_checks import ascend_checks
 from deploy.doctor.ascend_files import AscendFiles, read_ascend
-from deploy.doctor.environment_checks import KEPT_VALUES, environment_checks
+from deploy.doctor.check import Finding
+from deploy.doctor.device_checks import ASCEND
 from deploy.doctor.facts import Facts, MachineFacts, Wanted
-from deploy.doctor.finding import Finding
-from deploy.doctor.package_checks import plugin_check
-from deploy.doctor.packages import read_packages
+from deploy.doctor.gather import kept, read_packages
+from deploy.doctor.host_checks import ENVIRONMENT
+from deploy.doctor.package_checks import PLUGIN
 from epd_serve.errors import ConfigError
 from epd_serve.placement import InstancePlan
-
-_NOTHING = MachineFacts((), "")
 
 
 def preflight(
@@ -39,9 +37,9 @@ def preflight(
     if device == "cpu":
         return AscendFiles(), ()
     ascend = read_ascend(environment, root) if device == "npu" else AscendFiles()
-    kept = {name: environment[name] for name in KEPT_VALUES if environment.get(name)}
-    facts = Facts(Wanted(device, tuple(plans)), _NOTHING, read_packages(), kept, ascend=ascend)
-    stops = [one for one in (*ascend_checks(facts), plugin_check(facts), *environment_checks(facts)) if one.stops]
+    facts = Facts(Wanted(device, tuple(plans)), MachineFacts((), ""), read_packages(), kept(environment), ascend=ascend)
+    found = [one for check in (*ASCEND, PLUGIN, *ENVIRONMENT) for one in check.findings(facts)]
+    stops = [one for one in found if one.stops]
     if stops and refuse:
         raise ConfigError(f"{said(stops[0])} (epd-serve doctor shows all; --start-checks warn starts nonetheless)")
     return ascend, tuple(map(said, stops))

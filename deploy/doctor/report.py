@@ -9,61 +9,66 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from deploy.doctor.check import Finding, Level
 from deploy.doctor.facts import Facts
-from deploy.doctor.finding import Finding, Level
+from deploy.options.versions import spelled
 from epd_serve import __version__
 
-_MARKS = {Level.OK: "✓", Level.WARNING: "!", Level.ERROR: "✗"}
-_COLOURS = {Level.OK: "32", Level.WARNING: "33", Level.ERROR: "31"}
+_MARKS = {Level.OK: ("✓", "32"), Level.WARNING: ("!", "33"), Level.ERROR: ("✗", "31")}
+"""What stands before a finding, and its colour (ANSI)."""
+
 _WIDTH = 110
 
 Findings = Mapping[str, Sequence[Finding]]
 
 
-def failed(findings: Findings) -> bool:
-    return any(one.level is Level.ERROR for group in findings.values() for one in group)
-
-
 def text(facts: Facts, findings: Findings, *, colour: bool = False) -> str:
     """The whole report. A line that is well is one line; another has its reason and its fix below."""
-    column = max(len(one.check) for group in findings.values() for one in group) + 2
+    indent = max(len(one.check) for group in findings.values() for one in group) + 6
     lines = [f"epd-serve {__version__} on {facts.wanted.device}"]
     for heading, group in findings.items():
         lines += ["", _painted(heading, "1", colour)]
         for one in group:
-            mark = _painted(_MARKS[one.level], _COLOURS[one.level], colour)
-            first, *more = _wrapped(one.seen, "", column + 4)
-            lines += [f"  {mark} {one.check:<{column}}{first.strip()}", *more]
-            if one.level is not Level.OK:
-                lines += _wrapped(one.why, "why: ", column + 4)
-                lines += _wrapped(one.fix, "fix: ", column + 4)
+            mark = _painted(*_MARKS[one.level], colour)
+            first, *more = _wrapped(one.seen, " " * indent)
+            lines += [f"  {mark} {one.check:<{indent - 4}}{first.strip()}", *more]
+            if one.fix:
+                lines += _wrapped(one.why, " " * indent + "why: ") + _wrapped(one.fix, " " * indent + "fix: ")
     return "\n".join((*lines, "", summary(findings)))
 
 
+def counts(findings: Findings) -> Counter[Level]:
+    """How many findings there are of each level."""
+    return Counter(one.level for group in findings.values() for one in group)
+
+
 def summary(findings: Findings) -> str:
-    counts = Counter(one.level for group in findings.values() for one in group)
-    said = [_count(counts[level], name) for level, name in ((Level.ERROR, "error"), (Level.WARNING, "warning"))]
-    return f"{' and '.join(said)}, {counts[Level.OK]} checks passed"
+    found = counts(findings)
+    errors, warnings = (
+        f"{found[level] or 'no'} {level.value}{'' if found[level] == 1 else 's'}"
+        for level in (Level.ERROR, Level.WARNING)
+    )
+    return f"{errors} and {warnings}, {found[Level.OK]} checks passed"
 
 
 def document(facts: Facts, findings: Findings) -> dict[str, Any]:
     """For `--json`: versions and findings, nothing of the environment but what a finding says."""
+    packages = {**facts.packages.versions, **facts.packages.mooncake}
+    ascend = {"cann": facts.ascend.cann, "driver": facts.ascend.driver}
     return {
         "epd_serve": __version__,
         "device": facts.wanted.device,
         "layout": facts.wanted.layout,
-        "python": ".".join(map(str, facts.machine.python)),
+        "python": spelled(facts.machine.python),
         "architecture": facts.machine.architecture,
-        "versions": dict(facts.packages.versions)
-        | {one.name: one.version for one in facts.packages.mooncake}
-        | {name: found for name, found in (("cann", facts.ascend.cann), ("driver", facts.ascend.driver)) if found},
+        "versions": packages | {name: one for name, one in ascend.items() if one},
         "devices": [one.name for one in facts.devices],
         "findings": [
-            {"heading": heading, **{key: _clean(value) for key, value in asdict(one).items()}}
+            {"heading": heading, **asdict(one), "seen": tidy(one.seen), "fix": tidy(one.fix)}
             for heading, group in findings.items()
             for one in group
         ],
-        "errors": sum(one.level is Level.ERROR for group in findings.values() for one in group),
+        "errors": counts(findings)[Level.ERROR],
     }
 
 
@@ -73,13 +78,8 @@ def tidy(words: str) -> str:
     return words.replace(home, "~") if len(home) > 1 else words
 
 
-def _clean(value: Any) -> Any:
-    return tidy(value) if isinstance(value, str) else value
-
-
-def _wrapped(words: str, name: str, indent: int) -> list[str]:
+def _wrapped(words: str, first: str) -> list[str]:
     """Commands are not broken at their hyphens."""
-    first = " " * indent + name
     return textwrap.wrap(
         tidy(words) or "-",
         _WIDTH,
@@ -88,10 +88,6 @@ def _wrapped(words: str, name: str, indent: int) -> list[str]:
         break_on_hyphens=False,
         break_long_words=False,
     )
-
-
-def _count(count: int, name: str) -> str:
-    return f"{count or 'no'} {name}{'' if count == 1 else 's'}"
 
 
 def _painted(words: str, code: str, colour: bool) -> str:

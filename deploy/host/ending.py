@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -68,51 +68,39 @@ class Ending:
 
     def take(self, number: int) -> None:
         """A signal has come."""
-        if number == signal.SIGTERM:
-            self.on_term()
-        else:
-            self.on_quick()
+        if number != signal.SIGTERM or self._refuse.is_set():
+            if self.stopping.is_set():
+                self._kill()
+            self.stopping.set()
+        if self._asked.is_set() or self.stopping.is_set():
+            self._refuse.set()
+        self._asked.set()
 
     def serves(self, front: Draining) -> None:
         """`front` takes requests from now on: it is what drains."""
         self._front = front
 
-    def on_term(self) -> None:
-        if self._refuse.is_set():
-            self.on_quick()
-        elif self._asked.is_set():
-            self._refuse.set()
-        else:
-            self._asked.set()
-
-    def on_quick(self) -> None:
-        if self.stopping.is_set():
-            self._kill()
-        self._asked.set()
-        self._refuse.set()
-        self.stopping.set()
-
     async def wait(self) -> None:
         """Until it is time to take everything down: requests in flight have ended, or have had their time."""
         await self._asked.wait()
-        front = self._front
-        if not self.stopping.is_set() and front is not None:
-            await self._leave(front)
-        if not self.stopping.is_set() and front is not None:
-            await self._drain(front)
+        if self._front is not None:
+            await self._leave(self._front)
+            await self._drain(self._front)
         self.stopping.set()
 
     async def _leave(self, front: Draining) -> None:
+        if self.stopping.is_set():
+            return
         front.announce()
         if self._lame_duck_s > 0:
             self._say(
                 f"not ready any more; requests are accepted for {self._lame_duck_s:g} s, or until another SIGTERM"
             )
-            await _first((self._refuse.wait(),), self._lame_duck_s)
+            await _first(self._lame_duck_s, self._refuse.wait())
         self._refuse.set()
 
     async def _drain(self, front: Draining) -> None:
-        if self._drain_s <= 0:
+        if self.stopping.is_set() or self._drain_s <= 0:
             return
         front.begin()
         if front.running:
@@ -120,14 +108,14 @@ class Ending:
                 f"draining: {front.running} requests may go on for {self._drain_s:g} s, new ones are refused; "
                 "another signal ends it"
             )
-        await _first((front.idle(), self.stopping.wait()), self._drain_s)
+        await _first(self._drain_s, front.idle(), self.stopping.wait())
         if front.running:
             self._say(f"{front.running} requests are cut off")
 
 
-async def _first(waits: tuple[Awaitable[object], ...], timeout_s: float) -> None:
+async def _first(timeout_s: float, *waits: Coroutine[None, None, object]) -> None:
     """Until one of them is over, or the time."""
-    tasks = [asyncio.ensure_future(one) for one in waits]
+    tasks = [asyncio.create_task(one) for one in waits]
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:

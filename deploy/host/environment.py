@@ -30,8 +30,8 @@ def run_root() -> Path:
     return base / f"epd-serve-{os.getuid()}"
 
 
-def variables() -> Mapping[str, str]:
-    """Those of this process."""
+def environment() -> Mapping[str, str]:
+    """What this process was started with."""
     return os.environ
 
 
@@ -75,11 +75,6 @@ def stage_environment(added: Mapping[str, str], run_path: Path, device: str, par
 def not_the_operators(added: Mapping[str, str]) -> dict[str, str]:
     """What a stage's command adds, but for what the operator has decided in our environment."""
     return {name: value for name, value in added.items() if not (name in _OPERATORS and name in os.environ)}
-
-
-def environment() -> Mapping[str, str]:
-    """What this process was started with, for those who judge it."""
-    return os.environ
 
 
 def is_terminal() -> bool:

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import ipaddress
+import itertools
 import random
 import socket
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import psutil
 
 from epd_serve.errors import ConfigError
 
 LOWEST = 20000
 BACKLOG = 2048
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_IF_INET6 = Path("/proc/net/if_inet6")
-_GLOBAL = "00"
-_SIOCGIFADDR = 0x8915
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def free_ports(count: int, host: str = "127.0.0.1", within: range = range(0)) -> list[int]:
@@ -36,16 +35,18 @@ def free_ports(count: int, host: str = "127.0.0.1", within: range = range(0)) ->
     Raises:
         ConfigError: not enough free ports.
     """
-    found: list[int] = []
-    for port in _shuffled(within or _not_ephemeral()):
-        if len(found) == count:
-            break
-        if (holder := _hold(host, port)) is not None:
-            holder.close()
-            found.append(port)
+    free = (port for port in _shuffled(within or _not_ephemeral()) if is_free(host, port))
+    found = list(itertools.islice(free, count))
     if len(found) < count:
         raise ConfigError(f"found only {len(found)} free ports on {host}, {count} are needed")
     return found
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether it can be bound. `host`: numeric address."""
+    if (holder := hold(host, port)) is not None:
+        holder.close()
+    return holder is not None
 
 
 class PortBlocks:
@@ -80,14 +81,13 @@ class PortBlocks:
     def adopt(self, first: int, count: int) -> None:
         """Hold what nobody listens on of a block that an agent before this one has taken."""
         for port in range(first, first + count):
-            if (holder := _hold(self._host, port, again=True)) is not None:
-                self._held[port] = holder
+            self._hold([port], again=True)
 
     def take_again(self, first: int, count: int) -> int:
         """A block that was taken before, or another one where somebody has come between. Nobody of ours listens there
         now."""
-        block = range(first, first + count)
-        return first if self._hold(block, again=True) else self.take(count)
+        mine = [port for port in range(first, first + count) if port not in self._held]
+        return first if self._hold(mine, again=True) else self.take(count)
 
     def give_back(self, first: int, count: int) -> None:
         """Harmless for ports that are not held."""
@@ -95,13 +95,11 @@ class PortBlocks:
             if (holder := self._held.pop(port, None)) is not None:
                 holder.close()
 
-    def _hold(self, block: Sequence[int], *, again: bool = False) -> bool:
+    def _hold(self, block: Iterable[int], *, again: bool = False) -> bool:
         """Hold all of them, or no more than before."""
         new: dict[int, socket.socket] = {}
         for port in block:
-            if port in self._held and again:
-                continue
-            holder = None if port in self._held else _hold(self._host, port, again=again)
+            holder = None if port in self._held else hold(self._host, port, again=again)
             if holder is None:
                 for one in new.values():
                     one.close()
@@ -120,30 +118,21 @@ def address_of(host: str, flag: str) -> str:
     Raises:
         ConfigError: a wildcard, a name that nobody knows, or an interface without an address.
     """
-    if host in (name for _, name in socket.if_nameindex()):
-        return _address_at(host, flag)
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no host name"
-        raise ConfigError(f"{flag} {host}: no address ({reason})", param=flag) from error
-    address = str(sorted(found, key=lambda one: one[0] != socket.AF_INET)[0][4][0])
+    interface = psutil.net_if_addrs().get(host)
+    if interface is not None:
+        found = [(one.family, one.address) for one in interface if one.family in _FAMILIES and "%" not in one.address]
+        if not found:  # an address with a zone is known on its link alone
+            raise ConfigError(f"{flag} {host}: this interface has no address", param=flag)
+    else:
+        try:
+            known = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"{flag} {host}: no address ({_reason(error)})", param=flag) from error
+        found = [(family, str(address[0])) for family, _, _, _, address in known]
+    address = str(min(found, key=lambda one: _FAMILIES.index(one[0]))[1])
     if ipaddress.ip_address(address).is_unspecified:
         raise ConfigError(f"{flag} {host}: give the address by which the other machines reach this one", param=flag)
     return address
-
-
-def _address_at(interface: str, flag: str) -> str:
-    """Linux: see netdevice(7) and /proc/net/if_inet6."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        return socket.inet_ntoa(answer[20:24])
-    with contextlib.suppress(OSError):
-        for line in _IF_INET6.read_text(encoding="ascii").splitlines():
-            packed, _, _, scope, _, name = line.split()
-            if name == interface and scope == _GLOBAL:
-                return str(ipaddress.IPv6Address(bytes.fromhex(packed)))
-    raise ConfigError(f"{flag} {interface}: this interface has no address", param=flag)
 
 
 def listen(host: str, port: int, *, flags: str = "-") -> socket.socket:
@@ -159,9 +148,8 @@ def listen(host: str, port: int, *, flags: str = "-") -> socket.socket:
         raise ConfigError(f"port {port} is not between 1 and 65535", param=f"{flags}-port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError) as error:  # UnicodeError: no host name at all
-        reason = error.strerror if isinstance(error, OSError) else "it is no host name"
-        raise ConfigError(f"{flags}-host {host} cannot be resolved: {reason}", param=f"{flags}-host") from error
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{flags}-host {host} cannot be resolved: {_reason(error)}", param=f"{flags}-host") from error
     taken = socket.socket(family, kind, protocol)
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -170,14 +158,16 @@ def listen(host: str, port: int, *, flags: str = "-") -> socket.socket:
         taken.setblocking(False)
     except OSError as error:
         taken.close()
-        if error.errno == errno.EADDRINUSE:
-            fix = f"end what listens there or use {flags}-port"
-            raise ConfigError(f"port {port} is in use; {fix}", param=f"{flags}-port") from None
-        if error.errno == errno.EACCES:
-            fix = f"use {flags}-port above 1023"
-            raise ConfigError(f"port {port} needs privileges; {fix}", param=f"{flags}-port") from None
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", param=f"{flags}-host") from error
+        why, what = {
+            errno.EADDRINUSE: (f"port {port} is in use; end what listens there or use {flags}-port", "port"),
+            errno.EACCES: (f"port {port} needs privileges; use {flags}-port above 1023", "port"),
+        }.get(error.errno or 0, (f"cannot listen on {host}:{port}: {error.strerror}", "host"))
+        raise ConfigError(why, param=f"{flags}-{what}") from error
     return taken
+
+
+def _reason(error: OSError | UnicodeError) -> str | None:
+    return error.strerror if isinstance(error, OSError) else "it is no host name"
 
 
 @contextlib.contextmanager
@@ -192,7 +182,7 @@ def private_socket(path: Path) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-def _hold(host: str, port: int, *, again: bool = False) -> socket.socket | None:
+def hold(host: str, port: int, *, again: bool = False) -> socket.socket | None:
     """A socket that is bound there, alone, and does not listen; None where another one is.
 
     Args:
@@ -216,12 +206,8 @@ def _shuffled(ports: range) -> list[int]:
 
 
 def _not_ephemeral() -> range:
-    highest = _ephemeral_start() - 1
-    return range(LOWEST, highest) if highest - LOWEST > 1000 else range(1024, 65535)
-
-
-def _ephemeral_start() -> int:
     try:
-        return int(_EPHEMERAL.read_text(encoding="ascii").split()[0])
-    except (OSError, ValueError, IndexError):
-        return 32768
+        highest = int(_EPHEMERAL.read_text(encoding="ascii").split()[0]) - 1
+    except OSError:
+        highest = 32767
+    return range(LOWEST, highest) if highest - LOWEST > 1000 else range(1024, 65535)

@@ -6,6 +6,7 @@ are kept in files, so they are the kernel's own: psutil tells seconds of a clock
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -82,20 +83,14 @@ def pid_namespace() -> str:
 
 def signal_group(group: int, number: signal.Signals) -> None:
     """Signal a process group; one that has gone is no error."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the number belongs to somebody else by now
         os.killpg(group, number)
-    except ProcessLookupError:
-        return
-    except PermissionError:
-        return  # the number belongs to somebody else by now
 
 
 def signal_process(pid: int, number: signal.Signals) -> None:
     """Signal one process; one that has gone is no error."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 class Killing:
@@ -110,7 +105,7 @@ class Killing:
 
     def strike(self, members: Sequence[int]) -> None:
         """Kill what may be killed now; call again until nobody is left."""
-        others = [pid for pid in members if not _is_resource_tracker(pid)]
+        others = [pid for pid in members if b"multiprocessing.resource_tracker" not in command_line(pid)]
         if others:
             self._trackers_alone_since = None
         elif self._trackers_alone_since is None:
@@ -123,11 +118,12 @@ class Killing:
             signal_process(pid, signal.SIGKILL)
 
 
-def _is_resource_tracker(pid: int) -> bool:
+def command_line(pid: int) -> bytes:
+    """Its arguments, each ended by a zero byte; b"" where it has gone or may not be read."""
     try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return False
+        return b""
 
 
 def environment_of(pid: int, without: Sequence[str] = ()) -> dict[str, str]:

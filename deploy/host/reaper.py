@@ -6,16 +6,14 @@ and for the files. Only what is proven to belong to a dead launch is touched.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import time
 from pathlib import Path
 
 from deploy.host import processes
 from deploy.host.environment import LAUNCH_ENV, run_root, shm_root
 from deploy.host.held import is_held
-from deploy.host.rundir import HELD, UNNAMED, RunDir, held_in, is_of_this_namespace, launches_in, read_groups
+from deploy.host.rundir import HELD, RunDir, held_in, is_of_this_namespace, launches_in, read_groups
 
 KILL_TIMEOUT_S = 5.0
 
@@ -29,23 +27,13 @@ def reap_dead(root: Path | None = None) -> list[str]:
         Ids of the launches that were cleaned up.
     """
     root, shm = root or run_root(), shm_root()
-    dead = [path.name for path in _run_directories(root) if is_held(path / HELD) is False]
+    ours = root.is_dir() and root.lstat().st_uid == os.getuid()
+    dead = sorted(path.name for path in root.iterdir() if is_held(path / HELD) is False) if ours else []
     dead += [one for one in launches_in(shm) if one not in dead and is_held(held_in(shm, one)) is False]
     for launch_id in dead:
         kill_leftovers(root / launch_id)
         RunDir(launch_id, root / launch_id, shm).remove()
     return dead
-
-
-def _run_directories(root: Path) -> list[Path]:
-    """Of this user. What was being made when its maker died is removed."""
-    if not root.is_dir() or root.lstat().st_uid != os.getuid():
-        return []
-    for path in root.glob(f"{UNNAMED}*"):
-        with contextlib.suppress(FileNotFoundError):  # it has its name now
-            if not is_held(path / HELD) and path.stat().st_mtime < time.time() - 60:
-                shutil.rmtree(path, ignore_errors=True)
-    return sorted(path for path in root.iterdir() if not path.name.startswith(UNNAMED))
 
 
 def kill_leftovers(run_path: Path) -> None:
@@ -85,8 +73,5 @@ def _same_group(group: int, recorded_ticks: int, member: processes.ProcessStat) 
 
 def _looks_like_a_stage(pid: int) -> bool:
     """vLLM's children rename themselves, which may overwrite their environment: then the name tells."""
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return b"vllm" in command.lower() or b"epd_serve" in command or b"multiprocessing" in command
+    command = processes.command_line(pid).lower()
+    return any(name in command for name in (b"vllm", b"epd_serve", b"multiprocessing"))

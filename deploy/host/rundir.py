@@ -29,7 +29,7 @@ import json
 import os
 import secrets
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,9 +40,6 @@ from deploy.host.logs import read_log
 from epd_serve.errors import ConfigError
 
 HELD = "held"
-UNNAMED = ".new-"
-"""Begins the name of a run directory that is being made."""
-
 MAX_SOCKET_PATH = 105
 """`sockaddr_un` holds 108 bytes."""
 
@@ -66,29 +63,24 @@ class RunDir:
 
     @classmethod
     def create(cls, root: Path | None = None) -> RunDir:
-        """Make the directory; complete from the moment it has its name, so that a reaper never sees half of one."""
+        """Make the directory. A reaper leaves it alone until it has its lock, which is the last that it gets."""
         root = root or run_root()
         private_folder(root)
         launch_id = secrets.token_hex(4)
-        unnamed = root / f"{UNNAMED}{launch_id}"
-        unnamed.mkdir(mode=0o700)
-        owner = {"pid": os.getpid(), "pid_namespace": processes.pid_namespace()}
-        (unnamed / "launcher.json").write_text(json.dumps(owner), encoding="ascii")
-        try:
-            held = hold(unnamed / HELD), hold(held_in(shm_root(), launch_id))
-        except OSError as error:
-            shutil.rmtree(unnamed, ignore_errors=True)
-            raise ConfigError(f"{error.filename} cannot be made or locked: {error.strerror}") from error
-        path = root / launch_id
-        unnamed.rename(path)
-        run = cls(launch_id, path, shm_root(), held)
+        run = cls(launch_id, root / launch_id, shm_root())
         if len(str(run.socket(LONGEST_SOCKET_NAME))) > MAX_SOCKET_PATH:
-            run.remove()
             raise ConfigError(
                 f"run directory {root} is too long for sockets; give a shorter one by --run-root or XDG_RUNTIME_DIR",
                 param="run_root",
             )
-        return run
+        run.path.mkdir(mode=0o700)
+        owner = {"pid": os.getpid(), "pid_namespace": processes.pid_namespace()}
+        (run.path / "launcher.json").write_text(json.dumps(owner), encoding="ascii")
+        try:
+            return replace(run, held=(hold(held_in(run.shm, launch_id)), hold(run.path / HELD)))
+        except OSError as error:
+            run.remove()
+            raise ConfigError(f"{error.filename} cannot be made or locked: {error.strerror}") from error
 
     def log(self, instance: str) -> Path:
         return self.path / f"{instance}.log"

@@ -64,11 +64,8 @@ class Outcome:
 
     def shared(self, plans: Sequence[InstancePlan]) -> tuple[InstancePlan, ...]:
         """The instances with what they get."""
-        nothing = (None, None)
-        return tuple(
-            replace(plan, memory_share=share, kv_cache_bytes=kv)
-            for plan, (share, kv) in ((plan, self.grants.get(plan.id, nothing)) for plan in plans)
-        )
+        got = [(plan, *self.grants.get(plan.id, (None, None))) for plan in plans]
+        return tuple(replace(plan, memory_share=share, kv_cache_bytes=kv) for plan, share, kv in got)
 
 
 NO_MEMORY = Outcome()
@@ -116,25 +113,27 @@ def _check(group: Neighbours, plan: MemoryPlan, sizing: Sizing) -> list[str]:
     """Warnings. Raises ConfigError."""
     if plan.kind == "cpu":
         return _check_host(group, plan, sizing)
-    division = group.division
+    division, names = group.division, group.names
     where = f"{plan.kind} device {','.join(map(str, group.plans[0].devices))}"
     _check_own_shares(group, where)
-    others = _others(group, sizing)
+    found = [one for one in sizing.properties if one.index in group.plans[0].devices]
+    others = ", ".join(dict.fromkeys(stranger for one in found for stranger in _strangers(one)))
     if not division.missing:
         used = f"{where} is used by others too ({others}); the plan keeps to the {gib(division.free)} that are free"
         return [used] * bool(others) + _clips(group, sizing)
     needs = [grant.need for grant in division.grants]
+    least = gib(sum(need.least for need in needs))
     if others and not divide(division.total, needs).missing:
         raise ConfigError(
-            f"{where} is in use by others ({others}): {_names(group)} must have {gib(_least(group))}, "
+            f"{where} is in use by others ({others}): {names} must have {least}, "
             f"{gib(division.free)} of {gib(division.total)} are free. {_elsewhere(plan, sizing)}\n\n"
             f"{memory_table(plan)}",
             param="--device",
         )
     text = (
-        f"{_names(group)} do{'es' * (len(group.plans) == 1)} not fit on {where}"
+        f"{names} do{'es' * (len(needs) == 1)} not fit on {where}"
         + (f", which is in use by others ({others})" if others else "")
-        + f": at least {gib(_least(group))} must be there, {gib(division.missing)} more than can be planned with"
+        + f": at least {least} must be there, {gib(division.missing)} more than can be planned with"
     )
     measured = len(needs) == 1 or all(need.fixed_share is not None for need in needs)
     if measured and sum(map(_surely, needs)) <= division.free:
@@ -144,8 +143,7 @@ def _check(group: Neighbours, plan: MemoryPlan, sizing: Sizing) -> list[str]:
 
 def _surely(need: Need) -> int:
     """What cannot do with less: estimates are not wrong by half."""
-    kv = need.kv_least if need.fixed_kv is None else need.fixed_kv
-    return need.weights + kv + (need.activations + need.runtime) // 2
+    return need.least - (need.activations + need.runtime) // 2
 
 
 def _clips(group: Neighbours, sizing: Sizing) -> list[str]:
@@ -161,37 +159,32 @@ def _clips(group: Neighbours, sizing: Sizing) -> list[str]:
 
 
 def _check_own_shares(group: Neighbours, where: str) -> None:
-    """Shares that the operator set, with ours beside them, have to sum below 1."""
-    shares = [grant.share or 0.0 for grant in group.division.grants]
-    own = [grant.need.id for grant in group.division.grants if grant.need.fixed_share is not None]
-    if own and len(group.plans) > 1 and sum(shares) >= 1 and not group.division.missing:
-        raise ConfigError(_too_much(group, where, sum(shares)), param="--stage-args")
-    fixed = sum(grant.need.fixed_share or 0.0 for grant in group.division.grants)
-    if len(group.plans) > 1 and fixed >= 1:
-        raise ConfigError(_too_much(group, where, fixed), param="--stage-args")
-
-
-def _too_much(group: Neighbours, where: str, shares: float) -> str:
-    return (
-        f"the memory shares of {_names(group)} on {where} sum to {shares:.2f}; they have to stay below 1: "
-        "lower --gpu-memory-utilization in --stage-args, or leave it out"
-    )
+    """Shares that the operator set, with ours beside them where these can be, have to sum below 1."""
+    division = group.division
+    fixed = [grant.need.fixed_share or 0.0 for grant in division.grants]
+    shares = sum(fixed if division.missing else [grant.share or 0.0 for grant in division.grants])
+    if len(fixed) > 1 and any(fixed) and shares >= 1:
+        raise ConfigError(
+            f"the memory shares of {group.names} on {where} sum to {shares:.2f}; they have to stay below 1: "
+            "lower --gpu-memory-utilization in --stage-args, or leave it out",
+            param="--stage-args",
+        )
 
 
 def _check_host(group: Neighbours, plan: MemoryPlan, sizing: Sizing) -> list[str]:
     division = group.division
+    take = f"{group.names} take {gib(division.taken + group.shared)} of host memory"
     short = [grant.need for grant in division.grants if grant.need.kv_token and grant.kv < grant.need.kv_least]
-    taken = division.taken + group.shared
     if division.missing or short:
         reason = (
-            f"{_names(group)} take {gib(taken)} of host memory, this machine has {gib(division.total)}"
+            f"{take}, this machine has {gib(division.total)}"
             if division.missing
             else f"{short[0].id} has {gib(short[0].fixed_kv or 0)} of KV cache, and one request of the longest length "
             f"needs {gib(short[0].kv_least)}"
         )
         raise ConfigError(f"{reason}.\n\n{memory_table(plan)}\n\nChange: {first_fix(group, sizing)}", param="--layout")
-    if taken > division.free:
-        return [f"{_names(group)} take {gib(taken)} of host memory, {gib(division.free)} are available now"]
+    if division.taken + group.shared > division.free:
+        return [f"{take}, {gib(division.free)} are available now"]
     return []
 
 
@@ -214,16 +207,6 @@ def _untold(sizing: Sizing, plans: Sequence[InstancePlan]) -> str:
             notes = [one.note for one in sizing.properties if one.index == device and one.note]
             return f"the memory of device {device} is unknown" + (f" ({notes[0]})" if notes else "")
     return f"{sizing.facts.directory.name} does not tell the sizes of its weights or encoders"
-
-
-def _others(group: Neighbours, sizing: Sizing) -> str:
-    """Who else is on the devices, or ""."""
-    found = []
-    for device in group.plans[0].devices:
-        for one in sizing.properties:
-            if one.index == device:
-                found += _strangers(one)
-    return ", ".join(dict.fromkeys(found))
 
 
 def _strangers(found: DeviceProperties) -> list[str]:
@@ -250,12 +233,3 @@ def _elsewhere(plan: MemoryPlan, sizing: Sizing) -> str:
         return f"End them, or name devices that are free in {variable}"
     chosen = sorted(sorted(free, key=lambda index: -free[index])[:count])
     return f"End them, or choose devices that are free: {variable}={','.join(map(str, chosen))}"
-
-
-def _least(group: Neighbours) -> int:
-    return sum(grant.need.least for grant in group.division.grants)
-
-
-def _names(group: Neighbours) -> str:
-    names = [plan.id for plan in group.plans]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -29,6 +29,12 @@ class Neighbours:
     shared: int = 0
     node: str = ""
 
+    @property
+    def names(self) -> str:
+        """Of the instances, for people."""
+        *others, last = (plan.id for plan in self.plans)
+        return f"{', '.join(others)} and {last}" if others else last
+
     def devices(self, one: InstancePlan) -> str:
         """Of one of the instances, for people."""
         return ":".join(filter(None, (self.node, ",".join(map(str, one.devices)))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from epd_serve.errors import ConfigError
 from epd_serve.largest_items import ProcessorConfigs
 from epd_serve.memory_shares import Division, Grant, Need, divide
 from epd_serve.model_facts import ModelFacts, modalities
-from epd_serve.model_sizes import ModelSizes, model_sizes
+from epd_serve.model_sizes import model_sizes
 from epd_serve.model_weights import ModelWeights, read_model_weights
 from epd_serve.placement import InstancePlan
 from epd_serve.roles import Role
@@ -65,7 +65,7 @@ class Sizing:
         sizes = model_sizes(self._configs.config)
         if sizes is None:
             return None
-        weights = self._weights(flags.element_bytes, sizes)
+        weights = self._weights(element_bytes=flags.element_bytes, quantised=sizes.quantised, tied=sizes.tied)
         if weights is None:
             return None
         place = Place(kind, plan.tp, StageWiring.feature_queue_bytes, CPU_KV_BYTES if kind == "cpu" else 0)
@@ -83,8 +83,11 @@ class Sizing:
     def processors(self) -> ProcessorConfigs:
         return self._configs
 
-    def sizes(self) -> ModelSizes | None:
-        return model_sizes(self._configs.config)
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that the model takes; 0 where it does not say."""
+        sizes = model_sizes(self._configs.config)
+        return sizes.language.max_positions if sizes is not None else 0
 
     def _words(self, plan: InstancePlan, more: Sequence[str]) -> tuple[str, ...]:
         ours = (*CPU_ARGS,) if self.inventory.kind == "cpu" else ()
@@ -92,33 +95,24 @@ class Sizing:
 
     def divided(self, plans: Sequence[InstancePlan], more: Sequence[str] = ()) -> Division | None:
         """One set of devices among its instances; all ranks' devices count as the smallest of them."""
-        memories = [self.memory_of(device) for device in plans[0].devices]
-        if any(memory is None for memory in memories):
+        memories = [memory for device in plans[0].devices if (memory := self.memory_of(device))]
+        if len(memories) < len(plans[0].devices):
             return None
-        total = min(memory[0] for memory in memories if memory)
-        free = min(memory[1] for memory in memories if memory)
-        needs = [self.need(plan, total, more) for plan in plans]
-        known = [need for need in needs if need is not None]
-        if len(known) < len(needs):
+        total, free = map(min, zip(*memories, strict=True))
+        needs = [need for plan in plans if (need := self.need(plan, total, more))]
+        if len(needs) < len(plans):
             return None
-        return self._host(total, free, known) if self.inventory.kind == "cpu" else divide(total, known, free)
-
-    def _host(self, total: int, free: int, needs: Sequence[Need]) -> Division:
-        """Host memory is not divided: every worker takes the KV cache that it is told."""
+        if self.inventory.kind != "cpu":
+            return divide(total, needs, free)
+        # Host memory is not divided: every worker takes the KV cache that it is told.
         grants = tuple(Grant(need, None, need.fixed_kv or 0, None) for need in needs)
         taken = sum(grant.taken for grant in grants) + self.host_bytes
         return Division(total, free, grants, max(0, taken - total))
 
-    def _weights(self, element_bytes: int, sizes: ModelSizes) -> ModelWeights | None:
-        if element_bytes not in self._read:
-            self._read[element_bytes] = read_model_weights(
-                self.facts.directory, element_bytes=element_bytes, quantised=sizes.quantised, tied=sizes.tied
-            )
-        return self._read[element_bytes]
-
     @cached_property
-    def _read(self) -> dict[int, ModelWeights | None]:
-        return {}
+    def _weights(self) -> Callable[..., ModelWeights | None]:
+        """`read_model_weights` of the model, which reads the headers of its checkpoint once."""
+        return cache(partial(read_model_weights, self.facts.directory))
 
 
 def processor_configs(folder: Path) -> ProcessorConfigs:

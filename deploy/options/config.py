@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from msgspec import Meta
 
 from deploy.host.ending import MAX_DRAIN_S
-from deploy.host.environment import variables
+from deploy.host.environment import environment
 from deploy.options.addresses import check_name, host_and_port, port_range
 from epd_serve.core_shares import parse_core_shares
 from epd_serve.engine.kv.grouping_file import PREFIX, open_grouping
@@ -229,7 +229,7 @@ def build_config(flags: Mapping[str, Any], config_file: str | None = None, owner
     values = read_config_file(config_file, owner) if config_file else {}
     for key, setting in known.items():
         variable = variable_of(key)
-        if key not in flags and (text := variables().get(variable)):
+        if key not in flags and (text := environment().get(variable)):
             values[key] = setting.typed(text, variable)
     for key, value in flags.items():
         if key != "proxy":

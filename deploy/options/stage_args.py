@@ -1,12 +1,21 @@
-"""`--stage-args 'P:--max-num-seqs 8'`: the operator's vLLM flags, by role, by instance id, or for all."""
+"""`--stage-args 'P:--max-num-seqs 8'`: the operator's vLLM flags, by role, by instance id, or for all.
+
+Refused among them are vllm-ascend's own schedulers. Each takes the place of the one that we name with
+`--scheduler-cls`, or of the `schedule` that it extends: nobody reports the load, and none of them asks the EC connector
+whether a request's features are there. Source: vllm-ascend 0.23, `ascend_config.py` (the keys), `platform.py` (who
+wins), `core/` and `patch/platform/patch_balance_schedule.py`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from deploy.options.ascend_schedulers import schedulers_in
 from epd_serve.answer_flags import answer_flags
 from epd_serve.errors import ConfigError
 from epd_serve.placement import InstancePlan
@@ -19,6 +28,19 @@ OURS = (
 )
 """Flags the launcher decides: another value would cut the stage off from the rest, or want devices it does not get."""
 
+SCHEDULERS = {
+    "recompute_scheduler_enable": "recompute scheduler",
+    "SLO_limits_for_dynamic_batch": "dynamic batch scheduler",
+    "profiling_chunk_config.enabled": "profiling chunk scheduler",
+    "enable_balance_scheduling": "balance scheduler",
+}
+"""Key of `--additional-config` → what it starts. A dot leads into a mapping."""
+
+SCHEDULER_VARIABLES = {"VLLM_ASCEND_BALANCE_SCHEDULING": "balance scheduler"}
+"""Environment variables that do the same."""
+
+_OFF = ("", "0", "false", "none", "null", "-1")
+
 
 def flag_of(word: str) -> str:
     """The flag that vLLM takes this word for: underscores are dashes to it, `--flag.key` sets a part of `--flag`."""
@@ -26,14 +48,34 @@ def flag_of(word: str) -> str:
     return name.split(".")[0].replace("_", "-") if name.startswith("--") else name
 
 
-def refuse_other_schedulers(words: Sequence[str], where: str) -> None:
-    """Refuse flags that put a scheduler of vllm-ascend in the place of ours. Raises ConfigError, with `where` first."""
-    for key, what in schedulers_in(words):
-        raise ConfigError(
-            f"{where}: {key} starts vllm-ascend's {what} in place of ours, which reports the load and waits for "
-            f"features; remove {key} from --additional-config",
-            param="--stage-args",
-        )
+def schedulers_in(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(key, scheduler) of all that these vLLM flags switch on. JSON that cannot be read is left to vLLM to refuse."""
+    for word, following in itertools.pairwise((*words, "")):
+        name, equals, value = word.partition("=")
+        if flag_of(name) == "--additional-config":
+            config = _nested(name, value if equals or following.startswith("--") else following)
+            yield from ((key, what) for key, what in SCHEDULERS.items() if _is_on(config, key))
+
+
+def schedulers_of(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(variable, scheduler) of all that this environment switches on."""
+    return (one for one in SCHEDULER_VARIABLES.items() if _is_on(environment, one[0]))
+
+
+def _nested(flag: str, text: str) -> Any:
+    """`--flag.a.b` and `1` as {a: {b: 1}}, what they mean to vLLM. A flag without a value is on."""
+    made: Any = text or "true"
+    with contextlib.suppress(ValueError):  # else a plain string
+        made = json.loads(made)
+    for key in reversed(flag.split(".")[1:]):
+        made = {key: made}
+    return made
+
+
+def _is_on(config: Any, key: str) -> bool:
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, Mapping) else None
+    return str(config).strip().lower() not in _OFF
 
 
 @dataclass(frozen=True)
@@ -96,5 +138,10 @@ def _entry(text: str, targets: set[str]) -> tuple[str, tuple[str, ...]]:
     for word in words:
         if flag_of(word) in OURS:
             raise ConfigError(f"stage_args {text!r}: {word} is set by the launcher; remove it", param="--stage-args")
-    refuse_other_schedulers(words, f"stage_args {text!r}")
+    for key, what in schedulers_in(words):
+        raise ConfigError(
+            f"stage_args {text!r}: {key} starts vllm-ascend's {what} in place of ours, which reports the load and "
+            f"waits for features; remove {key} from --additional-config",
+            param="--stage-args",
+        )
     return target, words

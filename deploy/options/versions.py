@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 
 # Which Ascend drivers (HDK series) a CANN series runs on.
 # Source: CANN 9.1.0 and 9.1.1 Release Notes, "CANN and Ascend HDK Version Compatibility"
@@ -32,6 +34,17 @@ RAY = "2.60.0"
 """The one that several hosts are tried with: its authentication and its resources change between releases."""
 
 
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those distributions that are installed, by name; from metadata, nothing of them is imported."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """`9.1.0` as (9, 1, 0), `25.3.rc1` as (25, 3, 1), `2.10.0.post4+cpu` as (2, 10, 0, 4); () where there are none.
 
@@ -45,5 +58,5 @@ def series(text: str) -> tuple[int, int] | None:
     return (found[0], found[1]) if len(found) >= 2 else None
 
 
-def spelled(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+def spelled(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))

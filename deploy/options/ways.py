@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deploy.options.config import DeployConfig
+from deploy.options.versions import SAME_NPU_FROM, spelled
 from epd_serve.errors import ConfigError
 from epd_serve.kv.transport_selection import MOONCAKE, SHM, transports_between
 from epd_serve.placement import InstancePlan
-
-SAME_NPU_FROM = (9, 1)
-"""CANN whose HIXL connects two processes on one NPU (Mooncake #3453). Never run by us, so only on request."""
 
 _SHOWN = 4
 
@@ -31,6 +29,14 @@ class KvWay:
     beside: bool
     apart: bool = False
 
+    @property
+    def pair(self) -> str:
+        return f"{self.sender}→{self.taker}"
+
+    def __str__(self) -> str:
+        """How KV goes, for people."""
+        return _NAMES[self.transports] + (" (one device)" if self.beside else " (two nodes)" if self.apart else "")
+
 
 @dataclass(frozen=True)
 class Ways:
@@ -41,16 +47,14 @@ class Ways:
     @property
     def apart(self) -> list[str]:
         """Pairs that exchange KV between two nodes."""
-        return [f"{one.sender}→{one.taker}" for one in self.kv if one.apart]
+        return [one.pair for one in self.kv if one.apart]
 
     def lines(self) -> list[str]:
         """For people: one line per way, with the pairs that go it."""
-        lines = []
-        for way in dict.fromkeys((one.transports, one.beside, one.apart) for one in self.kv):
-            pairs = [f"{one.sender}→{one.taker}" for one in self.kv if (one.transports, one.beside, one.apart) == way]
-            where = " (one device)" if way[1] else " (two nodes)" if way[2] else ""
-            lines.append(f"KV {_few(pairs)}: {_NAMES[way[0]]}{where}")
-        return lines
+        pairs: dict[str, list[str]] = {}
+        for one in self.kv:
+            pairs.setdefault(str(one), []).append(one.pair)
+        return [f"KV {_few(some)}: {way}" for way, some in pairs.items()]
 
 
 _NAMES = {
@@ -77,42 +81,36 @@ def draw_ways(
     Raises:
         ConfigError: a way is asked for that cannot be.
     """
-    kv = tuple(_kv_ways(config, device, plans, node_of))
-    if config.kv_transport == SHM and (pairs := [f"{way.sender}→{way.taker}" for way in kv if way.apart]):
+    ways = Ways(
+        tuple(
+            _way(config, device, sender, taker, {node_of(sender), node_of(taker)})
+            for sender in plans
+            for taker in plans
+            if sender.sends_kv and taker.takes_kv and sender is not taker
+        )
+    )
+    if config.kv_transport == SHM and ways.apart:
         raise ConfigError(
-            f"--kv-transport shm: {_few(pairs)} are on two nodes, where KV takes Mooncake; use --kv-transport auto",
+            f"--kv-transport shm: {_few(ways.apart)} are on two nodes, where KV takes Mooncake; use --kv-transport "
+            "auto",
             param="kv_transport",
         )
-    if device == "npu" and config.kv_transport == MOONCAKE:
-        _check_same_npu([way for way in kv if way.beside], cann)
-    return Ways(kv)
-
-
-def _kv_ways(
-    config: DeployConfig, device: str, plans: Sequence[InstancePlan], node_of: Callable[[InstancePlan], str]
-) -> list[KvWay]:
-    ways = []
-    for sender in plans:
-        for taker in plans:
-            if sender.sends_kv and taker.takes_kv and sender is not taker:
-                nodes = {node_of(sender), node_of(taker)}
-                apart = len(nodes) > 1 and "" not in nodes
-                beside = device != "cpu" and bool(set(sender.devices) & set(taker.devices))
-                names = (MOONCAKE,) if apart else transports_between(config.kv_transport, device, colocated=beside)
-                ways.append(KvWay(sender.id, taker.id, names, beside, apart))
+    beside = [way.pair for way in ways.kv if way.beside]
+    if beside and device == "npu" and config.kv_transport == MOONCAKE and cann < SAME_NPU_FROM:
+        found = f"CANN {spelled(cann)}" if cann else "an unknown CANN"
+        raise ConfigError(
+            f"--kv-transport mooncake: {_few(beside)} share an NPU, which {found} cannot connect with itself (9.1 with "
+            "HIXL can); use --kv-transport auto, where such pairs take shared memory and others Mooncake",
+            param="kv_transport",
+        )
     return ways
 
 
-def _check_same_npu(beside: Sequence[KvWay], cann: tuple[int, ...]) -> None:
-    """Raises ConfigError where Mooncake alone is to join a pair that it cannot join."""
-    if beside and cann < SAME_NPU_FROM:
-        pairs = _few([f"{way.sender}→{way.taker}" for way in beside])
-        found = f"CANN {'.'.join(map(str, cann))}" if cann else "an unknown CANN"
-        raise ConfigError(
-            f"--kv-transport mooncake: {pairs} share an NPU, which {found} cannot connect with itself (9.1 with HIXL "
-            "can); use --kv-transport auto, where such pairs take shared memory and others Mooncake",
-            param="kv_transport",
-        )
+def _way(config: DeployConfig, device: str, sender: InstancePlan, taker: InstancePlan, nodes: set[str]) -> KvWay:
+    apart = len(nodes) > 1 and "" not in nodes
+    beside = device != "cpu" and bool(set(sender.devices) & set(taker.devices))
+    transports = (MOONCAKE,) if apart else transports_between(config.kv_transport, device, colocated=beside)
+    return KvWay(sender.id, taker.id, transports, beside, apart)
 
 
 def _few(names: Sequence[str]) -> str:

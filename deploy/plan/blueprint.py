@@ -17,8 +17,7 @@ from deploy.memory.placement_table import short_node
 from deploy.memory.plan import MemoryPlan
 from deploy.options.config import DeployConfig
 from deploy.options.engines import checked_profile
-from deploy.options.mm_store import choose_pool
-from deploy.options.mooncake_package import client_warnings, reads_device_memory
+from deploy.options.mooncake import choose_pool, client_warnings, reads_device_memory
 from deploy.options.stage_args import StageArgs, check_alike, parse_stage_args, waits_for_decode
 from deploy.options.versions import numbers
 from deploy.options.ways import Ways, draw_ways

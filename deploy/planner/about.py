@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.doctor.ascend_files import read_ascend
-from deploy.doctor.packages import read_packages
+from deploy.doctor.gather import read_packages
 from deploy.memory.preview import preview
 from deploy.planner.interference import read_interference_profile
 from deploy.planner.profile import DECODE, ENCODE, PREFILL, DeviceProfile

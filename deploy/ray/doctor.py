@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.doctor.facts import HostFacts, RayFacts
-from deploy.doctor.ray_facts import HostProbe
+from deploy.doctor.host_probe import HostProbe
 from deploy.options.addresses import port_range
 from deploy.ray.cluster import RayNode, connect, nodes_alive, require_token
 from epd_serve.errors import EpdError

@@ -146,14 +146,10 @@ class SharedListener:
         accepted.setblocking(False)
         assert self._protocol is not None, "started"
         loop = asyncio.get_running_loop()
-        if self._certificate is None:
-            begin = loop.connect_accepted_socket(self._protocol, accepted)
-        else:
-            context = self._certificate.context
-            begin = loop.connect_accepted_socket(
-                self._protocol, accepted, ssl=context, ssl_handshake_timeout=HANDSHAKE_S
-            )
-        task = asyncio.ensure_future(begin)
+        tls: dict[str, Any] = {}
+        if self._certificate is not None:
+            tls = {"ssl": self._certificate.context, "ssl_handshake_timeout": HANDSHAKE_S}
+        task = asyncio.ensure_future(loop.connect_accepted_socket(self._protocol, accepted, **tls))
         self._beginning.add(task)
         task.add_done_callback(self._begun)
         return True

@@ -43,6 +43,6 @@ KNOWN: tuple[Known, ...] = (
         "store/mooncake/master.py",
         "--metrics_host",
         "Its `mooncake_master` ends at once with `unknown command line flag`. It is never started: NPUs have no second "
-        "tier (`deploy/options/mm_store.py`).",
+        "tier (`deploy/options/mooncake.py`).",
     ),
 )

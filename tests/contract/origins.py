@@ -67,7 +67,7 @@ FLAGS = {
 
 # Functions and tables whose strings are words of a package (attributes, keys): which one. A dot joins two of them.
 WORDS = {
-    ("deploy/options/ascend_schedulers.py", "SCHEDULERS"): "vllm_ascend",
+    ("deploy/options/stage_args.py", "SCHEDULERS"): "vllm_ascend",
     ("epd_serve/engine/argv.py", "SHARED_NPU_SETTINGS"): "vllm_ascend",
     ("epd_serve/engine/compat.py", "schedule_as_vllm_does"): "vllm_ascend",
 }

@@ -238,9 +238,9 @@ def test_words_of_another_package_are_held_against_it(tmp_path):
     facts = WheelFacts(made_wheel(tmp_path), "vllm_ascend")
     text = 'SCHEDULERS = {"items.nowhere_to_be_found": "a scheduler"}\n'
     examined = read(
-        "deploy/options/ascend_schedulers.py", ast.parse(text), facts, "vllm_ascend", "vllm-ascend 1.0", frozenset()
+        "deploy/options/stage_args.py", ast.parse(text), facts, "vllm_ascend", "vllm-ascend 1.0", frozenset()
     )
 
     assert said(examined) == [
-        "deploy/options/ascend_schedulers.py:1: vllm-ascend 1.0: nowhere_to_be_found does not occur in it"
+        "deploy/options/stage_args.py:1: vllm-ascend 1.0: nowhere_to_be_found does not occur in it"
     ]

@@ -15,7 +15,7 @@ from typing import Any
 from deploy.agent.second_tier import mooncake_command
 from deploy.agent.waits import Patience
 from deploy.launch.launcher import Launch
-from deploy.options import mm_store
+from deploy.options import mooncake
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from epd_serve.engine.argv import stage_command
@@ -50,7 +50,7 @@ def main() -> int:
     master_of = mooncake_command
     if any(flag.startswith("master=") for flag in flags):
         master_of = master
-        mm_store.what_is_missing = lambda device, master: ""  # type: ignore[assignment]
+        mooncake.what_is_missing = lambda device, master: ""  # type: ignore[assignment]
     links_s = next((float(flag.partition("=")[2]) for flag in flags if flag.startswith("links_s=")), 120.0)
     patience = Patience(poll_s=0.05, backoff_s=0.1, health_every_s=0.1, stop_grace_s=1.0, links_s=links_s)
     try:

@@ -29,7 +29,7 @@ from deploy.host.processes import signal_group
 from deploy.host.rundir import RunDir, read_groups
 from deploy.host.state import State
 from deploy.node.routes import NodeWatch, serve_node
-from deploy.options import mm_store
+from deploy.options import mooncake
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.runtime.node_api import NODE_SOCKET
@@ -104,7 +104,7 @@ def main() -> int:
     options: dict[str, Any] = dict(flag[1:].split("=", 1) for flag in sys.argv[2:])
     options |= {name: float(value) for name, value in options.items() if name.endswith("_s")}
     root.BACKOFF_S = 0.0  # the next agent comes at once, however short the life of the last one
-    mm_store.what_is_missing = lambda device, master: ""  # type: ignore[assignment]
+    mooncake.what_is_missing = lambda device, master: ""  # type: ignore[assignment]
     config = DeployConfig(layout="(E-P)-D", device="cpu", arena_mib=8, kv_staging_mib=4, **options)
     run = RunDir.create(folder / "run")
 

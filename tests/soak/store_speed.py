@@ -23,7 +23,7 @@ import numpy as np
 
 from bench.micro.ep.links import mooncake_master
 from bench.micro.measurement import Goal
-from deploy.options.mm_store import what_is_missing
+from deploy.options.mooncake import what_is_missing
 from store.arena import Arena
 from tests.soak import mooncake_get
 from tests.soak.harness import Result, Soak

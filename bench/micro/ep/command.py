@@ -32,7 +32,7 @@ from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_tu
 from bench.micro.rows import grouped, spread
 from bench.served import scratch
 from bench.statistic import percentile
-from deploy.options.mm_store import what_is_missing
+from deploy.options.mooncake import what_is_missing
 from epd_serve.phases.stamps import Stamp, read_stamps
 
 

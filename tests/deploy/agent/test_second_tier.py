@@ -22,7 +22,7 @@ from deploy.agent.specs import orders
 from deploy.agent.waits import Patience
 from deploy.host import processes
 from deploy.host.rundir import RunDir
-from deploy.options import mm_store
+from deploy.options import mooncake
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from epd_serve.engine.argv import stage_command
@@ -97,7 +97,7 @@ def test_a_given_master_that_is_away_is_a_warning_and_none_is_started(launch: Ca
 async def test_the_master_of_a_layout_without_features_begins_with_the_first_instance_that_has_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mm_store, "what_is_missing", lambda device, master: "")
+    monkeypatch.setattr(mooncake, "what_is_missing", lambda device, master: "")
     options = {"device": "cpu", "mm_store": "mooncake", "arena_mib": 8}
     before, after = (draw(DeployConfig(layout=layout, **options)) for layout in ("EP-D", "E-P-D"))
     run = RunDir.create(tmp_path / "run")

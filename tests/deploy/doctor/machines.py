@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from deploy.doctor.ascend_files import AscendFiles
-from deploy.doctor.command import examine
+from deploy.doctor.check import Finding
+from deploy.doctor.checks import examine
 from deploy.doctor.facts import Facts, LinkFacts, MachineFacts, MasterFacts, PackageFacts, Wanted
-from deploy.doctor.finding import Finding
-from deploy.options.mooncake_package import MooncakePackage
 from epd_serve.layout_parser import parse
 from epd_serve.placement import lower
 from npu_ops.properties import DeviceProperties, DeviceUser
@@ -105,7 +104,7 @@ NPU = Facts(
     machine=replace(MACHINE, architecture="aarch64", cpu_flags=frozenset({"asimd", "bf16"})),
     packages=PackageFacts(
         {"vllm": "0.23.0", "vllm-ascend": "0.23.0", "torch": "2.10.0+cpu", "torch-npu": "2.10.0.post4"},
-        (MooncakePackage("mooncake-transfer-engine-npu", "0.3.13.post1"),),
+        {"mooncake-transfer-engine-npu": "0.3.13.post1"},
         plugin=True,
     ),
     devices=tuple(DeviceProperties(npu, "910B3", "Ascend910B3", {}, 64 * GIB, 61 * GIB) for npu in range(8)),

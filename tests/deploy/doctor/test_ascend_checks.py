@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from deploy.doctor.check import Level
 from deploy.doctor.facts import Facts
-from deploy.doctor.finding import Level
 from tests.deploy.doctor.machines import NPU, found, troubles, with_packages
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deploy.doctor.finding import Level
+from deploy.doctor.check import Level
 from npu_ops.properties import DeviceProperties, DeviceUser
 from tests.deploy.doctor.machines import CPU, CUDA, GIB, NPU, found, serving, troubles, used_by
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.command import main
-from deploy.doctor.command import examine
+from deploy.doctor.checks import examine
 from deploy.doctor.report import document, summary, text, tidy
 from npu_ops import vendor_tool
 from npu_ops.properties import DeviceUser
@@ -60,7 +60,7 @@ def test_every_trouble_is_shown_with_its_reason_and_its_fix() -> None:
 
 
 def test_the_summary_counts() -> None:
-    findings = examine(with_packages(NPU, {"vllm": ""}, mooncake=()))
+    findings = examine(with_packages(NPU, {"vllm": ""}, mooncake={}))
     assert summary(findings).startswith("1 error and 1 warning, ")
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.doctor.finding import Level
+from deploy.doctor.check import Level
 from tests.deploy.doctor.machines import CPU, NPU, found
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from deploy.doctor.check import Level
 from deploy.doctor.facts import Facts
-from deploy.doctor.finding import Level
 from deploy.doctor.gather import link_state, parse_topology
 from tests.deploy.doctor.machines import NPU, TOPOLOGY, found, serving, troubles
 

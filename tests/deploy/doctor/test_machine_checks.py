@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from deploy.doctor.check import Level
 from deploy.doctor.facts import Facts
-from deploy.doctor.finding import Level
-from deploy.doctor.machine import cpu_flags, read_machine
+from deploy.doctor.gather import cpu_flags, quota_cores, read_machine
+from npu_ops import properties
 from tests.deploy.doctor.machines import CPU, GIB, NPU, found, serving, troubles
 
 
@@ -25,45 +26,31 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-MEMINFO = (
-    "MemTotal:       65536000 kB\nMemAvailable:   32768000 kB\nHugePages_Total:       4\nHugePages_Free:        3\n"
-)
-
-
-def test_a_cgroups_limits_are_read_in_both_versions(tmp_path: Path) -> None:
-    second = {
-        "cpu.max": "150000 100000\n",
-        "memory.max": "4294967296\n",
-        "memory.current": "1073741829\n",
-        "memory.stat": "anon 1073741824\nactive_file 2\ninactive_file 3\n",
-    }
-    v2 = read_machine(write(tmp_path / "v2", {f"sys/fs/cgroup/{name}": text for name, text in second.items()}))
-    assert (v2.quota_cores, v2.memory_limit_bytes, v2.memory_used_bytes) == (1.5, 4 * GIB, GIB)
-    first = {
-        "cpu/cpu.cfs_quota_us": "400000\n",
-        "cpu/cpu.cfs_period_us": "100000\n",
-        "memory/memory.limit_in_bytes": "4294967296\n",
-        "memory/memory.usage_in_bytes": "7\n",
-        "memory/memory.stat": "rss 7\n",
-    }
-    v1 = read_machine(write(tmp_path / "v1", {f"sys/fs/cgroup/{name}": text for name, text in first.items()}))
-    assert (v1.quota_cores, v1.memory_limit_bytes, v1.memory_used_bytes) == (4.0, 4 * GIB, 7)
-
-
 @pytest.mark.parametrize(
-    "files",
+    ("files", "cores"),
     [
-        {"cpu.max": "max 100000\n", "memory.max": "max\n"},
-        {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
-        {"memory/memory.limit_in_bytes": "9223372036854771712\n"},  # v1's way to say none
-        {},
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
     ],
+    ids=["v2", "v1", "v2 without", "v1 without", "no cgroup"],
 )
-def test_no_limit_is_none(tmp_path: Path, files: dict[str, str]) -> None:
-    root = write(tmp_path, {f"sys/fs/cgroup/{name}": text for name, text in files.items()} | {"proc/meminfo": MEMINFO})
-    found = read_machine(root, tmp_path / "no-shm")
-    assert (found.quota_cores, found.memory_limit_bytes, found.shm_free_mib) == (None, None, None)
-    assert (found.memory_bytes, found.hugepages) == (32768000 << 10, (4, 3))
+def test_a_cgroups_cores_are_read_in_both_versions(tmp_path: Path, files: dict[str, str], cores: float | None) -> None:
+    assert quota_cores(write(tmp_path, files)) == cores
+
+
+def test_the_memory_of_a_container_is_its_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(properties, "container_memory", lambda: (1 << 20, 1 << 19))
+    here = read_machine()
+    assert (here.memory_limit_bytes, here.memory_bytes) == (1 << 20, 1 << 19)
+    monkeypatch.setattr(properties, "container_memory", lambda: (1 << 62, 1 << 62))  # v1's way to say none
+    assert read_machine().memory_limit_bytes is None
+
+
+def test_a_machine_without_shared_memory_is_told(tmp_path: Path) -> None:
+    assert read_machine(tmp_path / "no-shm").shm_free_mib is None
 
 
 def test_the_instructions_of_both_architectures_are_read() -> None:
@@ -81,8 +68,7 @@ def test_the_instructions_of_both_architectures_are_read() -> None:
         ({"cpu_flags": frozenset()}, "cpu instructions", Level.WARNING, "AVX2"),
         ({"open_files": 256}, "open files", Level.WARNING, "256 per process"),
         ({"memory_bytes": GIB}, "memory", Level.WARNING, "1.0 GiB free"),
-        ({"memory_limit_bytes": 4 * GIB, "memory_used_bytes": 3 * GIB}, "memory", Level.WARNING, "of the cgroup's 4.0"),
-        ({"memory_bytes": None}, "memory", Level.WARNING, "not known"),
+        ({"memory_limit_bytes": 4 * GIB, "memory_bytes": GIB}, "memory", Level.WARNING, "of the cgroup's 4.0"),
         ({"shm_free_mib": 63}, "/dev/shm", Level.WARNING, "63 MiB free, 320 MiB wanted"),
         ({"shm_free_mib": None}, "/dev/shm", Level.ERROR, "not there"),
         ({"cores": 1}, "cpu cores", Level.WARNING, "1 cores"),

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from deploy.doctor.facts import Facts, HostFacts, RayFacts
-from deploy.doctor.finding import Level
-from deploy.doctor.ray_checks import ray_checks
-from deploy.doctor.ray_facts import MEMORY_MONITOR, SUBREAPER, HostProbe, read_ray
+from deploy.doctor.check import Level
+from deploy.doctor.checks import examine
+from deploy.doctor.facts import MEMORY_MONITOR, SUBREAPER, Facts, HostFacts, RayFacts
+from deploy.doctor.gather import read_ray
+from deploy.doctor.host_probe import HostProbe
 from deploy.host.ports import free_ports
 from deploy.options.versions import RAY
 from tests.deploy.doctor.machines import CPU, found
 
+HEADING = "Several hosts"
 ROOT = Path(__file__).parents[3]
 ONE, TWO = (
     HostFacts(
@@ -39,7 +41,7 @@ def with_ray(ray: RayFacts, **environment: str) -> Facts:
 
 
 def test_where_all_is_well_every_line_is() -> None:
-    findings = list(ray_checks(with_ray(ASKED)))
+    findings = examine(with_ray(ASKED))[HEADING]
     assert {one.level for one in findings} == {Level.OK}
     assert [one.check for one in findings] == [
         "ray", "ray token", "ray cluster", "versions of the nodes", "ports of 10.0.0.1", "ports of 10.0.0.2"
@@ -48,7 +50,7 @@ def test_where_all_is_well_every_line_is() -> None:
 
 def test_who_does_not_ask_for_several_hosts_is_told_the_version_and_no_more() -> None:
     for ray in (RayFacts(), RayFacts("2.41.0"), RayFacts(RAY)):
-        (one,) = ray_checks(with_ray(ray))
+        (one,) = examine(with_ray(ray))[HEADING]
         assert one.level is (Level.WARNING if ray.version == "2.41.0" else Level.OK)
 
 
@@ -142,7 +144,7 @@ def test_a_node_listens_in_its_range_and_says_who_is_reached() -> None:
 
 
 def test_a_port_that_nobody_answers_at_is_not_reached_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.doctor.ray_facts.REACH_S", 0.2)
+    monkeypatch.setattr("deploy.doctor.host_probe.REACH_S", 0.2)
     with socket.create_server(("127.0.0.1", 0), backlog=1) as full:
         address = full.getsockname()
         waiting = [socket.create_connection(address, 5) for _ in range(2)]  # its backlog is full: SYNs are dropped

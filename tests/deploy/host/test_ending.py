@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import signal
 
 import pytest
 
@@ -61,7 +61,7 @@ class Case:
 
 async def test_sigterm_waits_for_the_requests_in_flight() -> None:
     case = Case()
-    case.ending.on_term()
+    case.ending.take(signal.SIGTERM)
     await case.draining()
     assert not case.ending.stopping.is_set()
     case.front.finish()
@@ -71,57 +71,57 @@ async def test_sigterm_waits_for_the_requests_in_flight() -> None:
 
 async def test_with_nothing_in_flight_sigterm_is_over_at_once_and_nothing_is_said() -> None:
     case = Case(running=0)
-    case.ending.on_term()
+    case.ending.take(signal.SIGTERM)
     await case.over()
     assert case.front.began and not case.said
 
 
 async def test_sigint_does_not_drain() -> None:
     case = Case()
-    case.ending.on_quick()
+    case.ending.take(signal.SIGINT)
     await case.over()
     assert not case.front.began and not case.kills
 
 
-@pytest.mark.parametrize("second", [Ending.on_term, Ending.on_quick])
-async def test_a_second_signal_ends_the_draining_and_a_third_one_everything(second: Callable[[Ending], None]) -> None:
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_the_draining_and_a_third_one_everything(second: signal.Signals) -> None:
     case = Case()
-    case.ending.on_term()
+    case.ending.take(signal.SIGTERM)
     await case.draining()
-    second(case.ending)
+    case.ending.take(second)
     await case.over()
     assert case.kills == 0
-    second(case.ending)
+    case.ending.take(second)
     assert case.kills == 1
 
 
 async def test_who_is_not_done_in_time_is_cut_off_and_counted() -> None:
     case = Case(running=3, drain_s=0.01)
-    case.ending.on_term()
+    case.ending.take(signal.SIGTERM)
     await case.over()
     assert case.said[-1] == "3 requests are cut off"
 
 
 async def test_no_time_to_drain_and_no_proxy_yet_end_at_once() -> None:
     case = Case(drain_s=0)
-    case.ending.on_term()
+    case.ending.take(signal.SIGTERM)
     await case.over()
     early = Ending(60.0, 60.0, lambda line: None)
-    early.on_term()
+    early.take(signal.SIGTERM)
     async with asyncio.timeout(PATIENCE_S):
         await early.wait()
 
 
 async def test_after_sigterm_it_is_not_ready_and_accepts_until_the_time_is_over_or_another_sigterm() -> None:
-    for lame_duck_s, second in ((0.05, lambda ending: None), (3600.0, Ending.on_term)):
+    for lame_duck_s, second in ((0.05, lambda ending: None), (3600.0, lambda ending: ending.take(signal.SIGTERM))):
         case = Case(lame_duck_s=lame_duck_s)
-        case.ending.on_term()
+        case.ending.take(signal.SIGTERM)
         await case.leaving()
         assert not case.front.began or lame_duck_s < 1
         second(case.ending)
         await case.draining()
         assert not case.ending.stopping.is_set(), "what is in flight goes on"
-        case.ending.on_term()
+        case.ending.take(signal.SIGTERM)
         await case.over()
         assert not case.kills and "not ready any more" in case.said[0]
 
@@ -129,8 +129,8 @@ async def test_after_sigterm_it_is_not_ready_and_accepts_until_the_time_is_over_
 @pytest.mark.parametrize("drain_s", [60.0, 0.0])
 async def test_ctrl_c_does_not_wait_for_load_balancers(drain_s: float) -> None:
     case = Case(lame_duck_s=3600.0, drain_s=drain_s)
-    case.ending.on_term()
+    case.ending.take(signal.SIGTERM)
     await case.leaving()
-    case.ending.on_quick()
+    case.ending.take(signal.SIGINT)
     await case.over()
     assert not case.front.began and not case.kills

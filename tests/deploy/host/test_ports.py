@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
 
-from deploy.host import ports
 from deploy.host.ports import PortBlocks, address_of, free_ports
 from epd_serve.errors import ConfigError
 
@@ -99,14 +98,18 @@ def test_what_is_no_address_of_one_machine_is_refused(host: str) -> None:
 
 
 def test_an_interface_that_has_ipv6_alone_means_that_address_and_one_without_any_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    table = tmp_path / "if_inet6"
-    table.write_text(
-        "fe8000000000000000fc00fffe000001 04 40 20 80 rdma0\nfd000000000000000000000000000002 04 40 00 82 rdma0\n"
-    )
-    monkeypatch.setattr(ports, "_IF_INET6", table)
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(8, "rdma0"), (9, "none0")])
+    def has(family: socket.AddressFamily, *addresses: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(family=family, address=address) for address in addresses]
+
+    interfaces = {
+        "rdma0": has(socket.AF_PACKET, "00:16:3e:00:00:01") + has(socket.AF_INET6, "fe80::fc00:ffff%rdma0", "fd00::2"),
+        "both0": has(socket.AF_INET6, "fd00::3") + has(socket.AF_INET, "10.0.0.3"),
+        "none0": has(socket.AF_PACKET, "00:16:3e:00:00:02"),
+    }
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: interfaces)
     assert address_of("rdma0", "--node-host") == "fd00::2", "the one of its link is nobody's beyond it"
+    assert address_of("both0", "--node-host") == "10.0.0.3"
     with pytest.raises(ConfigError, match="no address"):
         address_of("none0", "--node-host")

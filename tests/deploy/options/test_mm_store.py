@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.options import mm_store
+from deploy.options import mooncake
 from deploy.options.config import DeployConfig
-from deploy.options.mm_store import choose_pool, what_is_missing
-from deploy.options.mooncake_package import PACKAGES
+from deploy.options.mooncake import PACKAGES, choose_pool, what_is_missing
 from epd_serve.errors import ConfigError
 
 MISSING = "Mooncake is not installed; pip install mooncake-transfer-engine-non-cuda"
@@ -15,12 +14,12 @@ MISSING = "Mooncake is not installed; pip install mooncake-transfer-engine-non-c
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mm_store, "what_is_missing", lambda device, master: "")
+    monkeypatch.setattr(mooncake, "what_is_missing", lambda device, master: "")
 
 
 @pytest.fixture
 def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mm_store, "what_is_missing", lambda device, master: MISSING)
+    monkeypatch.setattr(mooncake, "what_is_missing", lambda device, master: MISSING)
 
 
 @pytest.mark.usefixtures("installed")
@@ -94,6 +93,6 @@ def test_the_package_to_install_depends_on_the_device(
 @pytest.mark.mooncake
 def test_a_missing_master_program_matters_only_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert what_is_missing("cpu", master=True) == ""
-    monkeypatch.setattr(mm_store, "master_program", lambda: None)
+    monkeypatch.setattr(mooncake, "master_program", lambda: None)
     assert "--mooncake-master HOST:PORT" in what_is_missing("cpu", master=True)
     assert what_is_missing("cpu", master=False) == ""

@@ -8,16 +8,15 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from deploy.options import mm_store, mooncake_package
+from deploy.options import mooncake, versions
 from deploy.options.config import DeployConfig
-from deploy.options.mm_store import choose_pool
-from deploy.options.mooncake_package import (
-    MooncakePackage,
+from deploy.options.mooncake import (
+    choose_pool,
     client_warnings,
-    installed_packages,
+    installed_builds,
     is_older,
     reads_device_memory,
-    too_old_for_a_master,
+    what_is_missing,
 )
 from deploy.options.versions import numbers
 from epd_serve.errors import ConfigError
@@ -37,9 +36,9 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
                 raise PackageNotFoundError(name)
             return found[name]
 
-        monkeypatch.setattr(mooncake_package, "version", version)
+        monkeypatch.setattr(versions, "version", version)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if found else None)
-        monkeypatch.setattr(mm_store, "master_program", lambda: "mooncake_master")
+        monkeypatch.setattr(mooncake, "master_program", lambda: "mooncake_master")
         monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
 
     return install
@@ -50,15 +49,15 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
     [("0.3.11.post1", True), ("0.3.13", True), ("0.3.13.post1", False), ("0.3.14", False), ("1.0.0+cann9", False)],
 )
 def test_versions_are_compared_by_their_numbers(text: str, older: bool) -> None:
-    assert is_older(MooncakePackage("mooncake-transfer-engine-npu", text)) is older
+    assert is_older(text) is older
     assert numbers("0.3.13.post1+cann9.1") == (0, 3, 13, 1)
 
 
 def test_a_build_from_source_without_a_version_is_believed(installs: Installs, monkeypatch: pytest.MonkeyPatch) -> None:
     installs({})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert installed_packages() == (MooncakePackage("mooncake", ""),)
-    assert too_old_for_a_master("npu") == ""
+    assert installed_builds() == {"mooncake": ""}
+    assert what_is_missing("npu", master=True) == ""
 
 
 def test_auto_stays_with_the_arena_where_the_master_is_too_old_and_names_the_command(installs: Installs) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from bench.micro.pd.transfers import Transfer, arrived, transfer_of_requests
-from deploy.options.mooncake_package import reads_device_memory
+from deploy.options.mooncake import reads_device_memory
 from epd_serve.engine.kv.checksum_audit import CHECKSUMS_ENV, RECEIVED, SENT
 from epd_serve.phases.stamps import Timeline, read_stamps
 from tests.e2e.bodies import Body, about, chat, conversation, png, text_of
