@@ -48,7 +48,10 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
     at = _to_owners(keys, costs, workers, speeds, bound_s)
     if makespan_s(at, costs, loads, speeds) > bound_s:
         at = list(best.at)
-    return tuple(tuple(item for item in range(len(keys)) if at[item] == worker) for worker in range(len(workers)))
+    shares: list[list[int]] = [[] for _ in workers]
+    for item, worker in enumerate(at):
+        shares[worker].append(item)
+    return tuple(map(tuple, shares))
 
 
 def share_of(costs: Sequence[float], workers: int) -> float:
@@ -69,8 +72,9 @@ def _to_owners(
 
     for item in sorted(range(len(keys)), key=lambda index: (-costs[index], index)):
         order = owners(keys[item], ids)
-        within = [worker for worker in order if done_s(worker, costs[item]) <= bound_s]
-        at[item] = within[0] if within else min(order, key=lambda worker: done_s(worker, costs[item]))
+        within = (worker for worker in order if done_s(worker, costs[item]) <= bound_s)
+        soonest = next(within, None)
+        at[item] = min(order, key=lambda worker: done_s(worker, costs[item])) if soonest is None else soonest
         totals[at[item]] += costs[item]
     return at
 

@@ -16,8 +16,5 @@ def owners(key: str, ids: Sequence[str]) -> tuple[int, ...]:
     Depends on nothing but the names: every proxy agrees, a restart changes nothing, and when one of `ids` is gone only
     its keys move.
     """
-
-    def weight(index: int) -> bytes:
-        return hashlib.blake2b(f"{ids[index]}\0{key}".encode(), digest_size=16).digest()
-
-    return tuple(sorted(range(len(ids)), key=weight, reverse=True))
+    weights = [hashlib.blake2b(f"{name}\0{key}".encode(), digest_size=16).digest() for name in ids]
+    return tuple(sorted(range(len(ids)), key=weights.__getitem__, reverse=True))
