@@ -6,13 +6,15 @@ monotonic clock of one host.
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
 from deploy.planner.fit import medians
-from deploy.planner.profile import DECODE, ENCODE, PREFILL
+from deploy.planner.profile import DECODE, ENCODE, PREFILL, beside_name
 from epd_serve.phases.stamps import read_stamps
 from epd_serve.trace import STEP
 
@@ -160,6 +162,44 @@ def slowdown(steps: Sequence[Step], kind: str, other: str) -> float | None:
 LEAST_MET_S = 0.05
 TURNS = 2.0
 """Of two kinds that take turns. What lies beyond is no neighbour's: on CPU it is the front's work for requests."""
+
+
+WHOLE, LEAST_STEPS = 0.8, 8
+"""Of a step's time, from which on it counts as beside what it met; of such steps, that tell something."""
+_SAME_DEVICE = "same device"
+
+
+def beside(steps: Sequence[Step]) -> dict[str, float]:
+    """How many times as long a kind of work takes while another device does some kind, by `beside_name`: the median
+    over steps that met that kind alone, each held against the median of those like it that met nobody.
+
+    Instances of one number share a device; a step that met somebody there says nothing.
+    """
+    by_instance: dict[str, list[Step]] = defaultdict(list)
+    for step in steps:
+        by_instance[step.instance].append(step)
+    met: list[tuple[Step, dict[str, float]]] = []
+    for instance, mine in by_instance.items():
+        seconds: list[dict[str, float]] = [defaultdict(float) for _ in mine]
+        for other, theirs in by_instance.items():
+            if other != instance:
+                near = (own for _, own in _near(mine, theirs))
+                for step, found, own in zip(mine, seconds, near, strict=True):
+                    for one in own:
+                        found[one.kind if _device(one) != _device(step) else _SAME_DEVICE] += overlap_s(step, [one])
+        met += zip(mine, seconds, strict=True)
+    alone = medians((_like(step), step.seconds) for step, found in met if not found)
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for step, found in met:
+        if step.kind and len(found) == 1 and _like(step) in alone:
+            ((other_kind, seconds_beside),) = found.items()
+            if other_kind not in ("", _SAME_DEVICE) and seconds_beside >= WHOLE * step.seconds:
+                ratios[beside_name(step.kind, other_kind)].append(step.seconds / alone[_like(step)])
+    return {name: max(1.0, statistics.median(own)) for name, own in ratios.items() if len(own) >= LEAST_STEPS}
+
+
+def _device(step: Step) -> str:
+    return step.instance[len(role_of(step.instance)) :]
 
 
 def _like(step: Step) -> tuple[int, int, int]:
