@@ -31,7 +31,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +125,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of real requests (default: {DRAWN}, quick {QUICK_DRAWN}, drawn once all is predicted)",
     )
     parser.add_argument("--preset", default="bench", help="the model, as of `epd-bench layouts`")
+    parser.add_argument("--vllm-flags", default="", metavar="TEXT", help="as of `epd-bench layouts`")
+    parser.add_argument(
+        "--serve-flags",
+        default="",
+        metavar="TEXT",
+        help="as of `epd-bench layouts`: what the profile was made with, too",
+    )
     parser.add_argument("--only", choices=("predict", "speed"), help="only predictions, or only how fast plans are")
     add_record_arguments(
         parser, quick=f"one rate, runs of {QUICK_S:g} s, no day at 128 devices: one seed, some 20 minutes"
@@ -266,6 +276,7 @@ def measured(
     for seed in seeds:
         words = ["--layouts", arguments.layouts, "--baselines", "vllm", "--model", str(model.folder)]
         words += ["--tokenizer", str(model.folder)]
+        words += [f"--vllm-flags={arguments.vllm_flags}", f"--serve-flags={arguments.serve_flags}"]
         words += ["--workload", case.workload, "--rates", ",".join(map(str, case.rates)), "--seed", str(seed)]
         words += ["--duration", str(case.duration_s), "--slo", ",".join(map(str, case.slos)), "--min-samples", "3"]
         parser = argparse.ArgumentParser()
@@ -399,6 +410,9 @@ def _best(rows: Sequence[Row], layout: str, number: int) -> dict[str, float]:
 # --- how fast ---------------------------------------------------------------------------------------------------------
 
 DAY_S, DAY_LAYOUT, DAY_RPS = 86_400.0, "48E-48P-32D", 12.0
+DAY_PARTS, SETTLING_S = 2, 600.0
+"""Of the day, a process each; what comes in so many seconds before one is simulated with it and not counted: queues are
+those of a whole day after that."""
 PLAN_WITHIN_S = 600.0
 
 
@@ -413,11 +427,21 @@ def speed(profile: Path, *, day: bool) -> dict[str, float]:
         figures[f"plan_s_{devices}"] = round(time.monotonic() - begun, 2)
     if day:
         begun = time.monotonic()
-        due = with_arrivals(Workload("azure-bursty", 1, Knobs(0)).endless(), Poisson(DAY_RPS), 0)
-        requests = [traffic_of(one) for one in itertools.takewhile(lambda one: (one.arrival_s or 0.0) < DAY_S, due)]
-        simulate(parse(DAY_LAYOUT), read_device_profile(profile), requests)
+        with ProcessPoolExecutor(DAY_PARTS, get_context("forkserver")) as pool:
+            counts = list(pool.map(partial(_part_of_day, profile), range(DAY_PARTS)))
         figures["day_128_s"] = round(time.monotonic() - begun, 2)
+        figures["day_128_requests"] = float(sum(counts))
     return figures
+
+
+def _part_of_day(profile: Path, part: int) -> int:
+    """Draw and simulate it. Returns its requests."""
+    begin_s, end_s = (DAY_S * each / DAY_PARTS for each in (part, part + 1))
+    drawn = Workload("azure-bursty", 1, Knobs(0), sizes_alone=True).endless()
+    due = itertools.takewhile(lambda one: (one.arrival_s or 0.0) < end_s, with_arrivals(drawn, Poisson(DAY_RPS), 0))
+    requests = [traffic_of(one) for one in due if (one.arrival_s or 0.0) >= begin_s - SETTLING_S]
+    run = simulate(parse(DAY_LAYOUT), read_device_profile(profile), requests)
+    return sum(one.at_s >= begin_s for one in run.served)
 
 
 def _table(rows: Sequence[Row]) -> str:
