@@ -243,8 +243,10 @@ class _Deployment:
             self._by_role[stage.role].append(stage)
         self._roles = frozenset(self._by_role)
         self._encoders = self._by_role[Role.E]
-        self._known: dict[Role, list[Candidate]] = {}
         self._stale: dict[Role, set[VirtualStage]] = {role: set() for role in self._by_role}
+        self._known = {
+            role: {stage.name: self._candidate(stage) for stage in stages} for role, stages in self._by_role.items()
+        }
         self._at: dict[str, str] = {}  # who served a session last
         self._encoded: dict[
             str, list[Callable[[], None]] | None
@@ -488,16 +490,11 @@ class _Deployment:
 
     def _candidates(self, role: Role) -> Sequence[Candidate]:
         """All of a role. Of many only those that have changed are looked at again."""
-        stages, stale = self._by_role[role], self._stale[role]
-        if role not in self._known:
-            self._known[role] = [self._candidate(stage) for stage in stages]
-        elif stale:
-            known = self._known[role]
-            self._known[role] = [
-                self._candidate(stage) if stage in stale else one for stage, one in zip(stages, known, strict=True)
-            ]
+        known, stale = self._known[role], self._stale[role]
+        for stage in stale:
+            known[stage.name] = self._candidate(stage)
         stale.clear()
-        return self._known[role]
+        return list(known.values())
 
     def _candidate(self, stage: VirtualStage) -> Candidate:
         load, rate, _ = self._load(stage)

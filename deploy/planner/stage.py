@@ -265,7 +265,8 @@ class VirtualStage:
         return self._report
 
     def _begin(self) -> None:
-        step = self.scheduler.plan(self._most)
+        scheduler = self.scheduler
+        step = scheduler.plan(self._most) if scheduler.running or scheduler.waiting else None
         self._report = None
         self.changed()
         self._busy = bool(step)

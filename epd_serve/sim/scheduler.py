@@ -75,6 +75,7 @@ class Scheduler:
         self.pool = BlockPool(self.blocks)
         self.preemptions = 0
         self.asked_tokens = self.cached_tokens = 0  # of prompts that began, and what of them was there
+        self._unlimited = Limits(capacity.step_tokens, capacity.encoder_tokens)
         self._priorities = priorities
         self._numbers = itertools.count(1)
         self.waiting: list[Sequence] = []  # in order
@@ -209,7 +210,7 @@ class Scheduler:
     def _limits(self, step: Step) -> Limits:
         """Of what runs beside the decodes of the step."""
         if self.budgets is None:
-            return Limits(self.capacity.step_tokens, self.capacity.encoder_tokens)
+            return self._unlimited
         begun = [sequence for sequence in self.running if sequence.prompt_tokens_left or sequence.encoding]
         ready = sum(sequence.prompt_tokens_left for sequence in begun if not sequence.encoding)
         item = next((one.items[one.encoding[0]] for one in (*begun, *self.waiting[:1]) if one.encoding), 0)
