@@ -17,7 +17,7 @@ A case is a workload with an objective. Goodput is requests a second within the 
     …_repeat_median               of one seed's medians over another's: what no prediction can be better than
     goodput_rank_correlation      Kendall's, over pairs of layouts whose 90 % intervals are apart
     plan_s_8, plan_s_64           seconds of `epd-serve plan` for so many devices
-    day_128_s                     seconds of a simulated day at 128 devices (not with --quick)
+    day_128_s                     seconds of a simulated day at 128 devices (with --quick only by --day)
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as of `epd-bench layouts`: what the profile was made with, too",
     )
     parser.add_argument("--only", choices=("predict", "speed"), help="only predictions, or only how fast plans are")
+    parser.add_argument("--day", action="store_true", help="the day at 128 devices with --quick, too")
     add_record_arguments(
         parser, quick=f"one rate, runs of {QUICK_S:g} s, no day at 128 devices: one seed, some 20 minutes"
     )
@@ -169,7 +170,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 failed += measured(case, model, rows, arguments, folder / case.workload, seeds)
             figures |= compared(rows)
         if arguments.only != "predict":
-            figures |= speed(arguments.profile, day=not arguments.quick)
+            figures |= speed(arguments.profile, day=arguments.day or not arguments.quick)
     print(f"{_table(rows)}\n\n{goal_table(figures, GOALS)}")
     write(arguments.json, figures, env, rows)
     return 1 if failed else 0
