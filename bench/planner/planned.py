@@ -118,6 +118,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--duration", type=float, metavar="S", help=f"of a run (default {DURATION_S:g}, quick {QUICK_S:g})"
     )
     parser.add_argument(
+        "--requests",
+        type=int,
+        metavar="N",
+        help=f"of a run at least, which may make it longer (default {LEAST_REQUESTS}, quick {QUICK_LEAST})",
+    )
+    parser.add_argument(
         "--seeds",
         type=int,
         nargs="+",
@@ -145,6 +151,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     env = environment(argv, "real stages beside simulated ones", arguments)
     profile = read_device_profile(arguments.profile)
     duration_s = arguments.duration or (QUICK_S if arguments.quick else DURATION_S)
+    least = arguments.requests or (QUICK_LEAST if arguments.quick else LEAST_REQUESTS)
     figures: dict[str, float] = {}
     rows: list[Row] = []
     failed = 0
@@ -154,7 +161,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             model = Model.of(folder / arguments.preset)
             names = arguments.layouts.split(",")
             cases = [
-                case_of(name, model, profile, duration_s, quick=arguments.quick)
+                case_of(name, model, profile, duration_s, least, quick=arguments.quick)
                 for name in arguments.workloads.split(",")
             ]
             for case in cases:
@@ -207,7 +214,7 @@ class Model:
         return [traffic_of(one, self.tokens, template_tokens=self.template_tokens) for one in own]
 
 
-def case_of(workload: str, model: Model, profile: DeviceProfile, duration_s: float, *, quick: bool) -> Case:
+def case_of(workload: str, model: Model, profile: DeviceProfile, duration_s: float, least: int, *, quick: bool) -> Case:
     """Objectives from what requests take alone at a monolith; rates from what monoliths then serve of them."""
     alone = simulate(parse(MONOLITH), profile, model.traffic(workload, 1 / 60, 0, 3600.0))
     ttft_s, tpot_s, _ = (statistics.median(values) for values in times(alone).values())
@@ -220,7 +227,6 @@ def case_of(workload: str, model: Model, profile: DeviceProfile, duration_s: flo
         middle = (low + high) / 2
         low, high = (middle, high) if _holds(workload, model, middle, profile, slos[-1]) else (low, middle)
     rates = tuple(float(f"{share * low:.2g}") for share in (QUICK_SHARES if quick else SHARES))
-    least = QUICK_LEAST if quick else LEAST_REQUESTS
     return Case(workload, rates, slos, max(duration_s, math.ceil(least / rates[0])))
 
 
