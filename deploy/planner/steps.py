@@ -6,12 +6,14 @@ monotonic clock of one host.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from deploy.planner.fit import medians
 from deploy.planner.profile import DECODE, ENCODE, PREFILL, beside_name
@@ -87,7 +89,11 @@ def role_of(instance: str) -> str:
 
 
 def read_steps(traces: Path, since_s: float = 0.0) -> list[Step]:
-    """All that began after `since_s`, in the order of their beginnings."""
+    """All that began after `since_s`, in the order of their beginnings.
+
+    Where the next one of an engine follows at once, what the engine does in between is part of the step before: tokens
+    are as far apart as steps begin.
+    """
     found = []
     for stamp in read_stamps(traces):
         if stamp.event == STEP and (begun_s := float(stamp.more["t0"])) >= since_s:
@@ -95,7 +101,18 @@ def read_steps(traces: Path, since_s: float = 0.0) -> list[Step]:
             if role_of(stamp.instance) == "E":
                 work |= {"prompt_tokens": 0, "context_tokens": 0}
             found.append(Step(stamp.instance, begun_s, stamp.t, **work))
-    return sorted(found, key=lambda step: step.begun_s)
+    found.sort(key=lambda step: step.begun_s)
+    next_s: dict[str, float] = {}
+    for at, step in reversed(list(enumerate(found))):
+        begins_s = next_s.get(step.instance, math.inf)
+        if 0 < begins_s - step.ended_s < PAUSE * step.seconds:
+            found[at] = replace(step, ended_s=begins_s)
+        next_s[step.instance] = step.begun_s
+    return found
+
+
+PAUSE = 0.1
+"""Of a step's time, up to which the next one follows at once."""
 
 
 def within(steps: Sequence[Step], sent: Sent) -> list[Step]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
 from deploy.planner.assemble import assembled
 from deploy.planner.plot import picture
 from deploy.planner.profile import DeviceProfile
-from deploy.planner.steps import Part, Sent, Step, beside, slowdown
+from deploy.planner.steps import Part, Sent, Step, beside, read_steps, slowdown
 from epd_serve.sim.profile import Capacity, Line, Profile
+from epd_serve.trace import STEP, Trace
 
 TRUE = Profile(
     encode=Line(0.004, 0.0002),
@@ -106,6 +108,16 @@ def test_neighbours_are_as_slow_as_both_become(slower: float) -> None:
 
 def test_kinds_that_never_met_say_nothing_of_each_other() -> None:
     assert slowdown(side_by_side(2.0)[:20], "encode", "prefill") is None
+
+
+def test_a_step_goes_on_until_the_next_one_that_follows_at_once(tmp_path: Path) -> None:
+    for name, begins in (("D0", (0.0, 0.041, 0.2)), ("D1", (0.0405,))):
+        trace = Trace(str(tmp_path / f"{name}.jsonl"), name)
+        for begun_s in begins:
+            trace.stamp("", STEP, t=begun_s + 0.04, t0=begun_s, prompt_tokens=0, item_tokens=0, decodes=1)
+        trace.close()
+    steps = read_steps(tmp_path)
+    assert [step.seconds for step in steps] == pytest.approx([0.041, 0.04, 0.04, 0.04])
 
 
 def two_devices(slower: float) -> list[Step]:
