@@ -17,7 +17,7 @@ A case is a workload with an objective. Goodput is requests a second within the 
     …_repeat_median               of one seed's medians over another's: what no prediction can be better than
     goodput_rank_correlation      Kendall's, over pairs of layouts whose 90 % intervals are apart
     plan_s_8, plan_s_64           seconds of `epd-serve plan` for so many devices
-    day_128_s                     seconds of a simulated day at 128 devices (not with --quick)
+    day_128_s                     seconds of a simulated day at 128 devices (with --quick only by --day)
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +118,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--duration", type=float, metavar="S", help=f"of a run (default {DURATION_S:g}, quick {QUICK_S:g})"
     )
     parser.add_argument(
+        "--requests",
+        type=int,
+        metavar="N",
+        help=f"of a run at least, which may make it longer (default {LEAST_REQUESTS}, quick {QUICK_LEAST})",
+    )
+    parser.add_argument(
         "--seeds",
         type=int,
         nargs="+",
@@ -122,7 +131,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of real requests (default: {DRAWN}, quick {QUICK_DRAWN}, drawn once all is predicted)",
     )
     parser.add_argument("--preset", default="bench", help="the model, as of `epd-bench layouts`")
+    parser.add_argument("--vllm-flags", default="", metavar="TEXT", help="as of `epd-bench layouts`")
+    parser.add_argument(
+        "--serve-flags",
+        default="",
+        metavar="TEXT",
+        help="as of `epd-bench layouts`: what the profile was made with, too",
+    )
     parser.add_argument("--only", choices=("predict", "speed"), help="only predictions, or only how fast plans are")
+    parser.add_argument("--day", action="store_true", help="the day at 128 devices with --quick, too")
     add_record_arguments(
         parser, quick=f"one rate, runs of {QUICK_S:g} s, no day at 128 devices: one seed, some 20 minutes"
     )
@@ -134,6 +151,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     env = environment(argv, "real stages beside simulated ones", arguments)
     profile = read_device_profile(arguments.profile)
     duration_s = arguments.duration or (QUICK_S if arguments.quick else DURATION_S)
+    least = arguments.requests or (QUICK_LEAST if arguments.quick else LEAST_REQUESTS)
     figures: dict[str, float] = {}
     rows: list[Row] = []
     failed = 0
@@ -143,7 +161,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             model = Model.of(folder / arguments.preset)
             names = arguments.layouts.split(",")
             cases = [
-                case_of(name, model, profile, duration_s, quick=arguments.quick)
+                case_of(name, model, profile, duration_s, least, quick=arguments.quick)
                 for name in arguments.workloads.split(",")
             ]
             for case in cases:
@@ -159,7 +177,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 failed += measured(case, model, rows, arguments, folder / case.workload, seeds)
             figures |= compared(rows)
         if arguments.only != "predict":
-            figures |= speed(arguments.profile, day=not arguments.quick)
+            figures |= speed(arguments.profile, day=arguments.day or not arguments.quick)
     print(f"{_table(rows)}\n\n{goal_table(figures, GOALS)}")
     write(arguments.json, figures, env, rows)
     return 1 if failed else 0
@@ -196,7 +214,7 @@ class Model:
         return [traffic_of(one, self.tokens, template_tokens=self.template_tokens) for one in own]
 
 
-def case_of(workload: str, model: Model, profile: DeviceProfile, duration_s: float, *, quick: bool) -> Case:
+def case_of(workload: str, model: Model, profile: DeviceProfile, duration_s: float, least: int, *, quick: bool) -> Case:
     """Objectives from what requests take alone at a monolith; rates from what monoliths then serve of them."""
     alone = simulate(parse(MONOLITH), profile, model.traffic(workload, 1 / 60, 0, 3600.0))
     ttft_s, tpot_s, _ = (statistics.median(values) for values in times(alone).values())
@@ -209,7 +227,6 @@ def case_of(workload: str, model: Model, profile: DeviceProfile, duration_s: flo
         middle = (low + high) / 2
         low, high = (middle, high) if _holds(workload, model, middle, profile, slos[-1]) else (low, middle)
     rates = tuple(float(f"{share * low:.2g}") for share in (QUICK_SHARES if quick else SHARES))
-    least = QUICK_LEAST if quick else LEAST_REQUESTS
     return Case(workload, rates, slos, max(duration_s, math.ceil(least / rates[0])))
 
 
@@ -266,6 +283,7 @@ def measured(
     for seed in seeds:
         words = ["--layouts", arguments.layouts, "--baselines", "vllm", "--model", str(model.folder)]
         words += ["--tokenizer", str(model.folder)]
+        words += [f"--vllm-flags={arguments.vllm_flags}", f"--serve-flags={arguments.serve_flags}"]
         words += ["--workload", case.workload, "--rates", ",".join(map(str, case.rates)), "--seed", str(seed)]
         words += ["--duration", str(case.duration_s), "--slo", ",".join(map(str, case.slos)), "--min-samples", "3"]
         parser = argparse.ArgumentParser()
@@ -399,6 +417,9 @@ def _best(rows: Sequence[Row], layout: str, number: int) -> dict[str, float]:
 # --- how fast ---------------------------------------------------------------------------------------------------------
 
 DAY_S, DAY_LAYOUT, DAY_RPS = 86_400.0, "48E-48P-32D", 12.0
+DAY_PARTS, SETTLING_S = 2, 600.0
+"""Of the day, a process each; what comes in so many seconds before one is simulated with it and not counted: queues are
+those of a whole day after that."""
 PLAN_WITHIN_S = 600.0
 
 
@@ -413,11 +434,21 @@ def speed(profile: Path, *, day: bool) -> dict[str, float]:
         figures[f"plan_s_{devices}"] = round(time.monotonic() - begun, 2)
     if day:
         begun = time.monotonic()
-        due = with_arrivals(Workload("azure-bursty", 1, Knobs(0)).endless(), Poisson(DAY_RPS), 0)
-        requests = [traffic_of(one) for one in itertools.takewhile(lambda one: (one.arrival_s or 0.0) < DAY_S, due)]
-        simulate(parse(DAY_LAYOUT), read_device_profile(profile), requests)
+        with ProcessPoolExecutor(DAY_PARTS, get_context("forkserver")) as pool:
+            counts = list(pool.map(partial(_part_of_day, profile), range(DAY_PARTS)))
         figures["day_128_s"] = round(time.monotonic() - begun, 2)
+        figures["day_128_requests"] = float(sum(counts))
     return figures
+
+
+def _part_of_day(profile: Path, part: int) -> int:
+    """Draw and simulate it. Returns its requests."""
+    begin_s, end_s = (DAY_S * each / DAY_PARTS for each in (part, part + 1))
+    drawn = Workload("azure-bursty", 1, Knobs(0), sizes_alone=True).endless()
+    due = itertools.takewhile(lambda one: (one.arrival_s or 0.0) < end_s, with_arrivals(drawn, Poisson(DAY_RPS), 0))
+    requests = [traffic_of(one) for one in due if (one.arrival_s or 0.0) >= begin_s - SETTLING_S]
+    run = simulate(parse(DAY_LAYOUT), read_device_profile(profile), requests)
+    return sum(one.at_s >= begin_s for one in run.served)
 
 
 def _table(rows: Sequence[Row]) -> str:

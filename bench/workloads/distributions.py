@@ -36,15 +36,16 @@ def spread_quantile(index: int, *names: str | int) -> float:
     distributed as before, only a run of nothing but large ones is less likely.
     """
     block, place = divmod(index, BLOCK)
-    order, within = _strata(block, *names)
-    return float(order[place] + within[place]) / BLOCK
+    return _quantiles(block, *names)[place]
 
 
 @lru_cache(maxsize=64)
-def _strata(block: int, *names: str | int) -> tuple[Any, Any]:
-    """Which part of the range each of the block's quantiles falls in, and where within it. [BLOCK] each"""
+def _quantiles(block: int, *names: str | int) -> list[float]:
+    """Those of a block: the part of the range that each falls in, and where within it."""
     rng = seeded_rng(*names, "strata", block)
-    return rng.permutation(BLOCK), 1 - rng.random(BLOCK) * (1 - 1e-12)  # neither end of the range
+    order, within = rng.permutation(BLOCK), 1 - rng.random(BLOCK) * (1 - 1e-12)  # neither end of the range
+    quantiles: list[float] = ((order + within) / BLOCK).tolist()
+    return quantiles
 
 
 normal_at = NormalDist().inv_cdf
@@ -97,8 +98,13 @@ class Zipf(Struct, frozen=True, tag="zipf", tag_field="kind"):
     most: int
 
     def at(self, quantile: float) -> int:
-        sums = np.cumsum(np.arange(1, self.most + 1) ** -self.alpha)
+        sums = _zipf_sums(self.alpha, self.most)
         return int(np.searchsorted(sums, quantile * sums[-1])) + 1
+
+
+@lru_cache(maxsize=64)
+def _zipf_sums(alpha: float, most: int) -> Any:
+    return np.cumsum(np.arange(1, most + 1) ** -alpha)
 
 
 Numbers = OneOf | LogNormal | PowerLaw | Zipf

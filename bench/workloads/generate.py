@@ -146,9 +146,13 @@ class Knobs:
                 raise ConfigError(f"{flag} is {value}: 1 or more", param=flag)
 
 
-def requests(profile: Profile, knobs: Knobs, words: Words) -> Iterator[RequestSpec]:
-    """Without arrival times, which `bench/workloads/requests.py` puts on."""
-    drawn, names = _Images(profile, knobs), (profile.name, knobs.seed)
+def requests(profile: Profile, knobs: Knobs, words: Words | None) -> Iterator[RequestSpec]:
+    """Without arrival times, which `bench/workloads/requests.py` puts on.
+
+    Args:
+        words: None draws sizes and repeats alone, some times as fast: no text, and images that are only told apart.
+    """
+    drawn, names = _Images(profile, knobs, seeded=words is not None), (profile.name, knobs.seed)
     for index, traffic in enumerate(_traffic(profile, knobs.seed)):
         text_only = spread_quantile(index, *names, "text only") < traffic.text_only
         count = 0 if text_only else traffic.images.at(spread_quantile(index, *names, "images"))
@@ -156,7 +160,7 @@ def requests(profile: Profile, knobs: Knobs, words: Words) -> Iterator[RequestSp
         tokens = lengths.at(spread_quantile(index, *names, "tokens"))
         yield RequestSpec(
             id=f"{profile.name}-{knobs.seed}-{index}",
-            text=words.exactly(tokens, seeded_rng(*names, "text", index)),
+            text=words.exactly(tokens, seeded_rng(*names, "text", index)) if words else "",
             images=drawn.take((knobs.images or count) if count else 0),
             max_tokens=knobs.output_tokens or profile.max_tokens,
             text_tokens=tokens,
@@ -171,10 +175,11 @@ def _traffic(profile: Profile, seed: int) -> Iterator[Traffic]:
 
 
 class _Images:
-    """Draws images, new ones and repeats."""
+    """Draws images, new ones and repeats. seeded: each has what it is drawn by, else its number."""
 
-    def __init__(self, profile: Profile, knobs: Knobs) -> None:
+    def __init__(self, profile: Profile, knobs: Knobs, *, seeded: bool) -> None:
         self._sizes, self._knobs, self._names = profile.sizes, knobs, (profile.name, knobs.seed)
+        self._seeded = seeded
         self._occurrences = itertools.count()
         self._seen: list[ImageRef] = []
         self._weights: list[float] = []  # running sums over ranks
@@ -187,14 +192,17 @@ class _Images:
 
     def _one(self, beside: list[ImageRef]) -> ImageRef:
         index = next(self._occurrences)
-        rng = seeded_rng(*self._names, "image", index)
-        if self._seen and spread_quantile(index, *self._names, "repeats") < self._knobs.reuse:
+        reuse = self._knobs.reuse if self._seen else 0.0
+        repeats = reuse > 0 and spread_quantile(index, *self._names, "repeats") < reuse
+        rng = seeded_rng(*self._names, "image", index) if self._seeded or repeats else None
+        if repeats and rng is not None:
             for draw in rng.random(REDRAWS):
                 again = self._seen[bisect.bisect_left(self._weights, draw * self._weights[-1])]
                 if again not in beside:
                     return again
         width, height = self._sizes.at(index, *self._names, "sizes")
-        self._seen.append(ImageRef(width, height, int(rng.integers(1 << 48))))
+        seed = index if rng is None else int(rng.integers(1 << 48))
+        self._seen.append(ImageRef(width, height, seed))
         rank = len(self._seen)
         self._weights.append((self._weights[-1] if self._weights else 0.0) + rank**-self._knobs.zipf)
         return self._seen[-1]

@@ -50,6 +50,7 @@ class Workload:
         count: requests of a run.
         arrivals: None leaves requests as they are: without times, or with those of the recording.
         own: what was recorded; empty for a profile.
+        sizes_alone: a profile's requests have no contents (`bench/workloads/generate.py`).
     """
 
     name: str
@@ -58,6 +59,7 @@ class Workload:
     arrivals: Arrivals | None = None
     tokenizer: Path | None = None
     own: Sequence[RequestSpec] = ()
+    sizes_alone: bool = False
 
     def requests(self) -> Iterator[RequestSpec]:
         """`count` of them. Lazy."""
@@ -65,7 +67,7 @@ class Workload:
 
     def endless(self) -> Iterator[RequestSpec]:
         """For runs that end by time. Lazy."""
-        specs = self._own() if self.own else requests(profile(self.name), self.knobs, words(self.tokenizer))
+        specs = self._own() if self.own else self._drawn()
         return specs if self.arrivals is None else with_arrivals(specs, self.arrivals, self.knobs.seed)
 
     def endless_of(self, seed: int) -> Iterator[RequestSpec]:
@@ -79,6 +81,10 @@ class Workload:
     def seeded(self, seed: int) -> Workload:
         """Other requests of the same kind. A recording stays as it is."""
         return replace(self, knobs=replace(self.knobs, seed=seed))
+
+    def _drawn(self) -> Iterator[RequestSpec]:
+        texts = None if self.sizes_alone else words(self.tokenizer)
+        return requests(profile(self.name), self.knobs, texts)
 
     def _own(self) -> Iterator[RequestSpec]:
         tokens = self.knobs.output_tokens

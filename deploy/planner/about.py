@@ -64,6 +64,7 @@ def about(
         date=time.strftime("%Y-%m-%d", time.gmtime()),
         versions={"epd-serve": __version__, **read_packages().versions, **driver_versions(inventory.kind)},
         slowdown=_pairs(interference) if interference is not None else {},
+        host_devices=devices if inventory.kind == "cpu" else len(inventory.ids),
         weight_bytes=weights,
         memory_bytes=memory,
     )

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from deploy.planner.fit import least_squares, line, residual, spread, table
 from deploy.planner.profile import DECODE, ENCODE, PREFILL, DeviceProfile
-from deploy.planner.steps import Part, Step, fronts, handovers, kv_waits, role_of, slowdown
-from deploy.planner.sweep import ALONE
+from deploy.planner.steps import Part, Step, beside, fronts, handovers, kv_waits, role_of, slowdown
+from deploy.planner.sweep import ALONE, BESIDE
 from epd_serve.sim.profile import Capacity, Line, Profile
 
 
@@ -38,6 +38,7 @@ def assembled(about: DeviceProfile, parts: Sequence[Part], *, cpu: bool) -> Devi
         front_busy=line(busy) if busy else about.front_busy,
         handover=line(handovers(one), relative=False) if one else about.handover,
         kv=kv,
+        beside=next((beside(part.steps) for part in parts if part.name == BESIDE), about.beside),
         slowdown={**about.slowdown, **{name: found for name, found in pairs.items() if found is not None}},
         spread=spread(_decodes(one, stages[1])) if one else about.spread,
         start_s=max((part.start_s for part in parts), default=0.0),

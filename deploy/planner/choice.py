@@ -265,7 +265,10 @@ def _choice(pair: tuple[Candidate, float]) -> Choice:
 
 
 def _after_losses(layout: Layout, losses: int) -> list[Layout | None]:
-    """What is left where so many instances of one kind are lost, for each kind; None where nothing serves any more."""
+    """What is left where so many instances of one kind are lost, for each kind; None where nothing serves any more.
+
+    Losses of several kinds leave no less: capacity is concave in the counts of kinds, so least where all are of one.
+    """
     if not losses:
         return []
     left: list[Layout | None] = []

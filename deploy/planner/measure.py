@@ -101,9 +101,8 @@ class Progress:
 
     def __init__(self, out: TextIO, *, terminal: bool) -> None:
         self._out, self._terminal = out, terminal
-        self._parts = self._number = 0
-        self._first = 0
-        self._begun = self._part_begun = 0.0
+        self._parts = self._first = self._number = 0
+        self._begun = 0.0
         self._label = ""
 
     def begin(self, parts: int, done: int) -> None:
@@ -113,7 +112,6 @@ class Progress:
 
     def part(self, launch: Launch) -> None:
         self._number += 1
-        self._part_begun = time.monotonic()
         self._label = f"part {self._number} of {self._parts}, {launch.name} on {launch.layout}"
         self.line(f"{self._label}: starting{self._left(0.0)}")
 
@@ -128,17 +126,11 @@ class Progress:
         self.line(f"measured in {time.monotonic() - self._begun:.0f} s")
 
     def _left(self, share: float) -> str:
-        """`share`: of this part that is done. A part that is to come takes as long as those before."""
-        now = time.monotonic()
-        ended = self._number - 1 - self._first
-        mean_s = (self._part_begun - self._begun) / ended if ended else 0.0
-        if share > 0.2:
-            whole_s = (now - self._part_begun) / share
-            mean_s = mean_s or whole_s
-        else:
-            whole_s = mean_s
-        left_s = max(0.0, whole_s - (now - self._part_begun)) + mean_s * (self._parts - self._number)
-        return f", about {left_s:.0f} s left" if mean_s else ""
+        """`share`: of this part that is done. Parts are taken to be equally long."""
+        done = self._number - 1 - self._first + share
+        to_come = self._parts - self._first - done
+        left_s = (time.monotonic() - self._begun) / done * to_come if done > 0.2 else 0.0
+        return f", about {left_s:.0f} s left" if left_s else ""
 
     def line(self, text: str) -> None:
         self._out.write(f"{chr(13)}{chr(27)}[K{text}\n" if self._terminal else f"{text}\n")

@@ -47,6 +47,9 @@ class DeviceProfile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         kv: from the end of a prefill until another stage has the KV, by the prompt's tokens: what is exposed of it.
         slowdown: how many times as long both of two kinds of work take while they run side by side on one device, by
             `encode+prefill` and so on; 1 where they do not feel each other, 2 where they take turns.
+        beside: how many times as long a kind of work takes while another device of the host does one, by
+            `decode beside encode` and so on; what is not there counts as 1.
+        host_devices: of a host, which `beside` is about: they share its memory, and on CPU what computes for the front.
         weight_bytes: of a stage by its role (`E`, `P`, `D`, `PD`, …), per device, by tensor-parallel size.
         memory_bytes: of a device.
         spread: what steps take over what they are expected to, ascending: each value stands for as many steps. What a
@@ -67,6 +70,8 @@ class DeviceProfile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     handover: Line = Line()
     kv: Line = Line()
     slowdown: dict[str, Annotated[float, Meta(ge=1)]] = {}
+    beside: dict[str, Annotated[float, Meta(ge=1)]] = {}
+    host_devices: Annotated[int, Meta(ge=1)] = 1
     weight_bytes: dict[str, dict[int, int]] = {}
     memory_bytes: int = 0
     spread: tuple[Annotated[float, Meta(gt=0)], ...] = ()
@@ -77,6 +82,8 @@ class DeviceProfile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         pairs = {pair_of(one, other) for one in KINDS for other in KINDS}
         if wrong := sorted(self.slowdown.keys() - pairs):
             raise ValueError(f"slowdown names {wrong[0]}; it has pairs such as encode+decode")
+        if wrong := sorted(self.beside.keys() - {beside_name(one, other) for one in KINDS for other in KINDS}):
+            raise ValueError(f"beside names {wrong[0]}; it has pairs such as decode beside encode")
         if list(self.spread) != sorted(self.spread):
             raise ValueError("spread has to ascend")
         if not self.stages:
@@ -90,6 +97,11 @@ class DeviceProfile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 def pair_of(one: str, other: str) -> str:
     """The name of a pair of kinds."""
     return "+".join(sorted((one, other), key=KINDS.index))
+
+
+def beside_name(one: str, other: str) -> str:
+    """The name of a kind of work beside one of another device."""
+    return f"{one} beside {other}"
 
 
 def read_device_profile(path: Path) -> DeviceProfile:

@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,8 +91,8 @@ class Launched:
         with self.http.stream("POST", path, json={**usual, "max_tokens": tokens, **asked}) as answer:
             if answer.status_code != 200:
                 raise StageError(f"a request was answered with {answer.status_code}: {answer.read()!r}", stage="proxy")
-            for line in answer.iter_lines():
-                choices = json.loads(line[6:]).get("choices") if line.startswith("data: {") else None
+            for line in _lines(answer.iter_bytes()):
+                choices = json.loads(line[6:]).get("choices") if line.startswith(b"data: {") else None
                 if choices and choices[0].get("token_ids"):
                     came.append(time.monotonic())
         return came
@@ -164,6 +164,14 @@ def _client(url: str) -> Iterator[httpx.Client]:
             yield http
     except httpx.HTTPError as error:
         raise StageError(f"{url} does not answer: {type(error).__name__} {error}", stage="proxy") from error
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Of a stream of events. httpx's own also end at the separators of Unicode, which answers may have."""
+    left = b""
+    for piece in pieces:
+        *lines, left = (left + piece).split(b"\n")
+        yield from lines
 
 
 def _url(width: int, height: int, chance: random.Random) -> str:

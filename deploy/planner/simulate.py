@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from msgspec.structs import replace
+from msgspec.structs import replace as changed
 
-from deploy.planner.profile import FRONT, KINDS, DeviceProfile
+from deploy.planner.profile import FRONT, KINDS, DeviceProfile, beside_name
 from deploy.planner.stage import Clock, SharedDevice, VirtualStage
 from epd_serve.budgets import Budgets
 from epd_serve.core_shares import share_cores
@@ -27,7 +27,6 @@ from epd_serve.roles import Role
 from epd_serve.sim.sequence import Sequence as Job
 from epd_serve.slo import Slo
 from epd_serve.traffic import Item, Request
-from epd_serve.wire import StageReport
 from proxy.encode.assignment import share_of, spread
 from proxy.registry.load import pending_s, reported_pending, reported_rate
 from proxy.routing.paths import Path, paths
@@ -135,7 +134,8 @@ def simulate(
         ConfigError: see `check_simulated`.
     """
     check_simulated(layout, profile)
-    clock = Clock()
+    first_s = requests[0].at_s if requests else 0.0
+    clock = Clock(first_s)
     served: dict[str, Served] = {}
     missed, left = 0, iter(requests)
 
@@ -161,7 +161,6 @@ def simulate(
     clock.run()
     if missed <= (misses or 0):
         assert len(served) == len(requests), f"{len(requests) - len(served)} requests never ended"
-    first_s = requests[0].at_s if requests else 0.0
     span_s = max((one.last_s for one in served.values()), default=first_s) - first_s
     busy = {
         stage.name: {kind: s / span_s if span_s else 0.0 for kind, s in stage.busy_s.items()}
@@ -222,13 +221,32 @@ class _Deployment:
             for plan in plans
         ]
         self._by_name = {stage.name: stage for stage in self.stages}
+        hosts: dict[int, list[VirtualStage]] = defaultdict(list)
+        for plan, stage in zip(plans, self.stages, strict=True):
+            hosts[plan.devices[0] // profile.host_devices].append(stage)
+        self._hosts = {stage.name: host for host in hosts.values() for stage in host}
+        beside = {
+            (one, other): slows - 1.0
+            for one, other in itertools.product(KINDS, repeat=2)
+            if (slows := profile.beside.get(beside_name(one, other), 1.0)) > 1.0
+        }
+        for stage in self.stages if beside else ():
+            stage.beside = beside
+            stage.others = [other for other in self._hosts[stage.name] if other.device is not stage.device]
         self._neighbours = {plan.id: [self._by_name[name] for name in plan.colocated_with] for plan in plans}
         self._picked = dict.fromkeys(self._by_name, 0)
         self._unseen = dict.fromkeys(self._by_name, 0.0)
         self._fronts: dict[str, deque[tuple[float, Callable[[], None]]]] = {name: deque() for name in self._by_name}
-        self._loads: dict[str, tuple[StageReport, float, tuple[float, float, float]]] = {}
-        self._roles = frozenset(stage.role for stage in self.stages)
-        self._encoders = [stage for stage in self.stages if stage.role is Role.E]
+        self._by_role: dict[Role, list[VirtualStage]] = defaultdict(list)
+        for stage in self.stages:
+            stage.changed = partial(self._changed, stage)
+            self._by_role[stage.role].append(stage)
+        self._roles = frozenset(self._by_role)
+        self._encoders = self._by_role[Role.E]
+        self._stale: dict[Role, set[VirtualStage]] = {role: set() for role in self._by_role}
+        self._known = {
+            role: {stage.name: self._candidate(stage) for stage in stages} for role, stages in self._by_role.items()
+        }
         self._at: dict[str, str] = {}  # who served a session last
         self._encoded: dict[
             str, list[Callable[[], None]] | None
@@ -245,7 +263,7 @@ class _Deployment:
             for name in ("max_running", "step_tokens", "encoder_tokens")
             if plan.role.value in (by_role := getattr(options, name))
         }
-        own = replace(own, capacity=replace(own.capacity, **limits)) if limits else own
+        own = changed(own, capacity=changed(own.capacity, **limits)) if limits else own
         budgets = None
         if (slo := options.budgets) is not None:
             budgets = Budgets(
@@ -292,12 +310,14 @@ class _Deployment:
         """HTTP and preprocessing, of which the stage's scheduler knows nothing yet."""
         self._unseen[stage.name] += pending
         self._picked[stage.name] = next(self._picks)
+        self._changed(stage)
         amount = item_tokens or 1e-9  # a text has the setup
         busy_s = self._profile.front_busy.seconds(amount)
         idle_s = max(0.0, self._profile.front.seconds(amount) - busy_s)
 
         def seen() -> None:
             self._unseen[stage.name] -= pending
+            self._changed(stage)
             then()
 
         def computed() -> None:
@@ -312,7 +332,7 @@ class _Deployment:
             computed()
 
     def _next_front(self, stage: VirtualStage) -> None:
-        """An API server computes for one request at a time."""
+        """An API server computes for one request at a time, on whichever device of its host does least."""
         waiting = self._fronts[stage.name]
 
         def done() -> None:
@@ -322,7 +342,8 @@ class _Deployment:
             if waiting:
                 self._next_front(stage)
 
-        stage.device.run({FRONT: 1.0}, waiting[0][0], done)
+        devices = [stage.device, *(other.device for other in self._hosts[stage.name])]
+        min(devices, key=lambda device: device.under_way).run({FRONT: 1.0}, waiting[0][0], done)
 
     def _encode(self, one: _Underway, handed_over: Callable[[], None]) -> None:
         """All items, spread over the encoders, each key once. `handed_over`: called for each when P can have it."""
@@ -342,9 +363,7 @@ class _Deployment:
         if not own:
             return
         costs = [float(items[index].tokens) for index in own]
-        workers = with_neighbours(
-            [self._candidate(stage) for stage in self._encoders], share_of(costs, len(self._encoders))
-        )
+        workers = with_neighbours(self._candidates(Role.E), share_of(costs, len(self._encoders)))
         keys = [items[index].key or f"{one.request.id}/{index}" for index in own]
         for encoder, share in zip(self._encoders, spread(keys, costs, workers), strict=True):
             if share:
@@ -383,8 +402,7 @@ class _Deployment:
             whole.cached = cached
             self._submit(one, head, whole)
             return
-        tails = [stage for stage in self.stages if stage.role is path.tail]
-        tail = self._chosen([self._candidate(stage) for stage in tails], 1.0)
+        tail = self._chosen(self._candidates(path.tail), 1.0)
         answer = Job(request.prompt_tokens, request.output_tokens, self._tokens(one, tail))
 
         def transferred() -> None:
@@ -452,9 +470,11 @@ class _Deployment:
     def _route(self, request: Request) -> tuple[Path, VirtualStage]:
         """Returns the path and its head, chosen of all that take prompts."""
         by_role = {path.head: path for path in paths(self._roles, multimodal=bool(request.items))}
-        heads = [stage for stage in self.stages if stage.role in by_role]
-        at = self._at.get(request.session) if request.session else None
-        candidates = [self._candidate(one, request.cached_tokens if one.name == at else 0) for one in heads]
+        candidates = [one for role in by_role for one in self._candidates(role)]
+        if request.session and (at := self._at.get(request.session)) is not None:
+            candidates = [
+                changed(one, cached=float(request.cached_tokens)) if one.id == at else one for one in candidates
+            ]
         head = self._chosen(candidates, float(request.prompt_tokens))
         return by_role[head.role], head
 
@@ -462,24 +482,31 @@ class _Deployment:
         chosen = candidates[0] if len(candidates) == 1 else self._policy(candidates, Placement(cost))
         return self._by_name[chosen.id]
 
-    def _candidate(self, stage: VirtualStage, cached: float = 0.0) -> Candidate:
+    def _changed(self, stage: VirtualStage) -> None:
+        """It, and who shares its device, are other candidates from now on."""
+        self._stale[stage.role].add(stage)
+        for other in self._neighbours[stage.name] if self._by_neighbours else ():
+            self._stale[other.role].add(other)
+
+    def _candidates(self, role: Role) -> Sequence[Candidate]:
+        """All of a role. Of many only those that have changed are looked at again."""
+        known, stale = self._known[role], self._stale[role]
+        for stage in stale:
+            known[stage.name] = self._candidate(stage)
+        stale.clear()
+        return list(known.values())
+
+    def _candidate(self, stage: VirtualStage) -> Candidate:
         load, rate, _ = self._load(stage)
         around = self._neighbours[stage.name] if self._by_neighbours else ()
         neighbours_s = tuple([self._load(one)[2] for one in around])
-        return Candidate(
-            stage.name, "1", load, self._picked[stage.name], rate=rate, neighbours_s=neighbours_s, cached=cached
-        )
+        return Candidate(stage.name, "1", load, self._picked[stage.name], rate=rate, neighbours_s=neighbours_s)
 
     def _load(self, stage: VirtualStage) -> tuple[float, float, float]:
         """What is pending, how much of it is done in a second, and for how long that keeps the device."""
-        report, unseen = stage.report(), self._unseen[stage.name]
-        known = self._loads.get(stage.name)
-        if known is not None and known[0] is report and known[1] == unseen:
-            return known[2]
-        load, rate = reported_pending(stage.role, report) + unseen, reported_rate(stage.role, report)
-        found = load, rate, pending_s(stage.role, load, report.running, usual_rate([rate]))
-        self._loads[stage.name] = report, unseen, found
-        return found
+        report = stage.report()
+        load, rate = reported_pending(stage.role, report) + self._unseen[stage.name], reported_rate(stage.role, report)
+        return load, rate, pending_s(stage.role, load, report.running, usual_rate([rate]))
 
 
 def _told(encoder: VirtualStage) -> Callable[[float], None]:

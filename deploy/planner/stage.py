@@ -5,6 +5,7 @@ is due next happens next, and no time passes but by that.
 
 Each step is a mixture of kinds of work. While steps run side by side on a device each goes on at 1 / slowdown of its
 speed alone, and when one ends, or another one begins, the others' speeds change. A step alone takes just its time.
+What other devices of a host do slows a step by little, and by what each of them has done on average so far.
 
 Equal steps of decodes that follow one another are one event, which ends early, after the step that it is in, when
 something comes to the stage or its speed changes: a day of traffic is some million arrivals and a thousand times as
@@ -36,6 +37,9 @@ Mixture = Mapping[str, float]
 Slowdowns = Mapping[frozenset[str], float]
 """How many times as long both of two kinds of work take while they run side by side."""
 
+Beside = Mapping[tuple[str, str], float]
+"""How many times as long the first kind takes while another device of the host does the second, less 1."""
+
 MOST_STEPS = 1 << 20
 """Planned as one event."""
 FEW = 32
@@ -45,8 +49,8 @@ FEW = 32
 class Clock:
     """Calls in order of their times; of one time, in the order in which they were asked for."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    def __init__(self, begin_s: float = 0.0) -> None:
+        self.now_s = self.begin_s = begin_s
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._stopped = False
@@ -107,6 +111,11 @@ class SharedDevice:
         self._steps: list[Work] = []
         self._advanced_to_s = 0.0
         self._plan = 0
+
+    @property
+    def under_way(self) -> int:
+        """Steps."""
+        return len(self._steps)
 
     def run(
         self, mixture: Mixture, seconds: float, done: Callable[[], None], changed: Callable[[], float] | None = None
@@ -198,6 +207,8 @@ class VirtualStage:
         scheduler: who changes it calls `wake`. rates: as of a simulated stage, so that `stage_report` reads them.
         gaps: its steps. busy_s: by kind of work, how long it has worked, by the time of a stage alone.
         stepped: called with the seconds of each step with decodes, for its neighbours.
+        changed: called when it is as busy as before no more.
+        others, beside: on other devices of its host, and how much they slow it.
     """
 
     def __init__(
@@ -219,6 +230,9 @@ class VirtualStage:
         self.busy_s = dict.fromkeys(KINDS, 0.0)
         self.device = device
         self.stepped: Callable[[float], None] = lambda seconds: None
+        self.changed: Callable[[], None] = lambda: None
+        self.others: Sequence[VirtualStage] = ()
+        self.beside: Beside = {}
         self._profile, self._clock = profile, clock
         self._factor, self._slow = profile.factors(name), slow
         self._most = 1 if profile.jitter else MOST_STEPS
@@ -230,6 +244,7 @@ class VirtualStage:
     def wake(self) -> None:
         """Something has changed. An idle stage begins a step when all that comes at this moment is here."""
         self._report = None
+        self.changed()
         if not self._busy:
             self._busy = True
             self._clock.after(0.0, self._begin)
@@ -250,8 +265,10 @@ class VirtualStage:
         return self._report
 
     def _begin(self) -> None:
-        step = self.scheduler.plan(self._most)
+        scheduler = self.scheduler
+        step = scheduler.plan(self._most) if scheduler.running or scheduler.waiting else None
         self._report = None
+        self.changed()
         self._busy = bool(step)
         if not step:
             self._run = None
@@ -266,10 +283,21 @@ class VirtualStage:
             context_tokens=context_tokens,
             kv_tokens=kv_tokens,
         )
-        alone_s = sum(parts_s) * self._factor() * self._slow
         mixed = mixture(**dict(zip((ENCODE, PREFILL, DECODE), parts_s, strict=True)))
+        alone_s = sum(parts_s) * self._factor() * self._slow * self._slowed_by_others(mixed)
         self._run = run = _Run(step, self._clock.now_s, alone_s, parts_s[2], mixed, step.times)
         run.work = self.device.run(mixed, alone_s * step.times, self._complete, self._cut)
+
+    def _slowed_by_others(self, mixed: Mixture) -> float:
+        """How many times as long a step takes beside what `others` do, by their shares of the time until now."""
+        passed_s = self._clock.now_s - self._clock.begin_s
+        if not self.others or not passed_s:
+            return 1.0
+        return 1.0 + sum(
+            mixed.get(kind, 0.0) * other.busy_s[other_kind] / passed_s * more
+            for other in self.others
+            for (kind, other_kind), more in self.beside.items()
+        )
 
     def _cut(self) -> float:
         """Of the steps that count as one, the one that is under way is the last. Returns the seconds, of a stage alone,

@@ -6,13 +6,17 @@ monotonic clock of one host.
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from deploy.planner.fit import medians
-from deploy.planner.profile import DECODE, ENCODE, PREFILL
+from deploy.planner.profile import DECODE, ENCODE, PREFILL, beside_name
 from epd_serve.phases.stamps import read_stamps
 from epd_serve.trace import STEP
 
@@ -85,7 +89,11 @@ def role_of(instance: str) -> str:
 
 
 def read_steps(traces: Path, since_s: float = 0.0) -> list[Step]:
-    """All that began after `since_s`, in the order of their beginnings."""
+    """All that began after `since_s`, in the order of their beginnings.
+
+    Where the next one of an engine follows at once, what the engine does in between is part of the step before: tokens
+    are as far apart as steps begin.
+    """
     found = []
     for stamp in read_stamps(traces):
         if stamp.event == STEP and (begun_s := float(stamp.more["t0"])) >= since_s:
@@ -93,7 +101,18 @@ def read_steps(traces: Path, since_s: float = 0.0) -> list[Step]:
             if role_of(stamp.instance) == "E":
                 work |= {"prompt_tokens": 0, "context_tokens": 0}
             found.append(Step(stamp.instance, begun_s, stamp.t, **work))
-    return sorted(found, key=lambda step: step.begun_s)
+    found.sort(key=lambda step: step.begun_s)
+    next_s: dict[str, float] = {}
+    for at, step in reversed(list(enumerate(found))):
+        begins_s = next_s.get(step.instance, math.inf)
+        if 0 < begins_s - step.ended_s < PAUSE * step.seconds:
+            found[at] = replace(step, ended_s=begins_s)
+        next_s[step.instance] = step.begun_s
+    return found
+
+
+PAUSE = 0.1
+"""Of a step's time, up to which the next one follows at once."""
 
 
 def within(steps: Sequence[Step], sent: Sent) -> list[Step]:
@@ -160,6 +179,44 @@ def slowdown(steps: Sequence[Step], kind: str, other: str) -> float | None:
 LEAST_MET_S = 0.05
 TURNS = 2.0
 """Of two kinds that take turns. What lies beyond is no neighbour's: on CPU it is the front's work for requests."""
+
+
+WHOLE, LEAST_STEPS = 0.8, 8
+"""Of a step's time, from which on it counts as beside what it met; of such steps, that tell something."""
+_SAME_DEVICE = "same device"
+
+
+def beside(steps: Sequence[Step]) -> dict[str, float]:
+    """How many times as long a kind of work takes while another device does some kind, by `beside_name`: the median
+    over steps that met that kind alone, each held against the median of those like it that met nobody.
+
+    Instances of one number share a device; a step that met somebody there says nothing.
+    """
+    by_instance: dict[str, list[Step]] = defaultdict(list)
+    for step in steps:
+        by_instance[step.instance].append(step)
+    met: list[tuple[Step, dict[str, float]]] = []
+    for instance, mine in by_instance.items():
+        seconds: list[dict[str, float]] = [defaultdict(float) for _ in mine]
+        for other, theirs in by_instance.items():
+            if other != instance:
+                near = (own for _, own in _near(mine, theirs))
+                for step, found, own in zip(mine, seconds, near, strict=True):
+                    for one in own:
+                        found[one.kind if _device(one) != _device(step) else _SAME_DEVICE] += overlap_s(step, [one])
+        met += zip(mine, seconds, strict=True)
+    alone = medians((_like(step), step.seconds) for step, found in met if not found)
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for step, found in met:
+        if step.kind and len(found) == 1 and _like(step) in alone:
+            ((other_kind, seconds_beside),) = found.items()
+            if other_kind not in ("", _SAME_DEVICE) and seconds_beside >= WHOLE * step.seconds:
+                ratios[beside_name(step.kind, other_kind)].append(step.seconds / alone[_like(step)])
+    return {name: max(1.0, statistics.median(own)) for name, own in ratios.items() if len(own) >= LEAST_STEPS}
+
+
+def _device(step: Step) -> str:
+    return step.instance[len(role_of(step.instance)) :]
 
 
 def _like(step: Step) -> tuple[int, int, int]:

@@ -1,11 +1,13 @@
 """What is sent to which layouts so that their steps tell how long everything takes: the parts of a profile.
 
 A part is one launch. In `alone` each kind of work has a device to itself; in the others two kinds share one, first by
-turns, then at the same time. On one device all stages are neighbours, and do nothing while it is another's turn.
+turns, then at the same time. On one device all stages are neighbours, and do nothing while it is another's turn. In
+`beside` two devices do the same side by side.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +21,7 @@ from deploy.planner.served import Launched
 from deploy.planner.steps import Part, Sent, read_steps
 from epd_serve.errors import ConfigError, StageError
 
-ALONE = "alone"
+ALONE, BESIDE = "alone", "beside"
 PAIRS = {
     f"{ENCODE}+{PREFILL}": "(E-P)-D",
     f"{ENCODE}+{DECODE}": "(E-D)-P",
@@ -28,9 +30,12 @@ PAIRS = {
 """Layouts of two devices in which both share one, and what else a request needs has the other."""
 TEXT_PAIRS = {f"{PREFILL}+{DECODE}": "(P-D)"}
 ONE_DEVICE = "(E-P-D)"
+TWO_DEVICES, TWO_DEVICES_TEXT = "(E-PD)x2", "TP1x2"
+"""Of the part `beside`: instances of one number share a device."""
 
 LONGEST, LONG_S = 32_768, 15.0
-"""Prompts beyond so many tokens say nothing new, nor those beyond one that took so long, and take minutes."""
+"""Prompts beyond so many tokens say nothing new, nor those beyond one that took so long, nor larger batches, and take
+minutes."""
 BESIDE_PROMPT, BESIDE_SIDE, BESIDE_BATCH = 512, 448, 4
 """Of what runs side by side: tokens of a prompt, pixels of a picture, sequences that decode."""
 
@@ -92,6 +97,8 @@ def launches(devices: int, sizes: Sequence[int], *, multimodal: bool, only: Sequ
         found += [
             Launch(name, layout if devices > 1 or not multimodal else ONE_DEVICE) for name, layout in pairs.items()
         ]
+        if devices > 1:
+            found.append(Launch(BESIDE, TWO_DEVICES if multimodal else TWO_DEVICES_TEXT))
     names = [one.name for one in found]
     if unknown := [name for name in only if name not in names]:
         raise ConfigError(f"--parts has no {unknown[0]}; there are {', '.join(names)}", param="--parts")
@@ -111,13 +118,20 @@ class Sweep:
         self._busy: list[tuple[int, float]] = []
         self._since_s = 0.0
         self._reach = LONGEST
+        self._widest: dict[int, int] = {}  # batch by context
         self._models = self._reporting()
         self._longest = min(served.max_model_len or 4096, LONGEST) - 2 * extent.tokens
 
     def actions(self) -> list[Action]:
         """In order; each is one of what the progress bar counts."""
-        alone = self._launch.name.startswith(ALONE)
-        return [("warming up", self._warm_up), *(self._alone_actions() if alone else self._beside_actions())]
+        name = self._launch.name
+        if name.startswith(ALONE):
+            found = self._alone_actions()
+        elif name == BESIDE:
+            found = self._two_devices_actions()
+        else:
+            found = self._one_device_actions()
+        return [("warming up", self._warm_up), *found]
 
     def part(self) -> Part:
         """What was found, once all actions are done."""
@@ -204,12 +218,26 @@ class Sweep:
         self._alone += [self._served.text([*known, *self._served.ids(more)]) for _ in self._again()]
 
     def _decode(self, batch: int, context: int) -> None:
+        if batch > self._widest.get(context, batch):
+            return
         tokens = 2 * self._extent.tokens + batch  # the larger the batch, the longer until all of it runs
+        begun = time.monotonic()
         self._served.together([self._served.ids(context) for _ in range(batch)], tokens)
+        if time.monotonic() > begun + LONG_S:
+            self._widest[context] = batch
 
     # --- two kinds side by side -------------------------------------------------------------------------------------
 
-    def _beside_actions(self) -> Iterator[Action]:
+    def _two_devices_actions(self) -> Iterator[Action]:
+        """One request of each kind at a time, so that it keeps one device busy, and then two, half of which meet on one
+        device."""
+        kinds = (ENCODE, PREFILL, DECODE) if self._multimodal else (PREFILL, DECODE)
+        for kind in kinds:
+            yield f"{kind} alone", partial(self._loop, self._work(kind, batch=1))
+        for pair in itertools.combinations_with_replacement(kinds, 2):
+            yield " beside ".join(pair), partial(self._beside, [self._work(kind, batch=1) for kind in pair], times=2)
+
+    def _one_device_actions(self) -> Iterator[Action]:
         kinds = self._launch.name.split("+")
         for kind in kinds:
             yield f"{kind} alone", partial(self._loop, self._work(kind))
@@ -221,21 +249,21 @@ class Sweep:
     def _with_kv(self, length: int) -> None:
         self._alone.append(self._text(length, 4))
 
-    def _work(self, kind: str) -> Callable[[], object]:
+    def _work(self, kind: str, batch: int = BESIDE_BATCH) -> Callable[[], object]:
         served = self._served
         if kind == ENCODE:
             return partial(served.image, BESIDE_SIDE)
         if kind == PREFILL:
             return partial(self._text, min(BESIDE_PROMPT, self._longest))
-        return lambda: served.together([served.ids(32) for _ in range(BESIDE_BATCH)], 2 * self._extent.tokens)
+        return lambda: served.together([served.ids(32) for _ in range(batch)], 2 * self._extent.tokens)
 
     def _loop(self, work: Callable[[], object]) -> None:
         for _ in self._again():
             work()
 
-    def _beside(self, works: Sequence[Callable[[], object]]) -> None:
-        """Each over and over, until the time is up; an error of one ends all."""
-        until, over = time.monotonic() + self._extent.beside_s, threading.Event()
+    def _beside(self, works: Sequence[Callable[[], object]], times: int = 1) -> None:
+        """Each over and over, until the time is up, so many times the usual; an error of one ends all."""
+        until, over = time.monotonic() + times * self._extent.beside_s, threading.Event()
 
         def run(work: Callable[[], object]) -> None:
             try:

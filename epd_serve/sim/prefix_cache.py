@@ -63,14 +63,18 @@ class BlockPool:
             if not block.users:
                 del self._idle[block]
             block.users += 1
-        return [*found, *(self._take() for _ in range(more))]
+        return [*found, *[self._take() for _ in range(more)]]
 
     def release(self, blocks: Sequence[Block]) -> None:
         """One who held these does no more."""
         for block in reversed(blocks):
             block.users -= 1
-            if not block.users:
+            if block.users:
+                continue
+            if self._known:
                 self._idle[block] = None
+            else:
+                self._untouched += 1  # nobody can find anything in any of them
 
     def name(self, block: Block, key: int) -> None:
         """It is full, and this is its hash."""

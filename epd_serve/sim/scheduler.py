@@ -54,7 +54,7 @@ class Step:
     @property
     def kv_tokens(self) -> int:
         """Of the decodes."""
-        return sum(sequence.computed for sequence in self.decodes)
+        return sum([sequence.computed for sequence in self.decodes])
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills or self.encodes)
@@ -75,6 +75,7 @@ class Scheduler:
         self.pool = BlockPool(self.blocks)
         self.preemptions = 0
         self.asked_tokens = self.cached_tokens = 0  # of prompts that began, and what of them was there
+        self._unlimited = Limits(capacity.step_tokens, capacity.encoder_tokens)
         self._priorities = priorities
         self._numbers = itertools.count(1)
         self.waiting: list[Sequence] = []  # in order
@@ -132,14 +133,20 @@ class Scheduler:
             most: of equal steps that may be planned as one (`Step.times`): of decodes alone, until one has its last
                 token or the blocks run out.
         """
-        step = Step()
-        for sequence in list(self.running):
-            if sequence in self.running and not sequence.prompt_tokens_left and not sequence.encoding:
-                self._plan_decode(step, sequence)
+        step, begun = Step(), []
+        size = self.capacity.block_tokens
+        for sequence in list(self.running):  # a planner comes here some thousand times a second
+            if sequence.computed < sequence.to_compute or sequence.encoding:
+                begun.append(sequence)
+                continue
+            if sequence not in self.running or len(step.decodes) == self.capacity.step_tokens:
+                continue
+            if sequence.computed < size * len(sequence.table) or self._make_room(step, sequence):
+                step.decodes.append(sequence)
         limits = self._limits(step)
         room, items = min(self.capacity.step_tokens - len(step.decodes), limits.tokens), limits.items
-        for sequence in self.running:
-            if sequence.prompt_tokens_left or sequence.encoding:
+        for sequence in begun:
+            if sequence in self.running:
                 room, items = self._plan_prompt(step, sequence, room, items, limits)
         while room > 0 and self.waiting and len(self.running) < self.capacity.max_running:
             sequence = self.waiting[0]
@@ -160,9 +167,9 @@ class Scheduler:
 
     def _alike(self, step: Step, most: int) -> int:
         """How many steps like this one can follow one another, itself included."""
-        times = min(most, min(one.limit - one.generated for one in step.decodes))
+        times = min(most, min([one.limit - one.generated for one in step.decodes]))
         size = self.capacity.block_tokens
-        while times > 1:
+        while times > 1 and len(step.decodes) * -(-times // size) > self.pool.free:
             ends = ((one.computed + times, one.blocks) for one in step.decodes)
             if sum(max(0, -(-tokens // size) - blocks) for tokens, blocks in ends) <= self.pool.free:
                 break
@@ -181,29 +188,29 @@ class Scheduler:
                 self._compute(sequence, tokens)
                 if not sequence.prompt_tokens_left and not sequence.encoding:
                     self._token(sequence)
+        size = self.capacity.block_tokens
         for sequence in step.decodes:
             if sequence in self.running:
-                if times > 1:
-                    self._reserve(sequence, sequence.computed + times)
                 sequence.computed += times
+                if sequence.computed > size * len(sequence.table):
+                    self._reserve(sequence, sequence.computed)
                 self._token(sequence, times)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _plan_decode(self, step: Step, sequence: Sequence) -> None:
-        if len(step.decodes) >= self.capacity.step_tokens:
-            return
+    def _make_room(self, step: Step, sequence: Sequence) -> bool:
+        """A block for its next token; False where it is preempted itself for want of any."""
         while not self._reserve(sequence, sequence.computed + 1):
             victim = max(self.running, key=self._rank)
             self._preempt(step, victim)
             if victim is sequence:
-                return
-        step.decodes.append(sequence)
+                return False
+        return True
 
     def _limits(self, step: Step) -> Limits:
         """Of what runs beside the decodes of the step."""
         if self.budgets is None:
-            return Limits(self.capacity.step_tokens, self.capacity.encoder_tokens)
+            return self._unlimited
         begun = [sequence for sequence in self.running if sequence.prompt_tokens_left or sequence.encoding]
         ready = sum(sequence.prompt_tokens_left for sequence in begun if not sequence.encoding)
         item = next((one.items[one.encoding[0]] for one in (*begun, *self.waiting[:1]) if one.encoding), 0)

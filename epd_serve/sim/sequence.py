@@ -62,7 +62,7 @@ class Sequence:
 
     @property
     def item_tokens_left(self) -> int:
-        return sum(self.items[index] for index in self.encoding)
+        return sum([self.items[index] for index in self.encoding])
 
     @property
     def prompt_tokens_left(self) -> int:

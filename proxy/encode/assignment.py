@@ -47,7 +47,10 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
     at = _to_owners(keys, costs, workers, speeds, bound_s)
     if makespan_s(at, costs, loads, speeds) > bound_s:
         at = list(best.at)
-    return tuple(tuple(item for item in range(len(keys)) if at[item] == worker) for worker in range(len(workers)))
+    shares: list[list[int]] = [[] for _ in workers]
+    for item, worker in enumerate(at):
+        shares[worker].append(item)
+    return tuple(map(tuple, shares))
 
 
 def share_of(costs: Sequence[float], workers: int) -> float:
@@ -68,8 +71,9 @@ def _to_owners(
 
     for item in sorted(range(len(keys)), key=lambda index: (-costs[index], index)):
         order = owners(keys[item], ids)
-        within = [worker for worker in order if done_s(worker, costs[item]) <= bound_s]
-        at[item] = within[0] if within else min(order, key=lambda worker: done_s(worker, costs[item]))
+        within = (worker for worker in order if done_s(worker, costs[item]) <= bound_s)
+        soonest = next(within, None)
+        at[item] = min(order, key=lambda worker: done_s(worker, costs[item])) if soonest is None else soonest
         totals[at[item]] += costs[item]
     return at
 
@@ -112,8 +116,5 @@ def owners(key: str, ids: Sequence[str]) -> tuple[int, ...]:
     Depends on nothing but the names: every proxy agrees without asking, so the single flight of several proxies is one
     flight; a restart changes nothing, and when one of `ids` is gone only its keys move.
     """
-
-    def weight(index: int) -> bytes:
-        return hashlib.blake2b(f"{ids[index]}\0{key}".encode(), digest_size=16).digest()
-
-    return tuple(sorted(range(len(ids)), key=weight, reverse=True))
+    weights = [hashlib.blake2b(f"{name}\0{key}".encode(), digest_size=16).digest() for name in ids]
+    return tuple(sorted(range(len(ids)), key=weights.__getitem__, reverse=True))

@@ -53,7 +53,8 @@ def longest_first(costs: Sequence[float], loads: Sequence[float], speeds: Sequen
     totals = list(loads)
     at = [0] * len(costs)
     for item in _by_cost(costs):
-        at[item] = min(range(len(totals)), key=lambda worker: (totals[worker] + costs[item]) / speeds[worker])
+        ends_s = [(total + costs[item]) / speed for total, speed in zip(totals, speeds, strict=True)]
+        at[item] = ends_s.index(min(ends_s))
         totals[at[item]] += costs[item]
     return Schedule(tuple(at), makespan_s(at, costs, loads, speeds))
 

@@ -105,19 +105,24 @@ def power_of_two(candidates: Sequence[Candidate], placement: Placement) -> Candi
 
 def first_token(candidates: Sequence[Candidate], placement: Placement) -> Candidate:
     """The one where this work costs least first-token time (`predicted_s`)."""
-    costs = zip(predictions_s(candidates, placement.cost), candidates, strict=True)
-    return min(costs, key=lambda cost: (cost[0], cost[1].last_pick))[1]
+    seconds = predictions_s(candidates, placement.cost)
+    least_s = min(seconds)
+    soonest = [one for one, its_s in zip(candidates, seconds, strict=True) if its_s == least_s]
+    return min(soonest, key=lambda candidate: candidate.last_pick)
 
 
 def predictions_s(candidates: Sequence[Candidate], cost: float) -> list[float]:
     """For each candidate when work of this cost would be done there, less what is done already (`left_of`), and by how
     much that delays its neighbours. A cached prefix is worth the seconds that it takes to compute: where more than that
     is pending, another one is chosen, and has it too from then on."""
-    return [
-        (candidate.load + left) / rate + sharing_s(candidate.load / rate, left / rate, candidate.neighbours_s)
-        for candidate, rate in zip(candidates, rates(candidates, ALIKE), strict=True)
-        for left in (left_of(cost, candidate),)
-    ]
+    seconds = []
+    for candidate, rate in zip(candidates, rates(candidates, ALIKE), strict=True):
+        left = left_of(cost, candidate) if candidate.cached else cost
+        own_s = (candidate.load + left) / rate
+        if candidate.neighbours_s:
+            own_s += sharing_s(candidate.load / rate, left / rate, candidate.neighbours_s)
+        seconds.append(own_s)
+    return seconds
 
 
 def left_of(cost: float, candidate: Candidate) -> float:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
 from deploy.planner.assemble import assembled
 from deploy.planner.plot import picture
 from deploy.planner.profile import DeviceProfile
-from deploy.planner.steps import Part, Sent, Step, slowdown
+from deploy.planner.steps import Part, Sent, Step, beside, read_steps, slowdown
 from epd_serve.sim.profile import Capacity, Line, Profile
+from epd_serve.trace import STEP, Trace
 
 TRUE = Profile(
     encode=Line(0.004, 0.0002),
@@ -86,7 +88,7 @@ def test_kv_is_what_the_request_waits_for_after_its_prefill() -> None:
     assert found.stages == BARE.stages, "no part has told what a stage takes"
 
 
-def beside(slower: float) -> list[Step]:
+def side_by_side(slower: float) -> list[Step]:
     """Ten steps of each alone, then E and P side by side without a pause."""
     steps = [Step("E0", at, at + 0.1, item_tokens=50) for at in range(10)]
     steps += [Step("P0", at + 0.5, at + 0.7, 512) for at in range(10)]
@@ -99,10 +101,41 @@ def beside(slower: float) -> list[Step]:
 
 @pytest.mark.parametrize("slower", [1.0, 1.4, 2.0])
 def test_neighbours_are_as_slow_as_both_become(slower: float) -> None:
-    assert slowdown(beside(slower), "encode", "prefill") == pytest.approx(slower, rel=0.01)
-    part = Part("encode+prefill", "(E-P)-D", 1, 1.0, beside(slower))
+    assert slowdown(side_by_side(slower), "encode", "prefill") == pytest.approx(slower, rel=0.01)
+    part = Part("encode+prefill", "(E-P)-D", 1, 1.0, side_by_side(slower))
     assert assembled(BARE, [part], cpu=True).slowdown["encode+prefill"] == pytest.approx(slower, rel=0.01)
 
 
 def test_kinds_that_never_met_say_nothing_of_each_other() -> None:
-    assert slowdown(beside(2.0)[:20], "encode", "prefill") is None
+    assert slowdown(side_by_side(2.0)[:20], "encode", "prefill") is None
+
+
+def test_a_step_goes_on_until_the_next_one_that_follows_at_once(tmp_path: Path) -> None:
+    for name, begins in (("D0", (0.0, 0.041, 0.2)), ("D1", (0.0405,))):
+        trace = Trace(str(tmp_path / f"{name}.jsonl"), name)
+        for begun_s in begins:
+            trace.stamp("", STEP, t=begun_s + 0.04, t0=begun_s, prompt_tokens=0, item_tokens=0, decodes=1)
+        trace.close()
+    steps = read_steps(tmp_path)
+    assert [step.seconds for step in steps] == pytest.approx([0.041, 0.04, 0.04, 0.04])
+
+
+def two_devices(slower: float) -> list[Step]:
+    """Ten decode steps alone, ten while the other device encodes, ten while an encoder of the same device does."""
+    steps = [Step("PD1", 0.1 * at, 0.1 * at + 0.04, decodes=1) for at in range(10)]
+    for begun_s, encoder, times in ((10.0, "E0", slower), (20.0, "E1", 2.0)):
+        steps.append(Step(encoder, begun_s, begun_s + 5, item_tokens=900))
+        steps += [
+            Step("PD1", at_s, at_s + 0.04 * times, decodes=1)
+            for at_s in (begun_s + 0.1 * number for number in range(10))
+        ]
+    return sorted(steps, key=lambda one: one.begun_s)
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.12])
+def test_what_another_device_takes_from_a_step_is_told_from_what_a_neighbour_takes(slower: float) -> None:
+    found = {"decode beside encode": pytest.approx(slower)}
+    assert beside(two_devices(slower)) == found, "encodes met decodes for a fraction of their time"
+    part = Part("beside", "(E-PD)x2", 1, 1.0, two_devices(slower))
+    assert assembled(BARE, [part], cpu=True).beside == found
+    assert beside(two_devices(slower)[10:]) == {}, "nothing to hold them against"

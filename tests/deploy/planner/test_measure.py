@@ -46,7 +46,7 @@ def test_a_second_run_goes_on_where_the_first_was_ended(tmp_path: Path) -> None:
     second = Runner()
     parts, said = run(path, second)
     assert first.ran + second.ran == [one.name for one in LAUNCHES] and len(first.ran) == 2
-    assert parts == whole and "2 of 4 parts are there already" in said
+    assert parts == whole and "2 of 5 parts are there already" in said
     assert run(path, Runner(until="alone"))[0] == whole, "nothing is left to measure"
 
 
@@ -82,9 +82,10 @@ def test_parts_are_those_that_the_devices_can_hold() -> None:
         ("encode+prefill", "(E-P)-D"),
         ("encode+decode", "(E-D)-P"),
         ("prefill+decode", "E-(P-D)"),
+        ("beside", "(E-PD)x2"),
     ]
     assert [one.layout for one in launches(1, [1], multimodal=True)] == ["TP1", *["(E-P-D)"] * 3]
-    assert [one.layout for one in launches(2, [1, 2], multimodal=False)] == ["TP1", "TP2", "(P-D)"]
+    assert [one.layout for one in launches(2, [1, 2], multimodal=False)] == ["TP1", "TP2", "(P-D)", "TP1x2"]
     assert [one.name for one in launches(2, [1], multimodal=True, only=["alone"])] == ["alone"]
     with pytest.raises(ConfigError, match="--tp 4 takes 4"):
         launches(2, [4], multimodal=True)

@@ -122,6 +122,27 @@ def test_the_front_shares_the_device_where_it_computes_there() -> None:
     assert one.last_s - one.first_s > 59 * STEP + 0.25, "its tokens take turns with the second one's front"
 
 
+def test_the_front_computes_on_the_device_of_its_host_that_does_least() -> None:
+    """The second one comes while P computes the first one's prompt of 1 s, and D has nothing to do."""
+    busy = replace(PROFILE, front_busy=Line(0.5))
+    traffic = request(1, 0.0, items=(), text=500), request(2, 0.6, items=())
+    for host_devices, more_s in ((1, 0.5), (2, 0.0)):
+        first, _ = served("P-D", *traffic, profile=replace(busy, host_devices=host_devices)).served
+        assert first.ttft_s == pytest.approx(0.5 + 1.0 + more_s)
+
+
+def test_what_another_device_of_the_host_does_slows_a_step_by_its_share_of_the_time() -> None:
+    """An encoder that is busy all the time makes each decode step a fifth longer, one of another host does not."""
+    busy = [request(n, 0.0, items=(2000,), text=1, tokens=1) for n in range(2, 30)]
+    quick = replace(STAGE, prefill=Line(0.0, 0.0001))
+    slow = replace(PROFILE, stages={1: quick}, beside={"decode beside encode": 1.2})
+    text = request(1, 40.0, items=(), tokens=100)
+    for host_devices, times in ((1, 1.0), (3, 1.2)):
+        run = served("E-P-D", *busy, text, profile=replace(slow, host_devices=host_devices))
+        one = next(one for one in run.served if one.id == "r1")
+        assert one.tpot_s == pytest.approx(times * STEP, rel=0.02)
+
+
 def test_steps_that_spread_are_within_a_limit_as_often_as_their_profile_says() -> None:
     """A quarter of steps takes twice as long: a limit of 1.5 steps is kept by three quarters, one of 2.1 by all."""
     uneven = replace(PROFILE, spread=(0.6, 0.7, 0.7, 2.0))
