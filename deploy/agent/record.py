@@ -50,8 +50,9 @@ class Record:
         self.up_at = self.start_s = self.next_at = 0.0
 
     def spawned(self, life: StageLife) -> None:
-        """It is there, and has done nothing yet."""
-        self.lives += 1
+        """It is there, and has done nothing yet. In the place of one that could not go on it is the same life."""
+        if not self.pid:
+            self.lives += 1
         self.pid, self.born_ticks, self.began_at = life.pid, life.born_ticks, life.started
 
     def answers(self) -> None:

@@ -42,7 +42,7 @@ MAX_ANSWER_BYTES = 16 << 20
 T = TypeVar("T")
 
 
-class Asked(msgspec.Struct, frozen=True):
+class SeenQuestion(msgspec.Struct, frozen=True):
     """`POST /seen`, as of `proxy.page.observed.Observe`."""
 
     question: Question
@@ -192,7 +192,7 @@ class WorkerHub:
         return Response(await self.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     async def _on_seen(self, request: Request) -> Response:
-        asked = msgspec.msgpack.decode(await request.body(), type=Asked)
+        asked = msgspec.msgpack.decode(await request.body(), type=SeenQuestion)
         return Response(msgspec.msgpack.encode(await self._observe(asked.question, asked.whole)))
 
     def _changed(self) -> None:
