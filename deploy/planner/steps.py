@@ -181,7 +181,7 @@ TURNS = 2.0
 """Of two kinds that take turns. What lies beyond is no neighbour's: on CPU it is the front's work for requests."""
 
 
-WHOLE, LEAST_STEPS = 0.8, 8
+WHOLE, LEAST_STEPS = 0.8, 4
 """Of a step's time, from which on it counts as beside what it met; of such steps, that tell something."""
 _SAME_DEVICE = "same device"
 

@@ -37,7 +37,9 @@ LONGEST, LONG_S = 32_768, 15.0
 """Prompts beyond so many tokens say nothing new, nor those beyond one that took so long, nor larger batches, and take
 minutes."""
 BESIDE_PROMPT, BESIDE_SIDE, BESIDE_BATCH = 512, 448, 4
-"""Of what runs side by side: tokens of a prompt, pixels of a picture, sequences that decode."""
+LARGE_PROMPT, LARGE_SIDE = 1024, 768
+"""Of what runs side by side: tokens of a prompt, pixels of a picture, sequences that decode. On two devices what is
+larger, and no longer in a cache of its own."""
 
 
 REPORT_S = 30.0
@@ -232,10 +234,11 @@ class Sweep:
         """One request of each kind at a time, so that it keeps one device busy, and then two, half of which meet on one
         device."""
         kinds = (ENCODE, PREFILL, DECODE) if self._multimodal else (PREFILL, DECODE)
-        for kind in kinds:
-            yield f"{kind} alone", partial(self._loop, self._work(kind, batch=1))
+        works = {kind: self._work(kind, LARGE_PROMPT, LARGE_SIDE, 1) for kind in kinds}
+        for kind, work in works.items():
+            yield f"{kind} alone", partial(self._loop, work)
         for pair in itertools.combinations_with_replacement(kinds, 2):
-            yield " beside ".join(pair), partial(self._beside, [self._work(kind, batch=1) for kind in pair], times=2)
+            yield " beside ".join(pair), partial(self._beside, [works[kind] for kind in pair], times=2)
 
     def _one_device_actions(self) -> Iterator[Action]:
         kinds = self._launch.name.split("+")
@@ -249,12 +252,14 @@ class Sweep:
     def _with_kv(self, length: int) -> None:
         self._alone.append(self._text(length, 4))
 
-    def _work(self, kind: str, batch: int = BESIDE_BATCH) -> Callable[[], object]:
+    def _work(
+        self, kind: str, prompt: int = BESIDE_PROMPT, side: int = BESIDE_SIDE, batch: int = BESIDE_BATCH
+    ) -> Callable[[], object]:
         served = self._served
         if kind == ENCODE:
-            return partial(served.image, BESIDE_SIDE)
+            return partial(served.image, side)
         if kind == PREFILL:
-            return partial(self._text, min(BESIDE_PROMPT, self._longest))
+            return partial(self._text, min(prompt, self._longest))
         return lambda: served.together([served.ids(32) for _ in range(batch)], 2 * self._extent.tokens)
 
     def _loop(self, work: Callable[[], object]) -> None:
