@@ -34,6 +34,9 @@ SPAWN_S = 30.0
 REAPED_S, REAP_LOOK_S = 2.0, 0.002
 """From the end of a process until its root has said how it ended, at most; and from one look to the next."""
 
+HEEDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE, signal.SIGTERM, signal.SIGXFSZ)
+"""Signals that a child does not ignore: Python may, and whoever has started this program."""
+
 _ABOVE_PASSED = 64  # copies on their way to a child are out of the way of those that are put in place before them
 _SPAWNED = str(Path(__file__).with_name("spawned.py"))
 EXIT = struct.Struct("=iiq")
@@ -132,22 +135,23 @@ class Children:
         return child
 
     def adopt(self, pid: int, born_ticks: int = 0) -> Child:
-        """Watch a process of the root's. One that has ended before has an exit code at once.
+        """Watch a process of the root's. One that has ended before has an exit code at once, or within `REAPED_S`.
 
         Args:
             born_ticks: by which it is known; 0: whoever has this pid now.
         """
         found = processes.stat(pid)
-        lives = found is not None and not found.dead and born_ticks in (0, found.start_ticks)
-        child = Child(pid, found.start_ticks if found is not None and not born_ticks else born_ticks)
-        descriptor = _pidfd(pid) if lives else None
-        if descriptor is None:
-            code = self._how(child)
-            child.end(UNKNOWN_EXIT if code is None else code)
-        else:
-            watching = asyncio.get_running_loop().create_task(self._watch(child, descriptor))
+        there = found is not None and born_ticks in (0, found.start_ticks)
+        child = Child(pid, found.start_ticks if there and found is not None else born_ticks)
+        runs = there and found is not None and not found.dead
+        if not runs and (code := self._how(child)) is not None:
+            child.end(code)
+        elif there or (found is None and self._exits is not None):  # or it has just ended, and is about to be reaped
+            watching = asyncio.get_running_loop().create_task(self._watch(child, _pidfd(pid) if there else None))
             self._watching.add(watching)
             watching.add_done_callback(self._watching.discard)
+        else:
+            child.end(UNKNOWN_EXIT)
         return child
 
     def _start(self, argv: Sequence[str], env: Mapping[str, str], given: Sequence[int]) -> int:
@@ -166,20 +170,22 @@ class Children:
                     *((os.POSIX_SPAWN_DUP2, copy, PASSED_FROM + at) for at, copy in enumerate(passed)),
                 ],
                 setsigmask=(),
-                setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # ignored by Python, and by what it executes if not reset
+                setsigdef=HEEDED,
             )
         finally:
             for copy in copies:
                 os.close(copy)
 
-    async def _watch(self, child: Child, descriptor: int) -> None:
-        loop, gone = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(descriptor, gone.set)
-        try:
-            await gone.wait()
-        finally:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
+    async def _watch(self, child: Child, descriptor: int | None) -> None:
+        """Until its end is known. `descriptor`: tells of it; None where it has ended."""
+        if descriptor is not None:
+            loop, gone = asyncio.get_running_loop(), asyncio.Event()
+            loop.add_reader(descriptor, gone.set)
+            try:
+                await gone.wait()
+            finally:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
         deadline = time.monotonic() + REAPED_S
         while (code := self._how(child)) is None and time.monotonic() < deadline:  # noqa: ASYNC110 - another process
             await asyncio.sleep(REAP_LOOK_S)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from deploy.host.state import SharedState, StateFiles
+from tests.waiting import wait_for
 
 PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -79,7 +80,9 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_what_was_or_what_is_to_be(
     SharedState(files).write("settled", b"for ever")
     chance, seen = random.Random(0), set()
     for _ in range(60):
+        begun = os.pread(files.count, 64, 0)
         with forked(writer(files)):
+            wait_for(lambda begun=begun: os.pread(files.count, 64, 0) != begun, "it writes")
             time.sleep(chance.uniform(0.0, 0.004))
         found = files.sections()
         assert_whole(found)

@@ -85,11 +85,18 @@ async def newer(client: NodeClient, number: int = 0) -> Seen[NodeStatus]:
     return seen
 
 
+async def watched(client: NodeClient) -> None:
+    """Until it is refused."""
+    number = 0
+    while True:
+        number = (await newer(client, number)).number
+
+
 async def test_whoever_decided_before_is_told_that_it_is_over(tmp_path: Path) -> None:
     async with world_in(tmp_path) as world:
         first, second = world.client(1), world.client(2)
         await within(first.start(P))
-        lasts = asyncio.create_task(newer(first, (await newer(first)).number))
+        lasts = asyncio.create_task(watched(first))
         await within(second.groups())
         with pytest.raises(SupersededError):
             await within(lasts)
