@@ -39,7 +39,8 @@ from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_deadline import DeadlineLapsed, deadline_s
 from proxy.request.client_sink import CHOICE, DELTA, ClientSink
 from proxy.request.parse import Endpoint
-from proxy.server.http_protocol import BODY_IS_HERE, disconnect_watch
+from proxy.server.client_disconnect import DisconnectWatch
+from proxy.server.http_protocol import BODY_IS_HERE
 
 logger = logging.getLogger(__name__)
 LAST_WORD_S = 1.0
@@ -167,7 +168,7 @@ class Exchange:
                     cancel_scope.cancel(_Why.LEFT)
 
             until = begun + limit.s if limit.clients else None
-            with disconnect_watch(scope, left):
+            with DisconnectWatch(scope, receive, left):
                 try:
                     await self._pipeline.run(record, self._endpoint, raw, caller, held, sink, until=until)
                 except EpdError as error:

@@ -4,84 +4,22 @@ whose head and beginning are one packet.
 A bound on what it collects before a request's head, or a trailer, is complete: httptools has none, it joins what has
 come of a header with every read, so that a client without any key could fill the memory with one endless line, and stop
 the event loop for seconds by copying it again and again. Until when a head has to be complete,
-`proxy/server/idle_clients.py` sees to, and what that needs to know is here. As to the word: ASGI lets an application
-learn that its client has left only by waiting for messages, which takes a task per request; the protocol knows it.
+`proxy/server/idle_clients.py` sees to, and what that needs to know is here. The word is
+`proxy/server/client_disconnect.py`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
-from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from proxy.server.client_disconnect import EXTENSION, ClientDisconnect
 
 MAX_HEAD_BYTES = 64 << 10
 BODY_IS_HERE = "epd.body_is_here"
 """Among the extensions of an ASGI scope once the whole body has come, which mostly is before the request is begun."""
-
-EXTENSION = "epd.client_disconnect"
-"""Where the `ClientDisconnect` of a connection is among the extensions of an ASGI scope."""
-
-Left = Callable[[], None]
-
-
-@contextmanager
-def disconnect_watch(scope: Scope, left: Left) -> Iterator[None]:
-    """Calls `left` when the client leaves within the context, which begins once the whole body has been received.
-
-    A server other than ours does not tell.
-    """
-    disconnect: ClientDisconnect | None = scope.get("extensions", {}).get(EXTENSION)
-    if disconnect is None:
-        yield
-        return
-    disconnect.watch(left)
-    try:
-        yield
-    finally:
-        disconnect.unwatch(left)
-
-
-class ClientDisconnect:
-    """Says when the client of one connection has left.
-
-    Args:
-        listen: lets the server read on, without which it does not notice. A large body stops the reading.
-    """
-
-    def __init__(self, listen: Callable[[], None]) -> None:
-        self._listen = listen
-        self._left: Left | None = None
-        self._lost = False
-
-    def watch(self, left: Left) -> None:
-        """Call `left` from the event loop when the connection is lost, until `unwatch`. Soon where it is already.
-
-        The request watched before it has been answered: whether its client leaves is of no interest any more.
-        """
-        self._left = left
-        if self._lost:
-            asyncio.get_running_loop().call_soon(self._say)
-        else:
-            self._listen()
-
-    def unwatch(self, left: Left) -> None:
-        """No more calls of `left`. The next request on the connection may be watched already, since this one's stages
-        are waited for after its client has the answer."""
-        if self._left is left:
-            self._left = None
-
-    def lost(self) -> None:
-        """The connection is lost. The server's to call."""
-        self._lost = True
-        self._say()
-
-    def _say(self) -> None:
-        if self._left is not None:
-            self._left()
 
 
 class _OneWrite:
