@@ -21,6 +21,7 @@ from deploy.front.shared import Shared
 from deploy.host import event_loop
 from deploy.host.children import Children, be_root
 from deploy.host.ending import Ending
+from deploy.host.logs import keep_bounded
 from deploy.host.ports import listen, private_socket
 from deploy.host.reaper import reap_dead
 from deploy.host.rundir import RunDir
@@ -84,8 +85,8 @@ def run_proxy(config: ProxyConfig) -> int:
         )
         ending.serves(doors)
         endpoint = f"{'https' if config.tls_cert_file else 'http'}://{config.host}:{config.port}"
-        _say(f"proxy on {endpoint} in front of {len(given.instances)} stages")
-        event_loop.run(_serve(config, given.instances, doors, admin, ending, key_text))
+        _say(f"proxy on {endpoint} in front of {len(given.instances)} stages; logs in {run.path}")
+        event_loop.run(_serve(config, given.instances, doors, admin, ending, key_text, run))
     return 0
 
 
@@ -96,6 +97,7 @@ async def _serve(
     admin: Admin | None,
     ending: Ending,
     key_text: str,
+    run: RunDir,
 ) -> None:
     """Until it is time to end. `key_text`: of the clients' keys, as they are now.
 
@@ -103,6 +105,7 @@ async def _serve(
         EpdError: a front door does not start.
     """
     ending.listen()
+    doors.background.start("logs", partial(keep_bounded, run.path))
     health = _Health(instances, doors)
     for one in instances:
         doors.background.start(f"health of {one.id}", partial(health.watch, one))

@@ -19,6 +19,7 @@ import pytest
 from deploy.alone import proxy
 from deploy.alone.proxy import run_proxy
 from deploy.front.doors import FrontDoors
+from deploy.host.logs import KEPT_BYTES
 from deploy.host.ports import free_ports
 from deploy.options.config import ProxyConfig
 from epd_serve.errors import EpdError
@@ -120,6 +121,21 @@ def test_listed_stages_that_want_a_key_get_it_and_strangers_get_nothing(tmp_path
         request.add_header("content-type", "application/json")
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             assert answer.status == 200
+
+
+def test_logs_of_its_front_doors_are_where_it_says_and_stay_small(tmp_path: Path) -> None:
+    stages = stages_file(tmp_path, "model: m\nstages: [{id: PD0, role: PD, url: 'http://127.0.0.1:1'}]\n")
+    (port,) = free_ports(1)
+    argv = ["-m", "deploy.cli", "proxy", "--stages", stages, "--port", str(port), "--run-root", str(tmp_path / "run")]
+    with running(*argv, "--lame-duck-s", "0", stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        folder = Path(process.stderr.readline().decode().strip().rpartition("logs in ")[2])
+        wait_health(port, 503)
+        log = folder / "front.0.log"
+        with log.open("ab") as file:
+            file.write(b"something, again and again\n" * (3 * KEPT_BYTES // 27))
+        wait_for(lambda: log.stat().st_blocks * 512 < 2 * KEPT_BYTES, "a log that is kept small")
+    assert not folder.exists()
 
 
 def test_a_stage_on_a_port_has_a_key_of_its_own_and_one_on_a_socket_needs_none(tmp_path: Path) -> None:
