@@ -1,4 +1,4 @@
-"""`epd-serve logs` and `epd-serve down`: what the stages of a deployment say, and its end."""
+"""`epd-serve logs` and `epd-serve down`: what the processes of a deployment say, and its end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from deploy.host.logs import read_log
 from deploy.host.processes import signal_process
 from deploy.host.rundir import HELD, is_of_this_namespace, owner_of
 from deploy.options.flags import Parser
+from deploy.options.mooncake import MASTER_PROGRAM
 from epd_serve.errors import ConfigError, EpdError
 
 LOOK_S = 0.2
@@ -23,7 +24,13 @@ Read = Callable[[int], tuple[bytes, int]]
 
 
 def logs_flags(parser: Parser) -> None:
-    parser.add_argument("instance", nargs="?", default="", metavar="INSTANCE", help="for example E0 (default: all)")
+    parser.add_argument(
+        "instance",
+        nargs="?",
+        default="",
+        metavar="INSTANCE",
+        help="for example E0, or front.0 of a front door (default: all)",
+    )
     parser.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
 
 
@@ -35,7 +42,7 @@ def logs(arguments: Arguments) -> int:
     wanted, follow = arguments["instance"], arguments["follow"]
     there = dict(_readers(arguments))
     if wanted and wanted not in there:
-        raise ConfigError(f"there is no instance {wanted!r}; there are {', '.join(there)}", param="instance")
+        raise ConfigError(f"there is no log of {wanted!r}; there are {', '.join(there)}", param="instance")
     shown = [_Log(name, read, prefixed=not wanted) for name, read in there.items() if wanted in ("", name)]
     for log in shown:
         log.show(from_end=follow and not wanted)
@@ -47,16 +54,21 @@ def logs(arguments: Arguments) -> int:
 
 
 def _readers(arguments: Arguments) -> Iterator[tuple[str, Read]]:
-    """Of each instance."""
+    """Of each instance, and of each other process that has a log: on several hosts that is called `NODE/NAME`."""
     with client(arguments) as http:
-        instances = http.get("/deployment").json()["instances"]
+        status = http.get("/deployment").json()
+    there = {one["id"]: (one["node"], one["id"]) for one in status["instances"]}
+    for part in status["parts"]:
+        node, _, log = part.rpartition("/")
+        if log.startswith("front.") or log in ("template", MASTER_PROGRAM):
+            there[part] = node, log
     if on_ray(arguments):
         from deploy.ray.attach import log_reader
 
-        yield from ((one["id"], log_reader(arguments["name"], one["node"], one["id"])) for one in instances)
+        yield from ((name, log_reader(arguments["name"], node, log)) for name, (node, log) in there.items())
     else:
         folder = local_launch(arguments).path
-        yield from ((one["id"], partial(read_log, folder / f"{one['id']}.log")) for one in instances)
+        yield from ((name, partial(read_log, folder / f"{log}.log")) for name, (_, log) in there.items())
 
 
 class _Log:

@@ -22,8 +22,11 @@ def test_a_launch_shows_its_logs_and_ends_by_down(tmp_path: Path, capsys: pytest
         assert capsys.readouterr().out == "first\nlast\n"
         assert main(["logs", *root]) == 0
         assert "[PD0] first\n[PD0] last\n" in capsys.readouterr().out
+        (run.parent / "front.0.log").write_text("a front door\n")
+        assert main(["logs", "front.0", *root]) == 0
+        assert capsys.readouterr().out == "a front door\n"
         assert main(["logs", "P7", *root]) == BAD_INPUT
-        assert "E0, PD0" in capsys.readouterr().err
+        assert "E0, PD0, front.0" in capsys.readouterr().err
 
         assert main(["down", "--now", *root]) == 0
         assert wait_for(lambda: launcher.poll() is not None, "its end")
