@@ -98,7 +98,7 @@ class NodeFront:
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.doors = FrontDoors(
             self._own(self._setup.settings),
-            self._shared,
+            replace(self._shared, feed=self._shared.feed.dup()),  # each closes its own
             self._children,
             self._state,
             grace_s=self._setup.grace_s,
@@ -160,7 +160,8 @@ class NodeFront:
         self._newest = (epoch, state.number)
         noted = _Noted(state, time.monotonic() + state.paused_s)
         await self._tell(state)
-        self._state.write(STATE, msgspec.msgpack.encode(noted))
+        if self._newest == (epoch, state.number):
+            self._state.write(STATE, msgspec.msgpack.encode(noted))
 
     async def restart(self, id: str) -> None:
         """Replace them one by one. Who asks again by the same id waits for the same. Raises EpdError."""
