@@ -103,8 +103,9 @@ class _Turn:
     def _starts(self) -> Iterator[Action]:
         for spec in self.found.missing:
             if self._may_start(spec):
+                present = self.present
                 names = (f"{spec.role.value}{number}" for number in itertools.count())
-                yield Start(next(name for name in names if name not in self.present), spec)
+                yield Start(next(name for name in names if name not in present), spec)
 
     def _ends(self) -> Iterator[Action]:
         for one in self.found.surplus:
@@ -163,22 +164,37 @@ class _Turn:
         return min(found, key=len, default=())
 
     def _room_makers_for(self, spec: Spec) -> list[str]:
-        """Whoever takes most of what is short goes first, as long as it is, and then stays if it was not needed: not
-        always the fewest, but nothing is looked at more often than there are instances."""
-        gone: list[str] = []
+        """Whoever takes most of what is short goes first, as long as it is, and then stays if it was not needed; where
+        that leads nowhere, it is tried without the first one. Not always the fewest, but each try looks at nothing more
+        often than there are instances, and there are no more tries than those.
+        """
         candidates = self._stays_for_now()
+        while candidates:
+            gone = self._largest_first(spec, candidates)
+            if self._shortage_without(gone, spec) is None:
+                for name in tuple(gone):
+                    others = [other for other in gone if other != name]
+                    if self._shortage_without(others, spec) is None:
+                        gone = others
+                return gone
+            if not gone:
+                break
+            candidates = [name for name in candidates if name != gone[0]]
+        return []
+
+    def _largest_first(self, spec: Spec, candidates: Collection[str]) -> list[str]:
+        """Those that can be spared, until there is room, or nobody who could make some is left."""
+        gone: list[str] = []
+        present = self.present
         while (why := self._shortage_without(gone, spec)) is not None:
-            blocking = [name for name in candidates if name in why.blocks and self._can_spare([*gone, name])]
+            blocking = [
+                name
+                for name in candidates
+                if name in why.blocks and name not in gone and self._can_spare([*gone, name])
+            ]
             if not blocking:
-                return []
-            present = self.present
-            most = max(blocking, key=lambda name: present[name].order.spec.needs.get(why.what, 0))
-            gone.append(most)
-            candidates.remove(most)
-        for name in tuple(gone):
-            others = [other for other in gone if other != name]
-            if self._shortage_without(others, spec) is None:
-                gone = others
+                break
+            gone.append(max(blocking, key=lambda name: present[name].order.spec.needs.get(why.what, 0)))
         return gone
 
     def _shortage_without(self, gone: Iterable[str], spec: Spec) -> Shortage | None:

@@ -16,9 +16,9 @@ from deploy.change.room import shortage
 from deploy.change.serving import required, served
 from deploy.change.types import Actual, Drain, Plan, Shortage, Start, Stop, Wanted, carried_out
 from deploy.change.wave import reached, wave
-from deploy.runtime.protocol import SHARED_MEMORY, Observed, Phase
+from deploy.runtime.protocol import HOST_MEMORY, SHARED_MEMORY, Observed, Phase
 from epd_serve.roles import Role
-from tests.deploy.change.worlds import World, kinds_of, node, up, wanted
+from tests.deploy.change.worlds import GIB, World, kinds_of, node, up, wanted
 
 LAYOUTS = (
     "TP1",
@@ -143,6 +143,24 @@ def test_room_for_a_wide_instance_is_made_by_all_that_are_in_its_way_after_few_l
     assert isinstance(plan, Plan)
     assert [len(turn) for turn in plan.waves[:3]] == [8, 8, 1] and kinds_of(plan.waves[2])[0].startswith("Start")
     assert len(looks) < 500
+
+
+def test_room_is_made_by_smaller_ones_where_the_largest_cannot_be_spared_with_them():
+    """Whoever takes most goes first; here that leads nowhere, since one of the others would have to go as well."""
+    sizes = {"PD": 8, "P": 5, "D": 5}
+    there = [replace(spec, needs={HOST_MEMORY: sizes[spec.role.value] * GIB}) for spec in wanted("PD-P-D").specs]
+    larger = replace(there[0], digest="larger", needs={HOST_MEMORY: 12 * GIB})
+    machine = replace(node(), room={HOST_MEMORY: 20 * GIB})
+    now = Actual((machine,), up(Wanted("PD-P-D", tuple(there))), required=frozenset({"text"}))
+
+    plan = diff(Wanted("PD", (larger,)), now)
+
+    assert isinstance(plan, Plan)
+    assert [kinds_of(turn) for turn in plan.waves[:3]] == [
+        ["Drain P0", "Drain D0"],
+        ["Stop P0", "Stop D0"],
+        ["Start PD1"],
+    ]
 
 
 def test_parts_change_without_a_start_where_an_instance_has_both_halves():
