@@ -150,6 +150,11 @@ class Actuator:
             return replace(one, order=Order(name, replace(one.order.spec, role=self._flipped[name])))
         return one
 
+    @property
+    def unseen(self) -> Collection[str]:
+        """Whose flip the runtime has accepted and not shown yet."""
+        return self._flipped.keys()
+
     def not_quiet(self) -> list[str]:
         """Who is to leave and has prefills that have yet to end."""
         return [name for name, task in self._leaving.items() if not task.done()]

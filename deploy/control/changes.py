@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -16,7 +17,7 @@ from deploy.change.types import Action, Actual, Flip, Pause, Resume, Start
 from deploy.host import state
 from deploy.runtime.protocol import Observed, Phase
 
-RECORD = "wanted.json"
+RECORD = "wanted"
 """The section of the state that has the record."""
 
 DEPTH = 16
@@ -108,15 +109,15 @@ class Change:
     def under_way(self) -> list[Step]:
         return [step for step in self.steps if step.seconds is None]
 
-    def follow(self, actual: Actual) -> None:
-        """End the steps that have come to something."""
+    def follow(self, actual: Actual, unseen: Container[str]) -> None:
+        """End the steps that have come to something. `unseen`: ids whose flip the runtime has yet to show."""
         there = {one.order.id: one for one in actual.instances}
         for step in self.under_way:
             one = there.get(step.action.get("instance", ""))
             if step.word == "start" and one is not None and one.over:
                 self.failed[one.order.id] = one.reason
                 step.end(one.reason)
-            elif _has_come(step, one, actual):
+            elif _has_come(step, one, actual, unseen):
                 step.end()
             if step.seconds is not None:
                 self.moved = time.monotonic()
@@ -125,8 +126,12 @@ class Change:
         """Its way goes back now, for this reason."""
         self.state, self.reason, self.moved = State.REVERTING, why, time.monotonic()
         self.failed.clear()
+        self.give_up("start", "leave")
+
+    def give_up(self, *words: str) -> None:
+        """Steps of these kinds that are under way are not for anything any more."""
         for step in self.under_way:
-            if step.word in ("start", "leave"):
+            if step.word in words:
                 step.end("not finished")
 
     def end(self, state: State) -> None:
@@ -181,13 +186,13 @@ class Changes:
             await self._over.wait()
 
 
-def _has_come(step: Step, one: Observed | None, actual: Actual) -> bool:
+def _has_come(step: Step, one: Observed | None, actual: Actual, unseen: Container[str]) -> bool:
     """Whether there is what a step was for. `one`: the instance that it is about, if that is there."""
     match step.word:
         case "start":
             return one is not None and one.phase is Phase.UP
         case "flip":
-            return one is None or one.order.spec.role.value == step.action["role"]
+            return one is None or one.order.id not in unseen
         case "leave":
             return one is None or one.order.id not in actual.leaving
         case "drain":

@@ -145,6 +145,7 @@ class Reconciler:
         elif comes or goes:
             if self.changes.present is not None:
                 self.changes.present.moved = time.monotonic()
+                self.changes.present.give_up("leave")
             self._want(wanted, self._actuator.unwanted)
 
     @property
@@ -187,7 +188,7 @@ class Reconciler:
     def _take_in(self, instances: tuple[Observed, ...]) -> None:
         self._actuator.take_in(instances, self.wanted.roles)
         if self.changes.present is not None:
-            self.changes.present.follow(self.actual())
+            self.changes.present.follow(self.actual(), self._actuator.unseen)
 
     async def _turns(self) -> None:
         while True:
@@ -212,7 +213,7 @@ class Reconciler:
         change, wanted = self.changes.present, self.wanted
         actual = self.actual()
         if change is not None:
-            change.follow(actual)
+            change.follow(actual, self._actuator.unseen)
         if change is not None and (why := why_failed(change, actual, self._actuator.not_quiet(), self.deadlines)):
             return self._fail(change, why)
         if reached(wanted, actual) and not actual.paused:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.control.changes import State
+from deploy.control.changes import RECORD, State
 from deploy.control.failure import Deadlines
 from deploy.front.occupancy import until_quiet
 from epd_serve.errors import StageError
@@ -288,7 +288,7 @@ async def test_a_controller_killed_at_any_call_is_followed_by_one_that_finishes(
             assert roles == sorted(spec.role.value for spec in wanted(then).specs)
             assert not world.reconciler.paused_s
         at, calls = at + 1, max(calls, len(world.runtime.calls))
-        (tmp_path / "wanted.json").unlink()
+        (tmp_path / RECORD).unlink()
 
 
 async def test_a_prefill_of_which_nothing_was_heard_yet_is_not_quiet(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Controller, agent and front doors are killed in everything that a deployment does: what was begun is finished."""
+"""Control and front doors are killed in everything that a deployment does: what was begun is finished."""
 
 from __future__ import annotations
 
