@@ -214,13 +214,17 @@ class _Node:
             return "whom it belongs to has gone: everything is killed"
         if self._answers.closed:
             return ""
-        if BEGUN in sections:
-            try:
-                ready.write()
-                _answer(self._answers, ready.packed())
-            except OSError as error:
-                return f"nobody hears that it has begun: {error}"
-        return "it is not ready in time" if time.monotonic() >= by else ""
+        if BEGUN not in sections:
+            return "it is not ready in time" if time.monotonic() >= by else ""
+        try:
+            ready.write()
+        except OSError as error:
+            return f"that it has begun cannot be written down: {error}"
+        try:
+            _answer(self._answers, ready.packed())
+        except OSError as error:
+            return f"nobody hears that it has begun: {error}"
+        return ""
 
     async def _until_signalled(self, life: root.Life, agent: Agent) -> None:
         """Then its stages end, and everything: there is nobody else who would."""

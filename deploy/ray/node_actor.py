@@ -98,6 +98,8 @@ class NodeActor:
         if run is None:
             return None
         if self._http is None or self._http[0] != run.path:
+            if self._http is not None:
+                await self._http[1].aclose()
             transport = unix_transport(run.path / NODE_SOCKET)
             self._http = run.path, httpx.AsyncClient(transport=transport, base_url="http://node", timeout=ANSWER_S)
         try:

@@ -326,7 +326,9 @@ class ManyNodes:
         )
 
     async def _first_words(self, wait_s: float) -> None:
-        waiting = [asyncio.create_task(self._first_word(member)) for member, _ in self._joined()]
+        waiting = [
+            asyncio.create_task(self._first_word(member)) for member, _ in self._joined() if not member.away.is_set()
+        ]
         try:
             if waiting:
                 await asyncio.wait(waiting, timeout=wait_s)

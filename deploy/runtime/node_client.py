@@ -89,6 +89,8 @@ class NodeHttp:
                 if answer.status_code == NOT_YET:
                     return None
                 if answer.headers.get("content-type") != JSON:
+                    if not answer.is_server_error:
+                        raise NodeCallError(f"the node answers {method} {path} with {answer.status_code}")
                     raise httpx.RemoteProtocolError("the node's server is ending")
             except httpx.TransportError:
                 await asyncio.sleep(retry_s)
