@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,9 @@ class ControllerActor:
         self._notes = GcsNotes(name)
         self._loading = asyncio.create_task(self._notes.load(), name="notes")
         self._news = News()
-        self._signals = Signals()
+        self._signals: list[int] = []
+        self._signalled = asyncio.Event()
+        self._take: Callable[[int], None] = lambda number: None
         self._app: asyncio.Future[FastAPI] = asyncio.get_running_loop().create_future()
         self._code: int | None = None
         self._nodes: Nodes | None = None
@@ -116,7 +118,12 @@ class ControllerActor:
         """As to the process of a launch."""
         await asyncio.shield(self._loading)
         self._notes.write(SIGNALS, msgspec.json.encode([*self._signals_noted(), number]))
-        self._signals.add(number)
+        self._hear(number)
+
+    def _hear(self, number: int) -> None:
+        self._signals.append(number)
+        self._signalled.set()
+        self._take(number)
 
     def _signals_noted(self) -> list[int]:
         return msgspec.json.decode(self._notes.read(SIGNALS) or b"[]", type=list[int])
@@ -124,11 +131,9 @@ class ControllerActor:
     # --- what its life asks of it: `deploy.launch.life.Process` -----------------------------------------------------
 
     def heed(self, take: Callable[[int], None]) -> None:
-        async def heed() -> None:
-            async for number in self._signals.follow():
-                take(number)
-
-        self._heeding = asyncio.create_task(heed(), name="signals")
+        self._take = take
+        for number in self._signals:
+            take(number)
 
     async def over(self, code: int) -> None:
         """Noted first: what is left is then ended by whichever life."""
@@ -158,7 +163,7 @@ class ControllerActor:
                 await self._until_over(asked)
             elif (noted := self._notes.read(ASKED)) is not None and self._notes.read(OVER) is None:
                 for number in self._signals_noted():
-                    self._signals.add(number)
+                    self._hear(number)
                 await self._until_over(msgspec.json.decode(noted, type=Asked))
             await self._clear()
             self._news.add("ended", self._code or 0)
@@ -179,7 +184,7 @@ class ControllerActor:
     async def _until_over(self, asked: Asked) -> None:
         was_ready = self._notes.read(READY) is not None
         preparing = asyncio.create_task(self._prepared(asked.config, asked.node))
-        stopped = asyncio.create_task(self._first_signal())
+        stopped = asyncio.create_task(self._signalled.wait())
         tasks: list[asyncio.Task[Any]] = [preparing, stopped]
         try:
             waited = (preparing,) if was_ready else (preparing, stopped)
@@ -210,10 +215,6 @@ class ControllerActor:
             await asyncio.wait(tasks)
             if self._nodes is not None:
                 await self._nodes.part()
-
-    async def _first_signal(self) -> None:
-        async for _ in self._signals.follow():
-            return
 
     async def _prepared(self, config: DeployConfig, begun_on: str) -> RayLife:
         """The nodes as they are, the deployment drawn for them, and a process of ours on each."""
@@ -304,28 +305,6 @@ class RayLife(Life):
             **await self.nodes.parts(),
             **{name: {"pid": pid, "restarts": None} for name, pid in others.items()},
         }
-
-
-class Signals:
-    """Those that have come, for whoever asks whenever."""
-
-    def __init__(self) -> None:
-        self._numbers: list[int] = []
-        self._come = asyncio.Event()
-
-    def add(self, number: int) -> None:
-        self._numbers.append(number)
-        self._come.set()
-
-    async def follow(self) -> AsyncIterator[int]:
-        """For one who asks at a time."""
-        told = 0
-        while True:
-            while told < len(self._numbers):
-                told += 1
-                yield self._numbers[told - 1]
-            self._come.clear()
-            await self._come.wait()
 
 
 async def _superseded(life: RayLife) -> None:
