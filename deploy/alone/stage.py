@@ -132,9 +132,17 @@ def _wiring(path: str | None, role: str | None, instance: str, *, alone: bool) -
             raise ConfigError(f"role {role} works with other stages: give their addresses by --wiring FILE.json")
         return StageWiring(instance=instance or f"{role}0", role=chosen, incarnation=uuid.uuid4().hex[:12])
     try:
-        wiring = StageWiring.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, ConfigError) as error:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"wiring file {path} cannot be read: {error}", param="--wiring") from error
+    if not isinstance(raw, dict) or not {"instance", "role", "incarnation"} <= set(raw):
+        raise ConfigError(f"wiring file {path} needs instance, role and incarnation", param="--wiring")
+    if str(raw["role"]) not in set(Role):
+        raise ConfigError(f"wiring file {path}: {raw['role']!r} is no role", param="--wiring")
+    try:
+        wiring = StageWiring.from_json(raw)
+    except (ValueError, TypeError, KeyError, ConfigError) as error:
+        raise ConfigError(f"wiring file {path}: {error}", param="--wiring") from error
     if role not in (None, wiring.role):
         raise ConfigError(f"--role {role} contradicts role {wiring.role} of {path}; drop --role", param="--role")
     return wiring

@@ -121,6 +121,8 @@ def _instance(entry: Any) -> Instance:
     if not isinstance(entry, dict) or not {"id", "role", "url"} <= set(entry):
         raise ConfigError(f"a stage needs id, role and url: {entry!r}")
     _check_keys(entry, {field.name for field in fields(Instance)} - _SAID_BY_OTHERS)
+    if str(entry["role"]) not in set(Role):
+        raise ConfigError(unknown("role", str(entry["role"]), set(Role)))
     url = str(entry["url"])
     if not is_endpoint(url):
         raise ConfigError(f"url {url!r} is neither http://HOST:PORT nor unix:/PATH")

@@ -71,12 +71,12 @@ def test_a_guarded_stage_has_its_guard_and_no_command_line_has_its_key(
 @pytest.mark.parametrize(
     ("wiring", "said"),
     [
-        ('{"instance": "E0", "role": "Z", "incarnation": "1"}', "'Z' is not a valid Role"),
-        ('{"instance": "E0", "role": ["E"], "incarnation": "1"}', "['E'] is not a valid Role"),
+        ('{"instance": "E0", "role": "Z", "incarnation": "1"}', "'Z' is no role"),
+        ('{"instance": "E0", "role": ["E"], "incarnation": "1"}', "is no role"),
         ('{"instance": "E0", "role": "E", "incarnation": "1", "kv_peers": 3}', "kv_peers"),
         ('{"instance": "E0", "role": "E"}', "incarnation"),
         ('{"instance": "E0", "incarnation": "1"}', "role"),
-        ("[]", "cannot be read"),
+        ("[]", "needs instance, role and incarnation"),
     ],
 )
 def test_a_wiring_file_that_is_wrong_is_named(
