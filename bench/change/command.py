@@ -5,7 +5,7 @@ In parts (`--only`), each under load all the time:
     walk    real stages, the demo model, answers judged by what is in the picture: EP-D, E-P-D, (E-P)-D, (E-PD)x2,
             TP1x2 and back, round after round; new requests wait where there is no room for two layouts
     flips   P and D of simulated stages that become each other without a restart
-    kills   kill -9 of stages, front doors, controller and agent in random order: real stages, the next once all is
+    kills   kill -9 of stages, front doors and control in random order: real stages, the next once all is
             whole; and simulated stages, two of each role, every ten seconds
     streams kill -9 under long streams: of instances that decode, 2P-4D simulated, 200 of 100 tokens at a time, through
             two front doors; of any process of any stage and of the template, 2P-2D real, 60 of 200 tokens, each

@@ -80,7 +80,7 @@ def of(target: Target) -> dict[str, Any]:
 
 
 def _root(process: psutil.Process) -> psutil.Process:
-    """The topmost ancestor that belongs to the server: our keeper of a front door, plain vLLM's own."""
+    """The topmost ancestor that belongs to the server: our root of a front door, plain vLLM's own."""
     while (parent := process.parent()) is not None and _ours(parent):
         process = parent
     return process
