@@ -91,7 +91,8 @@ def _refuse_truncated(image: Image.Image, data: bytes) -> None:
         if int.from_bytes(data[10:14], "little") + row_bytes * image.height > len(data):
             raise ValueError("the file ends before its last row")
         return
-    if image.format == "GIF" and data.rstrip(b"\0").endswith(b";"):
+    # Whatever precedes a GIF's trailer ends with an empty block.
+    if image.format == "GIF" and data.rstrip(b"\0").endswith(b"\0;"):
         return
     if image.format in ("JPEG", "MPO"):
         if image.info.get("progressive"):  # its decoder holds every pixel, whatever size is asked of it

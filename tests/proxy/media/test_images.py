@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import struct
 import tracemalloc
 import zlib
@@ -21,8 +22,10 @@ KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"]
 
 
 def photo(kind: str = "JPEG", size: tuple[int, int] = (96, 64), **options: object) -> bytes:
+    """An image of noise, the same at each call: where a file is cut decides what its last bytes look like."""
     file = io.BytesIO()
-    Image.effect_noise(size, 90).convert("RGB").save(file, kind, **options)
+    noise = random.Random(7).randbytes(size[0] * size[1])
+    Image.frombytes("L", size, noise).convert("RGB").save(file, kind, **options)
     return file.getvalue()
 
 
@@ -42,6 +45,14 @@ def test_images_cut_short_are_refused(kind: str, share: float) -> None:
     with pytest.raises(RequestError) as refused:
         inspect(data[: int(len(data) * share)])
     assert refused.value.param == "item" and refused.value.code == "invalid_image"
+
+
+def test_a_gif_cut_at_a_byte_that_looks_like_its_trailer_is_refused() -> None:
+    data = photo("GIF")
+    cut = data.index(b";", len(data) // 2) + 1
+    assert cut < len(data) and data[cut - 2 : cut] != b"\0;"
+    with pytest.raises(RequestError, match="truncated"):
+        inspect(data[:cut])
 
 
 def test_progressive_jpegs_and_trailing_bytes_are_fine() -> None:
