@@ -74,7 +74,7 @@ def test_the_proxy_goes_on_with_the_first_token_as_ever(launch: Serving) -> None
 
 
 def test_a_stage_that_is_told_to_end_finishes_what_it_has(launch: Serving) -> None:
-    body = {**chat("Hello"), "stream": True, "max_tokens": 400, "ignore_eos": True}
+    body = {**chat("Hello"), "stream": True, "max_tokens": 60, "ignore_eos": True}
     stage, life = launch.stage("D0"), launch.instances()["D0"]["incarnation"]
     with stage.client.stream("POST", stage.url + "/v1/chat/completions", json=body) as answer:
         lines = answer.iter_lines()
