@@ -8,10 +8,9 @@ cache. Segments and clients are the stages' business.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,19 +128,6 @@ class SecondTier:
     def pid(self) -> int:
         """Of our master; 0 while none runs."""
         return self._record.pid if self._record is not None else 0
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """It is there inside the `with`, and our master has gone after it. One that is given may still come later.
-
-        Raises:
-            StageError: as of `begin`.
-        """
-        try:
-            await self.begin()
-            yield
-        finally:
-            await self.close()
 
     async def begin(self) -> None:
         """It is there, before the first instance that has to do with features. Any number of calls.

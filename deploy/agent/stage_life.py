@@ -88,14 +88,11 @@ class StageLife:
     def failure_reason(self) -> str:
         return failure_reason(self.log_text(), self.exit_code)
 
-    def kill(self) -> None:
-        """SIGKILL the whole group, without waiting."""
-        self._signal(signal.SIGKILL)
-
     async def stop(self, grace_s: float, by: signal.Signals = signal.SIGTERM) -> None:
         """End the whole group: a signal, SIGKILL after `grace_s`; at once SIGKILL when the leader has gone already."""
         if grace_s > 0 and self._process.poll() is None:
-            self._signal(by)
+            if not self._number_is_reused():
+                processes.signal_group(self.pid, by)
             if await self._gone(grace_s):
                 return
         deadline, killing = time.monotonic() + KILL_TIMEOUT_S, processes.Killing()
@@ -111,10 +108,6 @@ class StageLife:
                 return False
             await asyncio.sleep(EXIT_POLL_S)
         return True
-
-    def _signal(self, number: signal.Signals) -> None:
-        if not self._number_is_reused():
-            processes.signal_group(self.pid, number)
 
     def _members(self) -> list[processes.ProcessStat]:
         return [] if self._number_is_reused() else processes.group_members(self.pid)

@@ -204,13 +204,8 @@ class FrontDoors:
 
     # What is known of them.
 
-    def leases(self, id: str) -> Mapping[Work, int]:
-        """What all of them have under way on the present life of an instance; nothing of one that is not known."""
-        views = (view for view in self.table.snapshot() if view.instance.id == id)
-        return next((view.in_flight for view in views), {})
-
     def tallies(self) -> Mapping[IncarnationId, Mapping[Work, Tally]]:
-        """The same of the present lives of all instances, counted since they are known."""
+        """What all of them have given the present lives of all instances, counted since they are known."""
         names = [view.instance.incarnation_id for view in self.table.snapshot()]
         return {name: self._ledger.tallies(name) for name in names}
 
