@@ -33,8 +33,7 @@ from deploy.front.traced import NodeTrace
 from deploy.host.ending import Draining, Ending
 from deploy.host.event_loop import together
 from deploy.host.state import State
-from deploy.launch.screen import Shown
-from deploy.launch.stage_news import StageNews
+from deploy.launch.screen import Shown, StageNews
 from deploy.options.config import proxy_values
 from deploy.plan.blueprint import Blueprint
 from deploy.plan.proxy_settings import build_proxy_settings
