@@ -157,7 +157,7 @@ class Agent:
         name, spec = kept.order.id, kept.order.spec
         ports = self._setup.site.ports_of(kept.order)
 
-        def command(incarnation: str) -> Spawn:
+        def command() -> Spawn:
             assert kept.stage is not None, "wired before"
             return self._spawn(kept.stage)
 

@@ -18,7 +18,7 @@ import msgspec
 
 from deploy.agent.record import Record
 from deploy.agent.stage_life import Spawn, executed
-from deploy.agent.supervisor import StageSpec, Supervisor
+from deploy.agent.supervisor import StageEvents, StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.agent.wiring import Net
 from deploy.host.children import Children
@@ -99,12 +99,10 @@ def planned_tier(blueprint: Blueprint, net: Net, command: MasterCommand = moonca
     return PlannedTier(rpc_address(master), master, command)
 
 
-class SecondTier:
-    """A `deploy.agent.supervisor.StageEvents` of our master.
-
-    Args:
-        children: starts our master. state: has the record of its lives, if an agent before this one has begun it.
-        tell: takes a line for the operator.
+class SecondTier(StageEvents):
+    """Args:
+    children: starts our master. state: has the record of its lives, if an agent before this one has begun it.
+    tell: takes a line for the operator.
     """
 
     def __init__(
@@ -157,7 +155,7 @@ class SecondTier:
         """End our master."""
         await self._supervisor.close()
         self._record, self._begun = None, False
-        self._changed()
+        self.note()
 
     def _supervise(self, record: Record) -> None:
         self._record = record
@@ -166,9 +164,9 @@ class SecondTier:
         self._supervisor.add(
             StageSpec(MASTER_PROGRAM, self._planned.metrics, log, self._command, what="the"), record, process
         )
-        self._changed()
+        self.note()
 
-    def _command(self, incarnation: str) -> Spawn:
+    def _command(self) -> Spawn:
         assert self._planned.master is not None, "it is ours"
         env = stage_environment({}, self._run.path, "cpu", self._children.root)
         return Spawn(self._planned.command(self._planned.master), env)
@@ -189,22 +187,15 @@ class SecondTier:
                 f"warning: no {MASTER_PROGRAM} answers at {address}; until one does, features stay on their host"
             )
 
-    def _changed(self) -> None:
-        self._state.write(MASTER_PROGRAM, msgspec.msgpack.encode(self._record))
-
     # --- what the supervisor says ---------------------------------------------------------------------------------
 
-    def before_spawn(self, stage: str, incarnation: str) -> None:
-        """Nothing of a previous life lies around."""
+    def note(self) -> None:
+        self._state.write(MASTER_PROGRAM, msgspec.msgpack.encode(self._record))
 
     def spawned(self, stage: str, pid: int) -> None:
         self._run.record_group(stage, pid)
-        self._changed()
 
-    def phase(self, stage: str, phase: str) -> None:
-        """It has none worth telling."""
-
-    def up(self, stage: str, incarnation: str, seconds: float) -> None:
+    def up(self, stage: str) -> None:
         """A first master that listens on another address than it was given serves nobody: nothing guards its ports.
 
         Raises:
@@ -215,17 +206,11 @@ class SecondTier:
             self._tell(f"{stage} is back; features of the second tier were lost and are made again when needed")
         elif wrong := misbound(self._record.pid, self._planned.master.host):
             raise StageError(f"{stage} listens on {wrong}, not on {self._planned.master.host} alone", stage=stage)
-        self._changed()
 
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
+    def down(self, stage: str, reason: str, retry_in_s: float | None) -> None:
         if retry_in_s is not None:
             reason = reason.partition("; its log ends with: ")[0]  # its last line tells nothing about a kill
             self._tell(f"{stage} is down: {reason}; features stay on their host; restart in {retry_in_s:g} s")
-        self._changed()
-
-    def over(self, stage: str, reason: str) -> None:
-        """Whoever waits for its first answer is told."""
-        self._changed()
 
 
 def misbound(pid: int, host: str) -> str:

@@ -22,7 +22,7 @@ import msgspec
 
 from deploy.agent.record import Record
 from deploy.agent.stage_life import Noted, Spawn
-from deploy.agent.supervisor import StageSpec, Supervisor
+from deploy.agent.supervisor import StageEvents, StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.front.shared import Shared
 from deploy.host.children import PASSED_FROM, Child, Children
@@ -90,8 +90,8 @@ class House:
     grace_s: float
 
 
-class FrontLives:
-    """Keeps a number of front doors alive. A `deploy.agent.supervisor.StageEvents`.
+class FrontLives(StageEvents):
+    """Keeps a number of front doors alive.
 
     Args:
         say: takes a line for the operator.
@@ -144,7 +144,7 @@ class FrontLives:
         await self._found.wait()
         for door in self._staying:
             door.mark = Mark.OUTDATED
-        self._note()
+        self.note()
         await self._replace_outdated()
 
     @property
@@ -202,7 +202,7 @@ class FrontLives:
             if door.mark is Mark.RETIRED:
                 self._retire(door)  # it may not have been told
 
-    def _note(self) -> None:
+    def note(self) -> None:
         self._house.state.write(SECTION, msgspec.msgpack.encode(list(self._doors.values())))
 
     # --- one of them ----------------------------------------------------------------------------------------------
@@ -220,9 +220,7 @@ class FrontLives:
             module_command("deploy.front.process", feed, str(door.row), str(own), *passed), self._house.environment
         )
         log = self._folder / f"{door.name}.log"
-        spec = StageSpec(
-            door.name, unix_url(own), log, lambda incarnation: command, what="front door", ends_by=signal.SIGINT
-        )
+        spec = StageSpec(door.name, unix_url(own), log, lambda: command, what="front door", ends_by=signal.SIGINT)
         self._supervisor.add(spec, door.record, process)
 
     async def _start(self, command: Spawn, log: BinaryIO, noted: Noted) -> Child:
@@ -235,7 +233,7 @@ class FrontLives:
     def _retire(self, door: Door) -> None:
         """Its requests may end, and nobody is to follow."""
         door.mark = Mark.RETIRED
-        self._note()
+        self.note()
         self._supervisor.retire(door.name)
         if door.record.pid:
             signal_process(door.record.pid, signal.SIGTERM)
@@ -244,7 +242,7 @@ class FrontLives:
         await self._supervisor.remove(door.name, self._house.grace_s + ENDING_S)
         self._collected(door.name)
         if self._doors.pop(door.name, None) is not None:
-            self._note()
+            self.note()
 
     def _expect(self, door: Door, *, told: bool = False) -> None:
         own = unix_url(self._folder / f"{door.name}.sock")
@@ -261,33 +259,24 @@ class FrontLives:
 
     # --- what the supervisor says ---------------------------------------------------------------------------------
 
-    def before_spawn(self, stage: str, incarnation: str) -> None:
+    def before_spawn(self, stage: str) -> None:
         self._collected(stage)  # where its process was found ended before it had begun, nobody has said so
         (self._folder / f"{stage}.sock").unlink(missing_ok=True)
         if self._doors[stage].mark is Mark.OUTDATED:  # another one it is
             self._doors[stage].mark = Mark.STAYS
         self._expect(self._doors[stage])
 
-    def spawned(self, stage: str, pid: int) -> None:
-        self._note()
-
-    def phase(self, stage: str, phase: str) -> None:
-        """It has none worth telling."""
-
-    def up(self, stage: str, incarnation: str, seconds: float) -> None:
+    def up(self, stage: str) -> None:
         self._workers[stage].serving = True
-        self._note()
 
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
+    def down(self, stage: str, reason: str, retry_in_s: float | None) -> None:
         if retry_in_s is not None:
             self._collected(stage)
             self._say(f"{stage} ended: {reason}; another starts in {retry_in_s:.1f} s")
-        self._note()
 
     def over(self, stage: str, reason: str) -> None:
         self._collected(stage)
         del self._doors[stage]
-        self._note()
         self._gone.set()
 
     # --- one after the other --------------------------------------------------------------------------------------
@@ -308,7 +297,7 @@ class FrontLives:
             except EpdError:
                 for door in self._marked(Mark.OUTDATED):
                     door.mark = Mark.STAYS
-                self._note()
+                self.note()
                 raise
 
     async def _retired(self) -> None:
