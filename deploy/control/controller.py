@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from deploy.change.plan import diff
 from deploy.change.scaling import scaled
@@ -25,9 +26,6 @@ from deploy.runtime.protocol import Observed, Spec
 from epd_serve.errors import EpdError, NotFoundError
 from epd_serve.roles import Role
 
-PartJson = dict[str, int | None]
-"""A process that is no stage: its `pid`, and `restarts` where they are counted."""
-
 
 class Controller:
     """In the reconciler's event loop.
@@ -35,7 +33,7 @@ class Controller:
     Args:
         launch: the deployment's id.
         aim: makes what is wanted of a layout's text and the specs of those that may stay.
-        parts: the processes that are no stages, by name.
+        parts: pids of the processes that are no stages, by name. restarts: of those whose lives are counted.
         configure: has front doors that start from now on go by these `--proxy` options, too; raises ConfigError.
     """
 
@@ -45,8 +43,9 @@ class Controller:
         reconciler: Reconciler,
         doors: Doors,
         aim: Aim,
-        parts: Callable[[], Awaitable[Mapping[str, PartJson]]],
+        parts: Callable[[], Awaitable[Mapping[str, int]]],
         configure: Callable[[Sequence[str]], Awaitable[None]],
+        restarts: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._launch = launch
         self._reconciler = reconciler
@@ -54,6 +53,7 @@ class Controller:
         self._aim = aim
         self._places = Places(aim, reconciler, look_s=reconciler.deadlines.again_s)
         self._parts = parts
+        self._restarts = restarts
         self._configure = configure
         self._restarting: asyncio.Task[None] | None = None
         self._front_trouble = ""
@@ -138,7 +138,9 @@ class Controller:
         return {
             "launch": self._launch,
             **status_json(self._reconciler, self._doors, leased),
-            "parts": dict(await self._parts()),
+            "parts": {
+                name: {"pid": pid, "restarts": self._restarts.get(name)} for name, pid in (await self._parts()).items()
+            },
             "front": {"restarting": self._front_restarts, "trouble": self._front_trouble},
         }
 

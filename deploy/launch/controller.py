@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from deploy.agent.agent import Agent
 from deploy.agent.setup import AgentSetup
 from deploy.agent.wiring import STAGE_HOST
 from deploy.control.aim import Aim
-from deploy.control.controller import PartJson
 from deploy.front.doors import FrontDoors
 from deploy.front.shared import Shared
 from deploy.host import root
@@ -101,6 +99,7 @@ class _LocalLife(Life):
             link_grace_s=patience.links_s,
         )
         super().__init__(deployment, agent, doors, notes, _Process(life), setup.screen, Aim(blueprint))
+        self.restarts = {root.CONTROL: life.restarts}
 
     def introduce(self) -> None:
         if self.blueprint.memory is not None:
@@ -128,10 +127,5 @@ class _LocalLife(Life):
             return f"{error}; its log: {self.setup.agent.run.keep_log(error.stage)}"
         return str(error)
 
-    async def parts(self) -> Mapping[str, PartJson]:
-        others = {**await self.groups(), **self.doors.pids}
-        return {
-            "root": {"pid": self.life.root, "restarts": None},
-            root.CONTROL: {"pid": os.getpid(), "restarts": self.life.restarts},
-            **{name: {"pid": pid, "restarts": None} for name, pid in others.items()},
-        }
+    async def own_parts(self) -> dict[str, int]:
+        return {"root": self.life.root, root.CONTROL: os.getpid()}

@@ -23,7 +23,7 @@ from deploy.agent.waits import Patience
 from deploy.change.types import Wanted
 from deploy.control.aim import Aim
 from deploy.control.changes import Journal
-from deploy.control.controller import Controller, PartJson
+from deploy.control.controller import Controller
 from deploy.control.doors import Doors
 from deploy.control.failure import Deadlines
 from deploy.control.metrics import ControlMetrics
@@ -176,6 +176,7 @@ class Life(ABC):
 
     Attributes:
         ready: the deployment has been ready, in this life or before it.
+        restarts: of those of its processes whose lives are counted, by name.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class Life(ABC):
         self.ready = notes.read(READY) is not None
         self.first: tuple[Order, ...] = ()
         self.news = StageNews(screen, ())
+        self.restarts: Mapping[str, int] = {}
         config = self.blueprint.config
         self.ending = Ending(config.lame_duck_s, config.drain_s, screen.line, self._kill)
         self.ending.serves(doors)
@@ -213,8 +215,8 @@ class Life(ABC):
         """Why it has not become ready, for the operator."""
 
     @abstractmethod
-    async def parts(self) -> Mapping[str, PartJson]:
-        """The processes that are no stages, by name."""
+    async def own_parts(self) -> dict[str, int]:
+        """Pids of the processes that are no stages, beside front doors and what stages share, by name."""
 
     def key_file(self, path: str) -> Read:
         """What reads the file of the clients' keys."""
@@ -260,7 +262,9 @@ class Life(ABC):
             self.screen.open([order.id for order in self.first])
         for order in self.first:
             await self.host.start(order)
-        controller = Controller(self.deployment.id, reconciler, self.doors, self.aim, self.parts, self._configure)
+        controller = Controller(
+            self.deployment.id, reconciler, self.doors, self.aim, self._parts, self._configure, self.restarts
+        )
         self.doors.registry.register(ControlMetrics(reconciler))
         self.doors.deployment = controller.status
         await together(
@@ -335,13 +339,14 @@ class Life(ABC):
         await self.notes.kept()
         await self.doors.configure(settings)
 
-    async def groups(self) -> dict[str, int]:
-        """Process groups of the host that are no instances, by name; none where it does not say so in time."""
+    async def _parts(self) -> dict[str, int]:
+        """Pids of the processes that are no stages; without those of a host that does not say so in time."""
         groups: Mapping[str, int] = {}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PARTS_S):
                 groups = await self.host.groups()
-        return {name: pid for name, pid in groups.items() if name.rpartition("/")[2] not in self.news.seen}
+        shared = {name: pid for name, pid in groups.items() if name.rpartition("/")[2] not in self.news.seen}
+        return {**await self.own_parts(), **shared, **self.doors.pids}
 
     async def _say_ready(self, reconciler: Reconciler) -> None:
         """Once every stage has answered, none waits for its KV links, and the front doors know."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ import ray
 
 from deploy.agent.waits import Patience
 from deploy.control.aim import Aim
-from deploy.control.controller import PartJson
 from deploy.front.all_doors import AllDoors
 from deploy.front.key_watch import Read
 from deploy.launch.admin import admin_page, open_admin, serve_admin
@@ -298,13 +297,8 @@ class RayLife(Life):
             return f"{error}; the end of its log:\n{tail}"
         return str(error)
 
-    async def parts(self) -> Mapping[str, PartJson]:
-        others = {**await self.groups(), **self.doors.pids}
-        return {
-            "controller": {"pid": os.getpid(), "restarts": None},
-            **await self.nodes.parts(),
-            **{name: {"pid": pid, "restarts": None} for name, pid in others.items()},
-        }
+    async def own_parts(self) -> dict[str, int]:
+        return {"controller": os.getpid(), **await self.nodes.parts()}
 
 
 async def _superseded(life: RayLife) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import httpx
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deploy.control.controller import PartJson
 from deploy.front.key_watch import read_key_text
 from deploy.host.logs import read_log
 from deploy.host.ports import listen
@@ -117,14 +116,14 @@ class NodeActor:
         """The text of the clients' keys. Raises ConfigError."""
         return await asyncio.to_thread(read_key_text, path)
 
-    async def parts(self) -> Mapping[str, PartJson]:
-        """Processes of the deployment on this node that are no stages."""
-        found: dict[str, PartJson] = {"actor": {"pid": os.getpid(), "restarts": None}}
+    async def parts(self) -> dict[str, int]:
+        """Pids of the processes of the deployment on this node that are no stages, by name."""
+        found = {"actor": os.getpid()}
         if (run := await self._found()) is not None:
-            found["node"] = {"pid": run.pid, "restarts": None}
+            found["node"] = run.pid
             for child in await asyncio.to_thread(lambda: [one for one in running() if one.parent == run.pid]):
                 if child.name.startswith("epd "):
-                    found[child.name.removeprefix("epd ")] = {"pid": child.pid, "restarts": None}
+                    found[child.name.removeprefix("epd ")] = child.pid
         return found
 
     async def end(self) -> None:

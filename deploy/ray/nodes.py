@@ -20,7 +20,6 @@ import ray
 from ray.exceptions import RayError
 
 from deploy.control.aim import Aim
-from deploy.control.controller import PartJson
 from deploy.front.all_doors import AllDoors
 from deploy.front.remote import RemoteDoors
 from deploy.host.state import State
@@ -285,15 +284,15 @@ class Nodes:
         self._actors.clear()
         await self.many.disconnect()
 
-    async def parts(self) -> dict[str, PartJson]:
-        """Processes that are no stages, by node and name."""
+    async def parts(self) -> dict[str, int]:
+        """Pids of processes that are no stages, by node and name."""
         nodes = tuple(self._actors)
         told = await asyncio.gather(*(self._call(node, "parts") for node in nodes), return_exceptions=True)
         return {
-            f"{node}/{name}": part
+            f"{node}/{name}": pid
             for node, parts in zip(nodes, told, strict=True)
             if not isinstance(parts, BaseException)
-            for name, part in parts.items()
+            for name, pid in parts.items()
         }
 
     async def api_keys(self, path: str) -> str:

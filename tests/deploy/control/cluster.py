@@ -251,7 +251,7 @@ class Cluster:
             await asyncio.sleep(0.005)
 
 
-async def _no_parts() -> dict[str, dict[str, int | None]]:
+async def _no_parts() -> dict[str, int]:
     return {}
 
 
