@@ -208,26 +208,15 @@ class AllDoors:
 
     async def pausable_s(self) -> float:
         """Of the node that has the least room: who sends it what is nobody's decision here."""
-
-        async def of(doors: RemoteDoors) -> float:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PAUSABLE_S):
-                    return await doors.pausable_s()
-            return math.inf
-
-        return min(await self._of_all(of), default=math.inf)
+        told = await self._of_all(lambda doors: doors.pausable_s(), PAUSABLE_S, but=(TimeoutError, LostError))
+        return min(told, default=math.inf)
 
     async def metrics(self) -> bytes:
         """Prometheus text of all of them together, of the table, of the deployment, and of the stages. Front doors that
         do not answer in time count as they did."""
-
-        async def of(doors: RemoteDoors) -> list[Family]:
-            with contextlib.suppress(TimeoutError, EpdError):
-                async with asyncio.timeout(COUNTS_S):
-                    return await doors.counted()
-            return doors.counts
-
-        counts, more = await asyncio.gather(self._of_all(of), self._scrape.text())
+        asked = self._of_all(lambda doors: doors.counted(), COUNTS_S, but=(TimeoutError, EpdError))
+        _, more = await asyncio.gather(asked, self._scrape.text())
+        counts = [front.counts for front in self._in_order()]
         together = summed([self._past, *counts, own_counts(self.background.registry)])
         return exposition(self._registry, together) + more
 
@@ -235,32 +224,21 @@ class AllDoors:
         """What all of them know of requests. Who does not answer in time is left out."""
 
         async def of(doors: RemoteDoors) -> RecordsAnswer:
-            with contextlib.suppress(TimeoutError, EpdError):
-                async with asyncio.timeout(COUNTS_S):
-                    answer = await doors.look(question)
-                    for request in answer.requests:
-                        request["door"] = f"{doors.node}/{request['door']}"
-                    return answer
-            return RecordsAnswer()
+            answer = await doors.look(question)
+            for request in answer.requests:
+                request["door"] = f"{doors.node}/{request['door']}"
+            return answer
 
-        return merged(question, await self._of_all(of))
+        return merged(question, await self._of_all(of, COUNTS_S, but=(TimeoutError, EpdError)))
 
     async def traced(self, subjects: Sequence[str]) -> list[NodeTrace]:
         """What is stamped on each node about these. Nodes of one host may have one folder: each stamp is told once."""
-
-        async def of(doors: RemoteDoors) -> NodeTrace | None:
-            with contextlib.suppress(TimeoutError, EpdError):
-                async with asyncio.timeout(STAMPS_S):
-                    return await doors.traced(subjects)
-            return None
-
         told: set[tuple[float, str, str, str]] = set()
         nodes = []
-        for node in await self._of_all(of):
-            if node is not None:
-                fresh = [one for one in node.stamps if one.name not in told]
-                told |= {one.name for one in fresh}
-                nodes.append(msgspec.structs.replace(node, stamps=fresh))
+        for node in await self._of_all(lambda doors: doors.traced(subjects), STAMPS_S, but=(TimeoutError, EpdError)):
+            fresh = [one for one in node.stamps if one.name not in told]
+            told |= {one.name for one in fresh}
+            nodes.append(msgspec.structs.replace(node, stamps=fresh))
         return nodes
 
     async def restart(self) -> None:
@@ -348,12 +326,19 @@ class AllDoors:
                 self._say(f"the front doors of {front.node} cannot be watched: {error}")
             await asyncio.sleep(RETRY_S)
 
-    async def _of_all(self, call: Callable[[RemoteDoors], Awaitable[T]]) -> list[T]:
-        """Those that are lost meanwhile are left out."""
+    async def _of_all(
+        self,
+        call: Callable[[RemoteDoors], Awaitable[T]],
+        within_s: float | None = None,
+        *,
+        but: tuple[type[Exception], ...] = (LostError,),
+    ) -> list[T]:
+        """What those say that are there. `but`: by what they are left out; by default, where they are lost meanwhile."""
 
         async def of(front: RemoteDoors) -> list[T]:
-            with contextlib.suppress(LostError):
-                return [await until_lost(call(front), front.lost)]
+            with contextlib.suppress(*but):
+                async with asyncio.timeout(within_s):
+                    return [await until_lost(call(front), front.lost)]
             return []
 
         told = await asyncio.gather(*(of(front) for front in self._in_order()))
