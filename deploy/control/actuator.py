@@ -105,7 +105,7 @@ class Actuator:
             if name not in there or there[name].order.spec.role is role:
                 del self._flipped[name]
                 if name in there:
-                    self._doors.take_back(name)
+                    self._doors.drain(name, False)
         for name, one in there.items():
             if one.phase is Phase.DRAINING:
                 self._empty(name)  # also where a controller before this one has asked for it
@@ -218,7 +218,7 @@ class Actuator:
 
     def _stay(self, waits: Waits, name: str) -> None:
         waits.pop(name).cancel()
-        self._doors.take_back(name)
+        self._doors.drain(name, False)
 
     def _empty(self, name: str) -> None:
         """Give it nothing new, and wait until nothing is left on it."""
@@ -265,7 +265,7 @@ class Actuator:
                 self._changes.present.paused_s += time.monotonic() - self._paused_at
             self.paused_until = 0.0
             await self._write()
-            self._doors.resume()
+            self._doors.pause(0.0)
 
 
 def _over(waits: Waits) -> frozenset[str]:

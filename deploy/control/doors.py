@@ -28,15 +28,11 @@ class Doors(Protocol):
     def publish(self, instances: Iterable[Observed], wanted: Iterable[Role]) -> None:
         """All instances there are, and the roles of the wanted layout."""
 
-    def drain(self, id: str) -> None:
-        """Given nothing new until `take_back`; what is on it goes on."""
-
-    def take_back(self, id: str) -> None: ...
+    def drain(self, id: str, draining: bool = True) -> None:
+        """Given nothing new until it is taken back; what is on it goes on."""
 
     def pause(self, seconds: float) -> None:
-        """New requests wait, at most so long."""
-
-    def resume(self) -> None: ...
+        """New requests wait, at most so long; 0: no longer."""
 
     async def pausable_s(self) -> float:
         """For how long new requests may wait, if they come as they do now, before any is refused."""

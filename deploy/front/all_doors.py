@@ -156,21 +156,14 @@ class AllDoors:
         self._api_keys = keys
         self._changed()
 
-    def drain(self, id: str) -> None:
-        self._published.drain(id)
-        self._changed()
-
-    def take_back(self, id: str) -> None:
-        self._published.drain(id, False)
+    def drain(self, id: str, draining: bool = True) -> None:
+        self._published.drain(id, draining)
         self._changed()
 
     def pause(self, seconds: float) -> None:
         self.table.pause_for(seconds)
         self._paused_until = time.monotonic() + seconds
         self._changed()
-
-    def resume(self) -> None:
-        self.pause(0.0)
 
     @property
     def paused_s(self) -> float:
@@ -262,11 +255,9 @@ class AllDoors:
     def running(self) -> int:
         return sum(one.status.running for one in self.fronts.values())
 
-    def announce(self) -> None:
-        self._ask(Asked.LEAVE)
-
-    def begin(self) -> None:
-        self._ask(Asked.DRAIN)
+    def ask(self, asked: Asked) -> None:
+        self._asked = max(self._asked, asked)
+        self._changed()
 
     async def idle(self) -> None:
         await self._of_all(lambda doors: doors.told("idle"))
@@ -274,10 +265,6 @@ class AllDoors:
     async def end(self) -> None:
         """All of them, gracefully."""
         await self._of_all(lambda doors: doors.end())
-
-    def _ask(self, asked: Asked) -> None:
-        self._asked = max(self._asked, asked)
-        self._changed()
 
     # How.
 
@@ -333,7 +320,7 @@ class AllDoors:
         *,
         but: tuple[type[Exception], ...] = (LostError,),
     ) -> list[T]:
-        """What those say that are there. `but`: by what they are left out; by default, where they are lost meanwhile."""
+        """What those say that are there. `but`: by what one is left out; by default, where it is lost meanwhile."""
 
         async def of(front: RemoteDoors) -> list[T]:
             with contextlib.suppress(*but):

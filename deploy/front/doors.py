@@ -26,6 +26,7 @@ from epd_serve.phases.stamps import Stamp, stamps_about
 from epd_serve.roles import Role
 from epd_serve.trace import clock_id
 from proxy.registry.warm_links import GRACE_S
+from proxy.workers.shared_counters import Asked
 
 if TYPE_CHECKING:
     from proxy.config.keys import ApiKeys
@@ -161,12 +162,9 @@ class FrontDoors:
         if self._hub is not None:
             self._hub.go_by(keys)
 
-    def drain(self, id: str) -> None:
+    def drain(self, id: str, draining: bool = True) -> None:
         """Give an instance nothing new, until it is taken back or gone; what it has goes on."""
-        self._published.drain(id)
-
-    def take_back(self, id: str) -> None:
-        self._published.drain(id, False)
+        self._published.drain(id, draining)
 
     @property
     def leaving(self) -> frozenset[str]:
@@ -174,11 +172,8 @@ class FrontDoors:
         return self._published.leaving
 
     def pause(self, seconds: float) -> None:
-        """Have new requests wait for so long at most."""
+        """Have new requests wait for so long at most; 0: no longer."""
         self._published.pause(seconds)
-
-    def resume(self) -> None:
-        self._published.pause(0)
 
     @property
     def paused_s(self) -> float:
@@ -275,20 +270,11 @@ class FrontDoors:
         """Requests in flight, as of a moment ago."""
         return self._counters.running
 
-    def announce(self) -> None:
-        from proxy.workers.shared_counters import Asked
-
-        self._counters.ask(Asked.LEAVE)
-
-    def begin(self) -> None:
-        from proxy.workers.shared_counters import Asked
-
-        self._counters.ask(Asked.DRAIN)
+    def ask(self, asked: Asked) -> None:
+        self._counters.ask(asked)
 
     async def idle(self) -> None:
         """Wait until nothing is left anywhere; whoever waits sets the deadline."""
-        from proxy.workers.shared_counters import Asked
-
         counters = self._counters
         while self._lives is not None and not all(  # noqa: ASYNC110 - other processes write there
             counters.obeyed(row) is Asked.DRAIN and not counters.requests(row) for row in self._lives.serving

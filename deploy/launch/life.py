@@ -24,13 +24,11 @@ from deploy.change.types import Wanted
 from deploy.control.aim import Aim
 from deploy.control.changes import Journal
 from deploy.control.controller import Controller
-from deploy.control.doors import Doors
 from deploy.control.failure import Deadlines
 from deploy.control.metrics import ControlMetrics
 from deploy.control.reconciler import Reconciler
 from deploy.front.key_watch import KeyMetrics, KeyWatch, Read, api_keys_of, of_this_machine, read_key_text
-from deploy.front.traced import NodeTrace
-from deploy.host.ending import Draining, Ending
+from deploy.host.ending import Ending
 from deploy.host.event_loop import together
 from deploy.host.state import State
 from deploy.launch.screen import Shown, StageNews
@@ -43,13 +41,13 @@ from proxy.config.tree import changed
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
-    from prometheus_client import CollectorRegistry
 
+    from deploy.front.all_doors import AllDoors
+    from deploy.front.doors import FrontDoors
     from proxy.config.keys import ApiKeys
     from proxy.config.settings import ProxySettings
-    from proxy.page.observed import Status
-    from proxy.records.records import Question, RecordsAnswer
-    from proxy.registry.table import InstanceTable
+
+    Fronts = FrontDoors | AllDoors
 
 GRACE_S = 2.0
 """How long requests in flight may go on when all is taken down; with the stages' 8 s the end is below 15 s away."""
@@ -74,46 +72,6 @@ class Host(Runtime, Protocol):
 
     async def close(self) -> None:
         """End everything."""
-
-
-class Fronts(Doors, Draining, Protocol):
-    """All front doors, from their start to their end.
-
-    Attributes:
-        deployment: says what the deployment is, for the page; set by whoever knows.
-    """
-
-    deployment: Status | None
-
-    @property
-    def table(self) -> InstanceTable: ...
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        """Metrics of the deployment, which are in every scrape."""
-
-    async def serve(self) -> None:
-        """Until cancelled, which leaves the processes as they are. Raises EpdError: one does not start."""
-
-    async def ready(self) -> None:
-        """Wait until all of them serve, and know what has been said."""
-
-    async def end(self) -> None:
-        """All of them, gracefully."""
-
-    async def metrics(self) -> bytes: ...
-
-    async def look(self, question: Question) -> RecordsAnswer:
-        """What they know of requests."""
-
-    async def traced(self, subjects: Sequence[str]) -> list[NodeTrace]:
-        """What is stamped about these, by node."""
-
-    async def configure(self, settings: ProxySettings) -> None:
-        """Of those that start from now on."""
-
-    def go_by(self, keys: ApiKeys) -> None:
-        """From now on these are the clients' keys."""
 
 
 class Process(Protocol):

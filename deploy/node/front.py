@@ -22,7 +22,6 @@ from deploy.host.state import State
 from deploy.runtime.node_api import FrontState, FrontStatus, Leases
 from epd_serve.errors import EpdError
 from proxy.registry.warm_links import GRACE_S
-from proxy.workers.shared_counters import Asked
 
 if TYPE_CHECKING:
     from proxy.config.settings import ProxySettings
@@ -194,16 +193,11 @@ class NodeFront:
         if state.api_keys is not None:  # first of all: once front doors know of instances, they serve
             doors.go_by(state.api_keys)
         doors.publish(state.instances, state.wanted)
-        for id in before - set(state.leaving):
-            doors.take_back(id)
-        for id in set(state.leaving) - before:
-            doors.drain(id)
+        for id in before ^ set(state.leaving):
+            doors.drain(id, id not in before)
         if state.paused_s or doors.paused_s:
             doors.pause(state.paused_s)
-        if state.asked is Asked.LEAVE:
-            doors.announce()
-        elif state.asked is Asked.DRAIN:
-            doors.begin()
+        doors.ask(state.asked)
         if state.settings != self._packed_settings:
             from proxy.workers.wire import unpacked_settings
 

@@ -167,20 +167,20 @@ class FakeDoors:
                     self.table.mark_down(name, one.reason)
         self._there = now
 
-    def drain(self, id: str) -> None:
-        self.given_nothing.add(id)
-
-    def take_back(self, id: str) -> None:
-        self.given_nothing.discard(id)
+    def drain(self, id: str, draining: bool = True) -> None:
+        if draining:
+            self.given_nothing.add(id)
+        else:
+            self.given_nothing.discard(id)
 
     def pause(self, seconds: float) -> None:
-        self.paused.append(seconds)
+        if seconds:
+            self.paused.append(seconds)
+        else:
+            self.resumed += 1
 
     async def pausable_s(self) -> float:
         return self.room_s
-
-    def resume(self) -> None:
-        self.resumed += 1
 
     async def seen(self) -> None:
         await asyncio.sleep(0)

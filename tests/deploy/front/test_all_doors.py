@@ -285,8 +285,8 @@ async def test_who_comes_late_or_again_is_told_everything() -> None:
         also_waiting = asyncio.create_task(late.ask())
         await asyncio.sleep(0.2)
         assert not waiting.done() and not also_waiting.done()
-        h.doors.take_back("PD0")
-        h.doors.resume()
+        h.doors.drain("PD0", False)
+        h.doors.pause(0.0)
         assert {(await one).status_code for one in (waiting, also_waiting)} == {200}
 
 

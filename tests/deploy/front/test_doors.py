@@ -185,7 +185,7 @@ async def test_all_have_seen_what_was_said_when_seen_returns() -> None:
     async with house("PD0", "PD1", workers=2) as h:
         for _ in range(20):
             for drained, left in (("PD0", "PD1"), ("PD1", "PD0")):
-                h.doors.take_back(left)
+                h.doors.drain(left, False)
                 h.doors.drain(drained)
                 await h.doors.seen()
                 before = len(h.stages[drained].calls)
@@ -306,7 +306,7 @@ async def test_an_instance_that_was_drained_by_name_is_so_until_it_is_taken_back
         h.phase("PD0", Phase.DOWN, reason="died")
         h.phase("PD0", Phase.UP, instance=replace(h.doors.table.instance("PD0"), incarnation="two"))
         await h.in_all("/health", status="unavailable")
-        h.doors.take_back("PD0")
+        h.doors.drain("PD0", False)
         await h.in_all("/health", status="ok")
 
 
@@ -321,7 +321,7 @@ async def test_requests_wait_in_a_pause_through_a_change_and_are_answered_after_
         h.phase("PD0", Phase.STOPPING)
         await h.in_all("/ready", status="paused")
         h.phase("PD0", Phase.UP, instance=replace(instance, incarnation="two"))
-        h.doors.resume()
+        h.doors.pause(0.0)
         assert {(await one).status_code for one in asked} == {200} and h.doors.paused_s == 0
 
 
@@ -477,9 +477,9 @@ async def test_the_end_waits_for_what_is_under_way_in_all_of_them() -> None:
         h.stages["PD0"].usual = once(released, answer)
         held = [asyncio.create_task(h.ask()) for _ in range(4)]
         await until(lambda: h.stages["PD0"].active == 4)
-        h.doors.announce()
+        h.doors.ask(Asked.LEAVE)
         await h.in_all("/ready", status="draining")
-        h.doors.begin()
+        h.doors.ask(Asked.DRAIN)
         idle = asyncio.create_task(h.doors.idle())
         counters = h.shared.counters()
         await until(lambda: all(counters.obeyed(row) is Asked.DRAIN for row in range(2)), "both take on nothing more")
