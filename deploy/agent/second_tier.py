@@ -23,7 +23,7 @@ from deploy.agent.waits import Patience
 from deploy.agent.wiring import Net
 from deploy.host.children import Children
 from deploy.host.environment import stage_environment
-from deploy.host.listeners import listeners
+from deploy.host.listeners import answers, listeners
 from deploy.host.ports import PortBlocks, free_ports
 from deploy.host.processes import group_members
 from deploy.host.rundir import RunDir
@@ -182,7 +182,7 @@ class SecondTier(StageEvents):
         if not (address := self._planned.address):
             return
         _record_pool(self._run, address, "")
-        if not await _connects(*host_and_port(address)):
+        if not await answers(*host_and_port(address), CONNECT_S):
             self._tell(
                 f"warning: no {MASTER_PROGRAM} answers at {address}; until one does, features stay on their host"
             )
@@ -244,13 +244,3 @@ def _would_be(blueprint: Blueprint) -> bool:
         return choose_pool(blueprint.config, blueprint.device, features_travel=True)[0]
     except ConfigError:
         return False
-
-
-async def _connects(host: str, port: int) -> bool:
-    try:
-        async with asyncio.timeout(CONNECT_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except (OSError, UnicodeError):  # refused, unknown, too long for a name, or a TimeoutError
-        return False
-    writer.close()
-    return True

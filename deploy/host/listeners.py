@@ -49,8 +49,8 @@ async def exposed(pids: Iterable[int], address: str) -> list[Listener]:
     if not wide or ipaddress.ip_address(address).is_unspecified:
         return []
     other = other_address(address)
-    answers = await asyncio.gather(*(_answers(other, port) for port in wide))
-    return [one for one, answered in zip(wide.values(), answers, strict=True) if answered]
+    answered = await asyncio.gather(*(answers(other, port, PROBE_S) for port in wide))
+    return [one for one, does in zip(wide.values(), answered, strict=True) if does]
 
 
 async def exposure_warnings(groups: Mapping[str, int], address: str) -> list[str]:
@@ -76,11 +76,12 @@ def other_address(address: str) -> str:
     return "127.0.0.1" if address == "127.0.0.2" else "127.0.0.2"
 
 
-async def _answers(host: str, port: int) -> bool:
+async def answers(host: str, port: int, within_s: float) -> bool:
+    """Whether a connection to it comes through."""
     try:
-        async with asyncio.timeout(PROBE_S):
+        async with asyncio.timeout(within_s):
             _, writer = await asyncio.open_connection(host, port)
-    except OSError:  # refused, or a TimeoutError
+    except (OSError, UnicodeError):  # refused, unknown, too long for a name, or a TimeoutError
         return False
     writer.close()
     return True
