@@ -26,7 +26,7 @@ from epd_serve.phases.stamps import Stamp, stamps_about
 from epd_serve.roles import Role
 from epd_serve.trace import clock_id
 from proxy.registry.warm_links import GRACE_S
-from proxy.workers.shared_counters import Asked
+from proxy.workers.shared_counters import Asked, Cell
 
 if TYPE_CHECKING:
     from proxy.config.keys import ApiKeys
@@ -92,7 +92,7 @@ class FrontDoors:
         self._started = asyncio.Event()
         self.deployment: Status | None = None
         self.background = Background()
-        seen = max(counters.roster(row) for row in range(counters.rows))
+        seen = max(counters.said(row, Cell.ROSTER) for row in range(counters.rows))
         self._ledger = SharedLedger(counters, None)
         self.table = InstanceTable(ledger=self._ledger, link_grace_s=link_grace_s)
         slots = Slots(state, self._ledger, counters.slots)
@@ -268,7 +268,7 @@ class FrontDoors:
     @property
     def running(self) -> int:
         """Requests in flight, as of a moment ago."""
-        return self._counters.running
+        return self._counters.total(Cell.REQUESTS)
 
     def ask(self, asked: Asked) -> None:
         self._counters.ask(asked)
@@ -277,7 +277,8 @@ class FrontDoors:
         """Wait until nothing is left anywhere; whoever waits sets the deadline."""
         counters = self._counters
         while self._lives is not None and not all(  # noqa: ASYNC110 - other processes write there
-            counters.obeyed(row) is Asked.DRAIN and not counters.requests(row) for row in self._lives.serving
+            counters.said(row, Cell.OBEYED) == Asked.DRAIN and not counters.said(row, Cell.REQUESTS)
+            for row in self._lives.serving
         ):
             await asyncio.sleep(POLL_S)
 

@@ -31,6 +31,7 @@ from deploy.host.processes import signal_process
 from deploy.host.state import State
 from epd_serve.endpoint import unix_url
 from epd_serve.errors import EpdError
+from proxy.workers.shared_counters import Cell
 
 if TYPE_CHECKING:
     from proxy.workers.hub import Worker, WorkerHub
@@ -185,7 +186,10 @@ class FrontLives(StageEvents):
     def _is_late(self, door: Door, number: int) -> bool:
         """Whether its process may go by an older roster than that of this number."""
         worker = self._workers.get(door.name)
-        return worker is not None and worker.told and self._house.counters.roster(door.row) < number
+        return worker is not None and worker.told and self._roster(door) < number
+
+    def _roster(self, door: Door) -> int:
+        return self._house.counters.said(door.row, Cell.ROSTER)
 
     # --- what is written down -------------------------------------------------------------------------------------
 
@@ -195,7 +199,7 @@ class FrontLives(StageEvents):
             self._doors[door.name] = door
             process = self._house.children.adopt(door.record.pid, door.record.born_ticks) if door.record.pid else None
             if process is not None:
-                self._expect(door, told=self._house.counters.roster(door.row) > 0)
+                self._expect(door, told=self._roster(door) > 0)
                 if process.poll() is not None:
                     door.record.pid = 0  # by now it may be a stranger's
             self._keep(door, process)

@@ -2,7 +2,7 @@
 
 One row per process, and only that process writes there, so nothing is locked:
 
-    cell 0      what is asked of all         row r, cells 0 to 6    requests, connections, roster … : see below
+    cell 0      what is asked of all         row r, first      what its process says of itself: `Cell`
                                              then SLOTS × COUNTS    counts of each slot
 
 What is asked is written by the parent alone. It stands here, and is no message, so that a process that starts late, or
@@ -29,9 +29,6 @@ SLOTS = 2048
 
 CELL_BYTES = 8
 _HEADER = 1
-_MOVES, _CONNECTIONS, _REQUESTS, _ROSTER, _OBEYED, _ARRIVED = range(6)
-_ARRIVALS = 2  # kinds of requests
-_ROW_HEADER = _ARRIVED + _ARRIVALS
 
 
 class Asked(IntEnum):
@@ -40,6 +37,21 @@ class Asked(IntEnum):
     SERVE = 0
     LEAVE = 1  # be ready no more, and go on serving
     DRAIN = 2  # take on nothing more
+
+
+class Cell(IntEnum):
+    """What the process of a row says of itself."""
+
+    MOVES = 0  # how often it has acquired something
+    TAKES = 1  # its connections, and 1 more; 0: it takes none
+    REQUESTS = 2  # that it has
+    ROSTER = 3  # number of the one that it goes by (`roster.py`); 0: of none yet
+    OBEYED = 4  # what of `Asked` it does
+    TEXTS = 5  # requests of this kind that have come since it began
+    MEDIA = 6
+
+
+_ROW_HEADER = len(Cell)
 
 
 class SharedCounters:
@@ -72,57 +84,25 @@ class SharedCounters:
     def asked(self) -> Asked:
         return Asked(self._cells[0])
 
-    def moves(self) -> int:
-        """Another number after somebody has said that it moved."""
-        return sum(self._cells[start + _MOVES] for start in self._starts)
+    def say(self, row: int, cell: Cell, value: int) -> None:
+        self._cells[self._starts[row] + cell] = value
+
+    def said(self, row: int, cell: Cell) -> int:
+        return self._cells[self._starts[row] + cell]
+
+    def total(self, cell: Cell) -> int:
+        """Of all processes."""
+        return sum(self._cells[start + cell] for start in self._starts)
 
     def say_moved(self, row: int) -> None:
-        self._cells[self._starts[row] + _MOVES] += 1
-
-    def say_connections(self, row: int, connections: int | None) -> None:
-        """How many the row's process has; None: it takes none."""
-        self._cells[self._starts[row] + _CONNECTIONS] = 0 if connections is None else connections + 1
-
-    def connections(self, row: int) -> int | None:
-        cell = self._cells[self._starts[row] + _CONNECTIONS]
-        return cell - 1 if cell else None
+        """Its process has acquired something."""
+        self._cells[self._starts[row]] += 1
 
     def least_connections(self, but: int) -> int | None:
         """Returns the fewest that any process takes but that of row `but`; None without others."""
-        others = (self.connections(row) for row in range(self.rows) if row != but)
-        return min((connections for connections in others if connections is not None), default=None)
-
-    def say_obeyed(self, row: int, asked: Asked, requests: int) -> None:
-        """The row's process does what is asked, and has so many requests."""
-        self._cells[self._starts[row] + _REQUESTS] = requests
-        self._cells[self._starts[row] + _OBEYED] = asked
-
-    def obeyed(self, row: int) -> Asked:
-        return Asked(self._cells[self._starts[row] + _OBEYED])
-
-    def requests(self, row: int) -> int:
-        return self._cells[self._starts[row] + _REQUESTS]
-
-    @property
-    def running(self) -> int:
-        """Requests that all processes have."""
-        return sum(map(self.requests, range(self.rows)))
-
-    def say_arrived(self, row: int, arrived: Sequence[int]) -> None:
-        """So many requests of each kind have come to the row's process since it began."""
-        for at, count in enumerate(arrived):
-            self._cells[self._starts[row] + _ARRIVED + at] = count
-
-    def all_arrived(self) -> list[int]:
-        """Requests of each kind that have come to all processes there are."""
-        return [sum(self._cells[start + _ARRIVED + kind] for start in self._starts) for kind in range(_ARRIVALS)]
-
-    def say_roster(self, row: int, number: int) -> None:
-        """The row's process goes by this roster (`proxy/workers/roster.py`); 0: by none yet."""
-        self._cells[self._starts[row] + _ROSTER] = number
-
-    def roster(self, row: int) -> int:
-        return self._cells[self._starts[row] + _ROSTER]
+        others = (self.said(row, Cell.TAKES) for row in range(self.rows) if row != but)
+        least = min(filter(None, others), default=0)
+        return least - 1 if least else None
 
     def add(self, row: int, slot: int, count: int, value: int) -> None:
         """Only the row's own process may, and only what is not below 0."""

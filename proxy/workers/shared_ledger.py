@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from epd_serve.instances import IncarnationId
 from proxy.registry.ledger import NO_TALLY, NOTHING, Tally, Work
-from proxy.workers.shared_counters import Asked, SharedCounters
+from proxy.workers.shared_counters import Cell, SharedCounters
 
 _ACQUIRED, _RELEASED, _ACQUIRED_WEIGHT, _RELEASED_WEIGHT = range(4)
 _CELLS = 4
@@ -62,7 +62,7 @@ class SharedLedger:
 
     def moves(self) -> int:
         """Another number after some process has acquired something: a cheap look at whether there is news."""
-        return self._counters.moves()
+        return self._counters.total(Cell.MOVES)
 
     def _add(self, incarnation_id: IncarnationId, count: int, weight: int) -> None:
         assert self._row is not None, "a process without a row counts nothing"
@@ -73,9 +73,8 @@ class SharedLedger:
 
 def settle(counters: SharedCounters, row: int) -> None:
     """Release everything that is acquired in a row whose process has ended, and forget what it said of itself."""
-    counters.say_connections(row, None)
-    counters.say_obeyed(row, Asked.SERVE, 0)
-    counters.say_roster(row, 0)
+    for cell in (Cell.TAKES, Cell.REQUESTS, Cell.OBEYED, Cell.ROSTER):
+        counters.say(row, cell, 0)
     for at in _AT.values():
         counters.copy(row, at + _ACQUIRED, at + _RELEASED)
         counters.copy(row, at + _ACQUIRED_WEIGHT, at + _RELEASED_WEIGHT)

@@ -43,7 +43,7 @@ from proxy.stages.connection import Connection
 from proxy.workers.ask import TooLargeError, ask
 from proxy.workers.metrics_aggregation import own_counts
 from proxy.workers.roster import WorkerRoster
-from proxy.workers.shared_counters import Asked, SharedCounters
+from proxy.workers.shared_counters import Asked, Cell, SharedCounters
 from proxy.workers.shared_ledger import COUNTS, SharedLedger
 from proxy.workers.wire import FeedError, Frames, Keys, Roster, Setup, Told
 
@@ -223,14 +223,16 @@ class OwnRow:
     def look(self) -> bool:
         """Returns whether there are others."""
         counters, drain = self._counters, self._pipeline.drain
-        counters.say_connections(self._row, self._shared.connections if self._shared.takes else None)
+        counters.say(self._row, Cell.TAKES, self._shared.connections + 1 if self._shared.takes else 0)
         asked = counters.asked
         if asked >= Asked.LEAVE:
             drain.announce()
         if asked >= Asked.DRAIN:
             drain.begin()
-        counters.say_obeyed(self._row, asked, drain.running)
-        counters.say_arrived(self._row, list(self._pipeline.gate.queue.arrived.values()))
+        counters.say(self._row, Cell.REQUESTS, drain.running)
+        counters.say(self._row, Cell.OBEYED, asked)
+        for cell, arrived in zip((Cell.TEXTS, Cell.MEDIA), self._pipeline.gate.queue.arrived.values(), strict=True):
+            counters.say(self._row, cell, arrived)
         alone = counters.least_connections(self._row) is None
         if not alone and self._moves != (moves := self._ledger.moves()):
             # What an instance reports is held against what had been acquired by then: by all workers.
@@ -307,7 +309,7 @@ async def _serve(
         for one in roster.rows:
             ledger.place(one.instance.incarnation_id, one.slot)
         worker_roster.take_in(roster)
-        counters.say_roster(row, roster.number)
+        counters.say(row, Cell.ROSTER, roster.number)
 
     async def front() -> None:
         await feed.informed.wait()

@@ -36,7 +36,7 @@ from epd_serve.roles import Role
 from proxy.config.limits import AdmissionLimits, Timeouts
 from proxy.config.settings import ProxySettings
 from proxy.registry.instance_state import Work
-from proxy.workers.shared_counters import Asked
+from proxy.workers.shared_counters import Asked, Cell
 from tests.deploy.rooted_here import RootHere, root_here
 from tests.proxy.fakes import FakeStage, answer, bound, once, served, settings, text_body
 from tests.waiting import PATIENCE_S, until
@@ -374,15 +374,15 @@ async def test_another_one_that_looks_after_them_finds_them_as_they_are() -> Non
         held = [asyncio.create_task(h.ask()) for _ in range(8)]
         await until(lambda: h.stages["PD0"].active + h.stages["PD1"].active == 8)
         before, counters = dict(h.doors.pids), h.shared.counters()
-        number, slots = counters.roster(0), h.root.state().read(SLOTS)
+        number, slots = counters.said(0, Cell.ROSTER), h.root.state().read(SLOTS)
         await h.die()
         assert (await h.ask("/health")).json() == {"status": "ok"}
         h.follow()
         await until(lambda: h.doors.pids == before)
-        assert counters.roster(0) == number and (await h.ask("/health")).json() == {"status": "ok"}
+        assert counters.said(0, Cell.ROSTER) == number and (await h.ask("/health")).json() == {"status": "ok"}
         h.phase("PD1", Phase.DRAINING)
         await h.doors.ready()
-        assert min(map(counters.roster, range(2))) > number and h.doors.pids == before
+        assert min(counters.said(row, Cell.ROSTER) for row in range(2)) > number and h.doors.pids == before
         assert slots and h.root.state().read(SLOTS) == slots
         assert sum(h.leases(name)[Work.DECODE] for name in h.observed) == 8
         released.set()
@@ -482,8 +482,10 @@ async def test_the_end_waits_for_what_is_under_way_in_all_of_them() -> None:
         h.doors.ask(Asked.DRAIN)
         idle = asyncio.create_task(h.doors.idle())
         counters = h.shared.counters()
-        await until(lambda: all(counters.obeyed(row) is Asked.DRAIN for row in range(2)), "both take on nothing more")
-        os.kill(h.pid(min(range(2), key=counters.requests)), signal.SIGKILL)
+        await until(
+            lambda: all(counters.said(row, Cell.OBEYED) == Asked.DRAIN for row in range(2)), "both take on nothing more"
+        )
+        os.kill(h.pid(min(range(2), key=lambda row: counters.said(row, Cell.REQUESTS))), signal.SIGKILL)
         await until(lambda: h.doors.running == 4 - sum(one.done() for one in held))
         assert not idle.done()
         assert (await h.ask()).status_code == 503, "the one that follows knows of it, too"

@@ -32,7 +32,7 @@ from proxy.workers import worker as worker_room
 from proxy.workers.ask import ask
 from proxy.workers.hub import Worker, WorkerHub
 from proxy.workers.roster import Publisher, WorkerRoster
-from proxy.workers.shared_counters import Asked, SharedCounters, shared_memory
+from proxy.workers.shared_counters import Asked, Cell, SharedCounters, shared_memory
 from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
 from proxy.workers.wire import FeedError, Frames, Keys, Roster, Row, Setup, Told, frame
 from proxy.workers.worker import Feed, WorkerSignals, run_worker
@@ -136,7 +136,7 @@ class Crew:
 
     async def all_know(self) -> None:
         rows = [worker.row for worker in self.workers]
-        await until(lambda: {self.counters.roster(row) for row in rows} == {self.published.number})
+        await until(lambda: {self.counters.said(row, Cell.ROSTER) for row in rows} == {self.published.number})
 
     async def ask(self, path: str = "", **options: Any) -> httpx.Response:
         """On a connection of its own, so that any worker may take it."""
@@ -147,7 +147,7 @@ class Crew:
 
     def connections(self) -> list[int]:
         """Of each worker, as it says to the others."""
-        return [self.counters.connections(worker.row) or 0 for worker in self.workers]
+        return [max(0, self.counters.said(worker.row, Cell.TAKES) - 1) for worker in self.workers]
 
     async def metric(self, name: str) -> float:
         text = (await self.ask("/metrics")).text
@@ -337,18 +337,18 @@ async def test_draining_is_over_when_no_worker_has_a_request_left() -> None:
             while await c.metric("epd_proxy_draining ") < 2:
                 pass
         assert (await c.ask()).status_code == 503
-        await until(lambda: {c.counters.obeyed(row) for row in range(2)} == {Asked.DRAIN})
-        await until(lambda: sum(map(c.counters.requests, range(2))) == 4)
+        await until(lambda: {c.counters.said(row, Cell.OBEYED) for row in range(2)} == {Asked.DRAIN})
+        await until(lambda: c.counters.total(Cell.REQUESTS) == 4)
         released.set()
         assert {one.status_code for one in await asyncio.gather(*requests)} == {200}
-        await until(lambda: not any(map(c.counters.requests, range(2))))
+        await until(lambda: not c.counters.total(Cell.REQUESTS))
 
 
 async def test_who_starts_late_knows_of_what_was_asked_before() -> None:
     async with crew(1) as c:
         c.counters.ask(Asked.LEAVE)
         await c.begin(1)
-        assert c.counters.obeyed(1) is Asked.LEAVE, "before it took a connection"
+        assert c.counters.said(1, Cell.OBEYED) == Asked.LEAVE, "before it took a connection"
 
 
 async def test_a_worker_whose_feed_has_ended_serves_on_and_goes_on_with_who_is_there_next(
@@ -365,7 +365,7 @@ async def test_a_worker_whose_feed_has_ended_serves_on_and_goes_on_with_who_is_t
         with monkeypatch.context() as impatient:
             impatient.setattr(worker_room, "SUM_S", 0.2)
             assert (await c.ask("/metrics")).status_code == 504
-        c.parent = Parent.of(c.counters, c.feed, c.background, after=c.counters.roster(0))
+        c.parent = Parent.of(c.counters, c.feed, c.background, after=c.counters.said(0, Cell.ROSTER))
         found = c.hub.expect(0, worker.url, worker.setup)
         found.serving = True
         await c.hub.start()
@@ -387,7 +387,7 @@ async def test_a_worker_goes_on_with_its_parent_however_often_that_ends(caplog: 
             await c.all_know()
             await c.hub.stop()
             await until(lambda times=times: caplog.text.count("the feed has ended") == times)
-            c.parent = Parent.of(c.counters, c.feed, c.background, after=c.counters.roster(0))
+            c.parent = Parent.of(c.counters, c.feed, c.background, after=c.counters.said(0, Cell.ROSTER))
             c.hub.expect(0, c.workers[0].url, c.workers[0].setup).serving = True
             c.up()
             await c.hub.start()
@@ -471,7 +471,7 @@ async def test_what_is_said_of_the_deployment_reaches_every_worker_in_order() ->
             (row,) = (await c.ask("/instances")).json()["instances"]
             assert row["draining"] and not row["up"]
         waiting = asyncio.create_task(c.ask())
-        await until(lambda: sum(map(c.counters.requests, range(2))) == 1)
+        await until(lambda: c.counters.total(Cell.REQUESTS) == 1)
         c.published.drain("PD0", False)
         c.published.pause(0)
         assert (await waiting).status_code == 200
