@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from deploy.front.doors import rows_of
 from deploy.front.remote import RemoteDoors
 from deploy.front.traced import NodeTrace
-from deploy.runtime.lost import LostError, SupersededError, until_lost
+from deploy.runtime.lost import Following, LostError, until_lost
 from deploy.runtime.node_api import FrontState
 from deploy.runtime.protocol import Observed, Order
 from epd_serve.errors import EpdError
@@ -50,12 +50,11 @@ STAMPS_S = 20.0
 """The files may be large."""
 
 PAUSABLE_S = 5.0
-RETRY_S = 1.0
 
 T = TypeVar("T")
 
 
-class AllDoors:
+class AllDoors(Following):
     """A `deploy.control.doors.Doors` and `deploy.host.ending.Draining`, in one event loop, while `serve` runs.
 
     A call is about the nodes that are there; one that is lost meanwhile is left out, one that does not answer is waited
@@ -70,7 +69,6 @@ class AllDoors:
     Attributes:
         table: what is known of the instances, and held of them by all front doors.
         registry: metrics of the deployment: who has some registers them.
-        superseded: set when a node has heard of a later controller.
         deployment: says what the deployment is, for the page of the admin listener.
     """
 
@@ -82,12 +80,11 @@ class AllDoors:
         link_grace_s: float = GRACE_S,
         goes_on: bool = False,
     ) -> None:
-        self.superseded = asyncio.Event()
+        super().__init__(say)
         self.deployment: Status | None = None
         self.background = Background()
         self.table = InstanceTable(ledger=_Total(self), link_grace_s=link_grace_s)
         self.fronts: dict[str, RemoteDoors] = {}
-        self._say = say
         self._published = Publisher(self.table, goes_on=goes_on)
         self._announcements = Announcements(self.table, partial(take_in, self.table), self.background, key_file)
         self._registry = CollectorRegistry()
@@ -103,7 +100,6 @@ class AllDoors:
         self._settings = b""
         self._api_keys: ApiKeys | None = None
         self._past: list[Family] = []
-        self._parting: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         """Until cancelled, which leaves the front doors as they are."""
@@ -115,8 +111,7 @@ class AllDoors:
             await self.background.stop()
             for node in tuple(self.fronts):
                 self.lose(node)
-            if self._parting:
-                await asyncio.wait(self._parting)
+            await self.parted()
 
     def join(self, node: str, doors: RemoteDoors) -> None:
         """There are front doors on this node, too; those that it was said to have are asked by `doors` from now on."""
@@ -125,8 +120,8 @@ class AllDoors:
         doors.state, doors.node = self.state, node
         doors.stale.set()
         doors.tasks = [
-            asyncio.create_task(self._keep_telling(doors), name=f"tell {node}"),
-            asyncio.create_task(self._follow(doors), name=f"watch {node}"),
+            asyncio.create_task(self.repeat(doors.tell_news, f"the front doors of {node} are not told")),
+            asyncio.create_task(self.repeat(doors.follow, f"the front doors of {node} cannot be watched")),
         ]
 
     def lose(self, node: str) -> None:
@@ -137,9 +132,7 @@ class AllDoors:
             for task in front.tasks:
                 task.cancel()
             front.lost.set()
-            parting = asyncio.create_task(front.disconnect())
-            self._parting.add(parting)
-            parting.add_done_callback(self._parting.discard)
+            self.part(front.disconnect())
 
     # What they are told.
 
@@ -287,31 +280,6 @@ class AllDoors:
     def _changed(self) -> None:
         for front in self.fronts.values():
             front.stale.set()
-
-    async def _keep_telling(self, front: RemoteDoors) -> None:
-        while True:
-            await front.stale.wait()
-            front.stale.clear()
-            try:
-                await front.tell()
-            except SupersededError:
-                self.superseded.set()
-                return
-            except EpdError as error:
-                self._say(f"the front doors of {front.node} are not told: {error}")
-                await asyncio.sleep(RETRY_S)
-                front.stale.set()
-
-    async def _follow(self, front: RemoteDoors) -> None:
-        while True:
-            try:
-                await front.follow()
-            except SupersededError:
-                self.superseded.set()
-                return
-            except EpdError as error:
-                self._say(f"the front doors of {front.node} cannot be watched: {error}")
-            await asyncio.sleep(RETRY_S)
 
     async def _of_all(
         self,
