@@ -43,7 +43,7 @@ from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, s
 from proxy.workers.roster import Publisher
 from proxy.workers.shared_counters import Asked
 from proxy.workers.stage_scrape import StageScrape
-from proxy.workers.wire import Family, packed_settings
+from proxy.workers.wire import Family, packed
 
 COUNTS_S = 1.5
 STAMPS_S = 20.0
@@ -164,7 +164,7 @@ class AllDoors(Following):
 
     async def configure(self, settings: ProxySettings) -> None:
         """Of those that start from now on."""
-        self._settings = packed_settings(settings)
+        self._settings = packed(settings)
         self._changed()
         await self._of_all(lambda doors: doors.tell())
 

@@ -199,9 +199,10 @@ class NodeFront:
             doors.pause(state.paused_s)
         doors.ask(state.asked)
         if state.settings != self._packed_settings:
-            from proxy.workers.wire import unpacked_settings
+            from proxy.config.settings import ProxySettings
+            from proxy.workers.wire import unpacked
 
-            await doors.configure(self._own(unpacked_settings(state.settings)))
+            await doors.configure(self._own(unpacked(state.settings, ProxySettings)))
             self._packed_settings = state.settings
 
     def _own(self, settings: ProxySettings) -> ProxySettings:

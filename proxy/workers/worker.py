@@ -1,8 +1,8 @@
 """One of several proxy processes behind one listening socket: the same application as a proxy that is alone.
 
 What differs is handed in: the status table counts in counters that all workers share, instances come from the parent's
-feed, and `/metrics` speaks for all workers. When the feed ends it serves on by the last roster, and connects again: it
-ends when it is told to, and when its parent has gone.
+feed, and `/metrics` speaks for all workers. When the feed ends it serves on by the last roster, and asks again: it ends
+when it is told to, and when its parent has gone.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import logging
 import mmap
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 from starlette.applications import Starlette
@@ -26,9 +25,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from epd_serve.endpoint import connect, unix_url
+from epd_serve.endpoint import unix_url
 from epd_serve.errors import DeadlineError
 from proxy.background import Background
+from proxy.config.keys import ApiKeys
 from proxy.errors import most_telling
 from proxy.http.app import create_app
 from proxy.page.observed import Seen
@@ -39,13 +39,12 @@ from proxy.registry.table import InstanceTable
 from proxy.server.shared_listener import SharedListener, most_connections
 from proxy.server.tls import Certificate
 from proxy.server.uvicorn_server import serve
-from proxy.stages.connection import Connection
 from proxy.workers.ask import TooLargeError, ask
 from proxy.workers.metrics_aggregation import own_counts
 from proxy.workers.roster import WorkerRoster
 from proxy.workers.shared_counters import Asked, Cell, SharedCounters
 from proxy.workers.shared_ledger import COUNTS, SharedLedger
-from proxy.workers.wire import FeedError, Frames, Keys, Roster, Setup, Told
+from proxy.workers.wire import WATCH_S, FeedError, Roster, Setup, Told, unpacked
 
 logger = logging.getLogger(__name__)
 SUM_S = 5.0
@@ -74,77 +73,59 @@ class Feed:
         self._url = unix_url(path)
         self._row = row
         self._parent = os.getppid()
-        self._connection: Connection | None = None
-        self._frames = Frames()
-        self._messages: deque[Told] = deque()
+        self._keys: ApiKeys | None = None
 
-    async def connect(self) -> Setup:
-        """Connect, however long it takes.
+    async def setup(self) -> Setup:
+        """What this worker is to be like, however long it takes.
 
         Raises:
             FeedError: the parent has gone, which where the kernel says so has ended this process before, or says what
                 no parent says.
         """
-        head = f"GET /watch?row={self._row} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
-        while os.getppid() == self._parent:
-            self._frames, self._messages = Frames(), deque()
-            with contextlib.suppress(OSError):
-                _, self._connection = await connect(self._url, partial(Connection, _forget))
-                await self._connection.send(head, b"")
-                if await self._connection.head() == 200 and (message := await self._next()) is not None:
-                    if not isinstance(message, Setup):
-                        raise FeedError(f"the first message is a {type(message).__name__}")
-                    return message
-            self.close()
+        while (answer := await self._answer("setup")) is None:  # noqa: ASYNC110 - of another process
             await asyncio.sleep(RECONNECT_S)
-        raise FeedError("the parent has gone")
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        return unpacked(answer, Setup)
 
     async def listen(self, roster: Callable[[Roster], None], pipeline: Pipeline) -> None:
-        """Take in what the parent says, for ever; once connected.
+        """Take in what the parent says, for ever.
 
         Args:
             roster: takes one in.
 
         Raises:
-            FeedError: it says what no parent says.
+            FeedError: as of `setup`.
         """
+        number, ended = 0, False
         while True:
-            while (message := await self._next()) is not None:
-                with pipeline.background.handling(type(message).__name__):
-                    self._take_in(message, roster, pipeline)
-            self.close()
-            logger.warning("the feed has ended; requests go by what was said last")
-            await self.connect()  # what it is to be like was said when it began
-            logger.warning("the feed is back")
+            answer = await self._answer("watch", after=number)
+            if ended is not (answer is None):
+                ended = not ended
+                logger.warning("the feed has ended; requests go by what was said last" if ended else "the feed is back")
+            if answer is None:
+                await asyncio.sleep(RECONNECT_S)
+                continue
+            told = unpacked(answer, Told)
+            number = told.number
+            with pipeline.background.handling("Roster"):
+                self._take_in(told, roster, pipeline)
 
-    async def _next(self) -> Told | None:
-        """None when the other end has gone. Raises FeedError."""
-        assert self._connection is not None, "connected"
-        while not self._messages:
-            try:
-                piece = await self._connection.read()
-            except ConnectionError:
-                return None
-            if not piece:
-                return None
-            self._messages.extend(self._frames.take(piece))
-        return self._messages.popleft()
+    async def _answer(self, question: str, **more: int) -> bytes | None:
+        """None where nobody answers now. Raises FeedError."""
+        if os.getppid() != self._parent:
+            raise FeedError("the parent has gone")
+        path = f"/{question}?{urlencode({'row': self._row, **more})}"
+        with contextlib.suppress(OSError):
+            return await ask(self._url, path, within_s=WATCH_S + SUM_S, most_bytes=MAX_ANSWER_BYTES)
+        return None
 
-    def _take_in(self, message: Told, roster: Callable[[Roster], None], pipeline: Pipeline) -> None:
-        match message:
-            case Roster():
-                pipeline.background.elsewhere = message.down
-                roster(message)
-                self.informed.set()
-            case Keys(keys):
-                pipeline.callers.go_by(keys)
-            case Setup():
-                raise FeedError("a second setup")
+    def _take_in(self, told: Told, roster: Callable[[Roster], None], pipeline: Pipeline) -> None:
+        if told.keys is not None and told.keys != self._keys:  # before instances: with those it serves
+            self._keys = told.keys
+            pipeline.callers.go_by(told.keys)
+        if told.roster is not None:
+            pipeline.background.elsewhere = told.roster.down
+            roster(told.roster)
+            self.informed.set()
 
     async def metrics(self, pipeline: Pipeline) -> bytes:
         """Prometheus text of all workers together. Raises as `observe`."""
@@ -164,10 +145,6 @@ class Feed:
             return await ask(self._url, path, body=body, within_s=SUM_S, most_bytes=MAX_ANSWER_BYTES)
         except (OSError, TimeoutError, TooLargeError) as error:
             raise DeadlineError(f"the launcher cannot be asked ({error or 'too late'}); try again later") from error
-
-
-def _forget(_: Connection) -> None:
-    """It is looked at where it is read."""
 
 
 class Answering:
@@ -270,14 +247,12 @@ async def run_worker(
         FeedError: the parent says what no parent says, or has gone.
     """
     feed = Feed(path, row)
+    setup = await feed.setup()
+    shared = SharedCounters(mmap.mmap(counters, 0), setup.rows, COUNTS)
     try:
-        setup = await feed.connect()
-        shared = SharedCounters(mmap.mmap(counters, 0), setup.rows, COUNTS)
         await _serve(feed, setup, own, listening, shared, row, signals)
     except ExceptionGroup as failed:
         raise most_telling(failed) from None
-    finally:
-        feed.close()
 
 
 async def _serve(

@@ -34,7 +34,7 @@ from proxy.workers.hub import Worker, WorkerHub
 from proxy.workers.roster import Publisher, WorkerRoster
 from proxy.workers.shared_counters import Asked, Cell, SharedCounters, shared_memory
 from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
-from proxy.workers.wire import FeedError, Frames, Keys, Roster, Row, Setup, Told, frame
+from proxy.workers.wire import FeedError, Roster, Row, Setup, Told, packed, unpacked
 from proxy.workers.worker import Feed, WorkerSignals, run_worker
 from tests.proxy.fakes import FakeStage, answer, api_keys, bound, in_flight, once, served, settings, text_body
 from tests.waiting import until
@@ -205,23 +205,14 @@ async def crew(count: int, *, silent: bool = False) -> AsyncIterator[Crew]:
         await asyncio.gather(*crew.works, return_exceptions=True)
 
 
-@asynccontextmanager
-async def watching(path: Path, row: int) -> AsyncIterator[AsyncIterator[Told]]:
-    """What whoever says that it has this row is told."""
-
-    async def told(answer: httpx.Response) -> AsyncIterator[Told]:
-        frames = Frames()
-        async for piece in answer.aiter_raw():
-            for message in frames.take(piece):
-                yield message
-
-    transport = httpx.AsyncHTTPTransport(uds=str(path))
-    async with (
-        httpx.AsyncClient(transport=transport, timeout=DEADLINE_S, trust_env=False) as client,
-        client.stream("GET", f"http://feed/watch?row={row}") as answer,
-    ):
-        assert answer.status_code == 200
-        yield told(answer)
+async def watched(path: Path, row: int = 0) -> AsyncIterator[Told]:
+    """What whoever says that it has this row is told, each time that it asks."""
+    number = 0
+    while True:
+        query = f"/watch?row={row}&after={number}"
+        told = unpacked(await ask(unix_url(path), query, within_s=DEADLINE_S, most_bytes=1 << 20), Told)
+        number = told.number
+        yield told
 
 
 async def test_every_worker_says_the_same_of_instances_and_health() -> None:
@@ -396,20 +387,22 @@ async def test_a_worker_goes_on_with_its_parent_however_often_that_ends(caplog: 
 
 
 async def test_all_who_watch_a_row_are_told_the_same_and_none_holds_up_another() -> None:
-    async with crew(1) as c, watching(c.path, 0) as stays:
+    async with crew(1) as c:
+        stays, leaves = watched(c.path), watched(c.path)
 
-        async def latest(told: AsyncIterator[Told]) -> Roster:
-            async for one in told:
-                if isinstance(one, Roster) and one.number == c.published.number:
-                    return one
+        async def latest(several: AsyncIterator[Told]) -> Roster:
+            async for told in several:
+                if told.roster is not None and told.roster.number == c.published.number:
+                    return told.roster
             raise AssertionError("the watch has ended")
 
-        async with watching(c.path, 0) as leaves:
-            assert isinstance(await anext(stays), Setup) and isinstance(await anext(leaves), Setup)
-            c.down("killed")
-            heard = await latest(leaves)
-            assert heard == await latest(stays) and heard.rows[0].reason == "killed"
-            await c.all_know()
+        c.down("killed")
+        heard = await latest(leaves)
+        assert heard == await latest(stays) and heard.rows[0].reason == "killed"
+        await c.all_know()
+        waiting = asyncio.create_task(anext(leaves))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
         c.up()
         assert (await latest(stays)).rows[0].healthy
         await c.all_know()
@@ -419,30 +412,42 @@ async def test_all_who_watch_a_row_are_told_the_same_and_none_holds_up_another()
 async def test_whoever_takes_nothing_is_told_the_latest_only() -> None:
     async with crew(0) as c:
         c.expect(0)
-        async with watching(c.path, 0) as told:
-            assert isinstance(await anext(told), Setup) and isinstance(await anext(told), Roster)
-            for number in range(50):
-                c.down(str(number))
-            last = await anext(told)
-            assert isinstance(last, Roster) and last.number == c.published.number and last.rows[0].reason == "49"
+        several = watched(c.path)
+        assert (await anext(several)).roster is not None
+        for number in range(50):
+            c.down(str(number))
+        last = (await anext(several)).roster
+        assert last is not None and last.number == c.published.number and last.rows[0].reason == "49"
 
 
-async def test_clients_keys_are_told_before_the_instances_and_again_when_they_change() -> None:
-    async with crew(0) as c:
+async def test_clients_keys_are_told_with_the_instances_and_again_when_they_change() -> None:
+    async with crew(0, silent=True) as c:
         c.hub.go_by(api_keys("one"))
         c.expect(0)
-        async with watching(c.path, 0) as told:
-            heard = [await anext(told) for _ in range(3)]
-            assert [type(one) for one in heard] == [Setup, Keys, Roster] and heard[1] == Keys(api_keys("one"))
-            c.hub.go_by(api_keys("two"))
-            assert await anext(told) == Keys(api_keys("two"))
+        several = watched(c.path)
+        first = await anext(several)
+        assert first.keys == api_keys("one") and first.roster is None
+        c.up()
+        second = await anext(several)
+        assert second.keys == api_keys("one") and second.roster is not None
+        c.hub.go_by(api_keys("two"))
+        assert (await anext(several)).keys == api_keys("two")
+
+
+async def test_who_knows_everything_is_answered_after_a_while_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_hub, "WATCH_S", 0.05)
+    async with crew(0) as c:
+        c.expect(0)
+        several = watched(c.path)
+        first = await anext(several)
+        assert await anext(several) == first
 
 
 async def test_a_roster_that_is_larger_than_any_read_is_taken_in_whole() -> None:
     async with crew(1) as c:
         rows = [Row(Instance(f"P{number}", Role.P, "http://h:1", "one"), False, "x" * 4000) for number in range(500)]
         c.published.publish([Row(c.instance, True), *rows], {Role.PD})
-        assert len(frame(c.published.roster({}))) > 1 << 20
+        assert len(packed(Told(1, c.published.roster({})))) > 1 << 20
         await c.all_know()
         told = (await c.ask("/instances")).json()["instances"]
         assert len(told) == 501 and (await c.ask()).status_code == 200
@@ -596,19 +601,17 @@ async def test_who_is_not_expected_is_told_nothing() -> None:
     async with crew(1) as c:
         transport = httpx.AsyncHTTPTransport(uds=str(c.path))
         async with httpx.AsyncClient(transport=transport, timeout=DEADLINE_S, trust_env=False) as client:
-            for path in ("/watch?row=1", "/watch?row=-1", "/"):
+            for path in ("/watch?row=1&after=0", "/watch?row=-1&after=0", "/setup?row=1", "/"):
                 answered = await client.get(f"http://feed{path}")
                 assert answered.status_code == 404 and b"PD0" not in answered.content
         _, writer = await asyncio.open_unix_connection(c.path)
-        writer.write(frame(Roster(1, ())))
+        writer.write(packed(Told(1)))
         writer.close()
         assert (await c.ask()).status_code == 200
 
 
-def chunked(*pieces: bytes) -> bytes:
-    """An answer that does not end."""
-    body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
-    return b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + body
+def answered(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
 
 @asynccontextmanager
@@ -620,33 +623,24 @@ async def parent_that_says(folder: Path, *answers: bytes) -> AsyncIterator[Path]
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             await reader.readuntil(b"\r\n\r\n")
             writer.write(left.pop(0))
-            await reader.read()
         writer.close()
 
     async with await asyncio.start_unix_server(say, folder / "feed"):
         yield folder / "feed"
 
 
-@pytest.mark.parametrize(
-    "wrong", [frame(Roster(1, ())), (1 << 31).to_bytes(4, "big"), b"\0\0\0\1\xc1"], ids=["a roster", "much", "nonsense"]
-)
+@pytest.mark.parametrize("wrong", [packed(Told(1)), b"\xc1"], ids=["a roster", "nonsense"])
 async def test_a_parent_that_says_what_no_parent_says_is_not_gone_by(tmp_path: Path, wrong: bytes) -> None:
-    async with parent_that_says(tmp_path, chunked(wrong)) as path:
-        feed = Feed(path, 0)
+    async with parent_that_says(tmp_path, answered(wrong)) as path:
         with pytest.raises(FeedError):
-            await feed.connect()
-        feed.close()
+            await Feed(path, 0).setup()
 
 
 async def test_a_worker_asks_until_somebody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_room, "RECONNECT_S", 0.01)
     setup = Setup(settings(), 1, 1.0, 1.0, 1.0)
-    half = chunked(frame(setup)[:-1]) + b"0\r\n\r\n"
+    whole = answered(packed(setup))
     refused = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
-    raw = frame(setup)
-    whole = chunked(raw[:2], raw[2:9], raw[9:])
-    async with parent_that_says(tmp_path, refused, b"what?\r\n\r\n", half, whole) as path:
-        feed = Feed(path, 0)
+    async with parent_that_says(tmp_path, refused, b"what?\r\n\r\n", whole[:-1], whole) as path:
         async with asyncio.timeout(DEADLINE_S):
-            assert await feed.connect() == setup
-        feed.close()
+            assert await Feed(path, 0).setup() == setup
