@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from deploy.agent.record import Record
+from deploy.agent.stage_life import Record
 from deploy.agent.supervisor import StageEvents
 from deploy.agent.wiring import Site, instance_of, wire
 from deploy.host.state import State

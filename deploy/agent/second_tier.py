@@ -16,8 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.agent.record import Record
-from deploy.agent.stage_life import Spawn, executed
+from deploy.agent.stage_life import Record, Spawn, executed
 from deploy.agent.supervisor import StageEvents, StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.agent.wiring import Net

@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from deploy.agent.health import health_status
-from deploy.agent.record import Record
-from deploy.agent.stage_life import Spawn, StageLife, Start
+from deploy.agent.stage_life import Record, Spawn, StageLife, Start
 from deploy.agent.waits import Health, Patience, until_ready, until_trouble
 from deploy.host.children import Child
 from deploy.host.spawned import NOT_BEGUN

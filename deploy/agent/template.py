@@ -18,8 +18,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from deploy.agent.record import Record
-from deploy.agent.stage_life import Noted, Spawn, executed
+from deploy.agent.stage_life import Noted, Record, Spawn, executed
 from deploy.agent.supervisor import StageEvents, StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.host import processes

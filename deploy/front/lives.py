@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
-from deploy.agent.record import Record
-from deploy.agent.stage_life import Noted, Spawn
+from deploy.agent.stage_life import Noted, Record, Spawn
 from deploy.agent.supervisor import StageEvents, StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.front.shared import Shared

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from deploy.agent.instances import INSTANCES, Instances, Kept
-from deploy.agent.record import Record
 from deploy.agent.specs import orders
+from deploy.agent.stage_life import Record
 from deploy.agent.wiring import instance_of, wire
 from deploy.host.state import SharedState, State, StateFiles
 from deploy.runtime.node_api import NodeStatus, Seen

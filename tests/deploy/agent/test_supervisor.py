@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.agent.record import Record
-from deploy.agent.stage_life import Spawn, Start, executed
+from deploy.agent.stage_life import Record, Spawn, Start, executed
 from deploy.agent.supervisor import StageEvents, StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.host import processes

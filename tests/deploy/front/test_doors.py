@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import pytest
 
-from deploy.agent.record import Record
+from deploy.agent.stage_life import Record
 from deploy.front import doors as front_doors
 from deploy.front import lives as front_lives
 from deploy.front import shared as front_shared
