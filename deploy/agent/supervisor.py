@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from deploy.agent.health import health_status
 from deploy.agent.stage_life import Record, Spawn, StageLife, Start
-from deploy.agent.waits import Health, Patience, until_ready, until_trouble
+from deploy.agent.waits import Health, Patience, health_status, until_ready, until_trouble
 from deploy.host.children import Child
 from deploy.host.spawned import NOT_BEGUN
 from deploy.runtime.protocol import Phase

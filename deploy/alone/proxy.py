@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from deploy.agent.health import health_status
+from deploy.agent.waits import health_status
 from deploy.alone.stages import given_stages
 from deploy.front.doors import FrontDoors
 from deploy.front.key_watch import KeyMetrics, KeyWatch, api_keys_of, of_this_machine, read_key_text
