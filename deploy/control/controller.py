@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from deploy.change.plan import diff
 from deploy.change.scaling import scaled
 from deploy.change.serving import kinds, required
 from deploy.change.types import Plan, Shortage, Wanted
+from deploy.change.wave import diff
 from deploy.control.aim import Aim
 from deploy.control.changes import REPLACE, Change
 from deploy.control.doors import Doors
