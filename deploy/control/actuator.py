@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from deploy.change.types import Action, Actual, Drain, Flip, Leave, Pause, Resume, Start, Stop
-from deploy.control.changes import Changes, Record
+from deploy.control.changes import Changes, Deadlines, Record
 from deploy.control.doors import Doors
-from deploy.control.failure import Deadlines
 from deploy.front.occupancy import under_way
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Runtime
 from epd_serve.roles import Role

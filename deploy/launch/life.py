@@ -22,9 +22,8 @@ import msgspec
 from deploy.agent.waits import Patience
 from deploy.change.types import Wanted
 from deploy.control.aim import Aim
-from deploy.control.changes import Journal
+from deploy.control.changes import Deadlines, Journal
 from deploy.control.controller import Controller
-from deploy.control.failure import Deadlines
 from deploy.control.metrics import ControlMetrics
 from deploy.control.reconciler import Reconciler
 from deploy.front.key_watch import KeyMetrics, KeyWatch, Read, api_keys_of, of_this_machine, read_key_text

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from deploy.change.serving import kinds
 from deploy.control.aim import Aim
-from deploy.control.changes import Journal
+from deploy.control.changes import Deadlines, Journal
 from deploy.control.controller import Controller
-from deploy.control.failure import Deadlines
 from deploy.control.reconciler import Reconciler
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.control.changes import RECORD, State
-from deploy.control.failure import Deadlines
+from deploy.control.changes import RECORD, Deadlines, State
 from deploy.front.occupancy import until_quiet
 from epd_serve.errors import StageError
 from epd_serve.roles import Role

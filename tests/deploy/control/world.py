@@ -12,8 +12,7 @@ from typing import Any
 
 from deploy.change.place import place
 from deploy.change.types import Wanted
-from deploy.control.changes import Journal, State
-from deploy.control.failure import Deadlines
+from deploy.control.changes import Deadlines, Journal, State
 from deploy.control.reconciler import Reconciler
 from deploy.front.occupancy import until_empty, until_quiet
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec
