@@ -6,10 +6,13 @@ import json
 import sys
 from collections.abc import Callable
 
-from deploy.doctor.check import Level
-from deploy.doctor.checks import examine
-from deploy.doctor.facts import RayFacts, Wanted
+from deploy.doctor.check import Check, Finding, Level
+from deploy.doctor.device_checks import ASCEND, DEVICES, LINKS
+from deploy.doctor.facts import Facts, RayFacts, Wanted
 from deploy.doctor.gather import gather
+from deploy.doctor.host_checks import ENVIRONMENT, MACHINE
+from deploy.doctor.package_checks import MOONCAKE, PYTHON
+from deploy.doctor.ray_checks import SEVERAL_HOSTS
 from deploy.doctor.report import counts, document, text
 from deploy.host.environment import environment, is_terminal
 from deploy.memory.shared_memory import SharedMemory, wanted_mib
@@ -19,6 +22,24 @@ from epd_serve.layout_parser import parse
 from epd_serve.model_facts import check_model_fits, read_model_facts
 from epd_serve.placement import check_servable, lower
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
+
+CHECKS: dict[str, tuple[Check, ...]] = {
+    "Ascend": ASCEND,
+    "Devices": DEVICES,
+    "Links": LINKS,
+    "Python": PYTHON,
+    "Mooncake": MOONCAKE,
+    "Several hosts": SEVERAL_HOSTS,
+    "Machine": MACHINE,
+    "Environment": ENVIRONMENT,
+}
+"""By heading."""
+
+
+def examine(facts: Facts) -> dict[str, list[Finding]]:
+    """Findings by heading; headings without any are left out."""
+    found = {heading: [one for check in checks for one in check.findings(facts)] for heading, checks in CHECKS.items()}
+    return {heading: findings for heading, findings in found.items() if findings}
 
 
 def run_doctor(
