@@ -12,8 +12,7 @@ from pathlib import Path
 
 from deploy.host import processes
 from deploy.host.environment import LAUNCH_ENV, run_root, shm_root
-from deploy.host.held import is_held
-from deploy.host.rundir import HELD, RunDir, held_in, is_of_this_namespace, launches_in, read_groups
+from deploy.host.rundir import HELD, RunDir, held_in, is_held, is_of_this_namespace, launches_in, read_groups
 
 KILL_TIMEOUT_S = 5.0
 

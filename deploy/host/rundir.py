@@ -25,6 +25,7 @@ A launch removes its own directory when it ends. `reap_dead` does it for launche
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -35,9 +36,41 @@ from typing import Any, BinaryIO
 
 from deploy.host import processes
 from deploy.host.environment import run_root, shm_root
-from deploy.host.held import hold
 from deploy.host.logs import read_log
 from epd_serve.errors import ConfigError
+
+
+def hold(path: Path) -> BinaryIO:
+    """Makes the file, locked from the moment it has its name. Closing it lets go; children that exec do not inherit it.
+
+    Raises:
+        OSError: it exists, or cannot be made.
+    """
+    unnamed = path.with_name(f".{path.name}")
+    file = unnamed.open("xb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(path)
+    except OSError:
+        file.close()
+        unnamed.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def is_held(path: Path) -> bool | None:
+    """Whether somebody holds it; None where there is no such file of this user's."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                return None
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
+
 
 HELD = "held"
 MAX_SOCKET_PATH = 105

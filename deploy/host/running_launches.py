@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.host.environment import run_root, shm_root
-from deploy.host.held import is_held
-from deploy.host.rundir import HELD, RunDir, read_instances
+from deploy.host.rundir import HELD, RunDir, is_held, read_instances
 from epd_serve.errors import ConfigError, EpdError
 
 ADMIN_SOCKET = "admin.sock"

@@ -16,9 +16,8 @@ from pathlib import Path
 import msgspec
 
 from deploy.host.environment import module_command, module_environment, module_path, run_root, shm_root
-from deploy.host.held import is_held
 from deploy.host.reaper import kill_leftovers
-from deploy.host.rundir import HELD, RunDir
+from deploy.host.rundir import HELD, RunDir, is_held
 from deploy.node.setup import NodeSetup
 from epd_serve.errors import ConfigError, EpdError
 
