@@ -42,7 +42,7 @@ from deploy.launch.admin import Admin, admin_page, open_admin, serve_admin
 from deploy.launch.life import API_KEYS, GRACE_S, READY, Deployment, Life, checked_keys, front_options, noted_keys
 from deploy.launch.ready_message import ready_message
 from deploy.launch.screen import Screen
-from deploy.memory.table import show_memory
+from deploy.memory.plan import show_memory
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
 from deploy.plan.proxy_settings import build_proxy_settings, check_certificate

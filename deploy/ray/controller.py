@@ -27,7 +27,7 @@ from deploy.front.key_watch import Read
 from deploy.launch.admin import admin_page, open_admin, serve_admin
 from deploy.launch.life import API_KEYS, GRACE_S, READY, Deployment, Life, noted_keys
 from deploy.launch.ready_message import ready_message
-from deploy.memory.table import memory_table
+from deploy.memory.plan import memory_table
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.ray.leases import RayLeases, release_all
