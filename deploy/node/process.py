@@ -39,8 +39,7 @@ from deploy.host.reaper import kill_leftovers, reap_dead
 from deploy.host.rundir import RunDir
 from deploy.node.front import FrontSetup, NodeFront
 from deploy.node.routes import NodeWatch, serve_node
-from deploy.node.setup import NodeSetup
-from deploy.node.start import LOOK_S, START_S, Failed, NodeError, NodeRun, end_node, find_node
+from deploy.node.start import LOOK_S, START_S, Failed, NodeError, NodeRun, NodeSetup, end_node, find_node
 from deploy.runtime.node_api import NODE_SOCKET
 from epd_serve.errors import ConfigError, EpdError
 

@@ -23,8 +23,7 @@ from deploy.host.logs import read_log
 from deploy.host.ports import listen
 from deploy.host.processes import environment_of, running
 from deploy.node.facts import NodeFacts, read_facts
-from deploy.node.setup import NodeSetup
-from deploy.node.start import NodeRun, end_node, find_node, start_node
+from deploy.node.start import NodeRun, NodeSetup, end_node, find_node, start_node
 from deploy.options.config import DeployConfig
 from deploy.ray.cluster import NAMESPACE, Actor, here, node_name
 from deploy.runtime.node_api import NODE_SOCKET

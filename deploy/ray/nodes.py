@@ -27,8 +27,7 @@ from deploy.launch.life import Deployment, front_options
 from deploy.memory.placement_table import short_node
 from deploy.node.facts import NodeFacts, differences
 from deploy.node.front import FrontSetup
-from deploy.node.setup import NodeSetup
-from deploy.node.start import NodeRun
+from deploy.node.start import NodeRun, NodeSetup
 from deploy.options.addresses import port_range
 from deploy.options.config import DeployConfig
 from deploy.plan.machines import Machines

@@ -22,8 +22,7 @@ from deploy.host import processes
 from deploy.host.environment import LAUNCH_ENV
 from deploy.host.ports import free_ports
 from deploy.node.front import FrontSetup
-from deploy.node.setup import NodeSetup
-from deploy.node.start import NodeRun, end_node, find_node, start_node
+from deploy.node.start import NodeRun, NodeSetup, end_node, find_node, start_node
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.plan.proxy_settings import build_proxy_settings
