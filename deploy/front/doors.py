@@ -73,10 +73,9 @@ class FrontDoors:
 
         from proxy.background import Background
         from proxy.registry.table import InstanceTable
-        from proxy.workers.limit_shares import share_of
         from proxy.workers.roster import Publisher
         from proxy.workers.shared_ledger import SharedLedger
-        from proxy.workers.wire import Setup
+        from proxy.workers.wire import Setup, share_of
 
         self._settings = settings
         self._api_keys = settings.api_keys
@@ -247,7 +246,7 @@ class FrontDoors:
         """Of those that start from now on."""
         from msgspec.structs import replace
 
-        from proxy.workers.limit_shares import share_of
+        from proxy.workers.wire import share_of
 
         await self._started.wait()
         assert self._lives is not None

@@ -6,6 +6,7 @@ are checked again where they are decoded.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -124,3 +125,28 @@ def unpacked(raw: bytes, kind: type[T]) -> T:
         return msgspec.msgpack.decode(raw, type=kind, dec_hook=_restored)
     except msgspec.DecodeError as error:
         raise FeedError(f"not a {kind.__name__}: {error}") from error
+
+
+def share_of(settings: ProxySettings, processes: int) -> ProxySettings:
+    """The settings of each of `processes`."""
+    return replace(
+        settings,
+        max_in_flight=part(settings.max_in_flight, processes),
+        key_limits=settings.key_limits.shared_by(processes),
+        admission=replace(
+            settings.admission,
+            text_queue=part(settings.admission.text_queue, processes),
+            media_queue=part(settings.admission.media_queue, processes),
+        ),
+        retry=replace(
+            settings.retry,
+            floor_per_s=settings.retry.floor_per_s / processes,
+            burst=part(settings.retry.burst, processes),
+        ),
+        processes=processes,
+    )
+
+
+def part(limit: int, processes: int) -> int:
+    """Rounded up."""
+    return -(-limit // processes)
