@@ -74,7 +74,7 @@ class FrontDoors:
         from proxy.background import Background
         from proxy.registry.table import InstanceTable
         from proxy.workers.roster import Publisher
-        from proxy.workers.shared_ledger import SharedLedger
+        from proxy.workers.shared_counters import SharedLedger
         from proxy.workers.wire import Setup, share_of
 
         self._settings = settings

@@ -254,7 +254,7 @@ class FrontLives(StageEvents):
 
     def _collected(self, name: str) -> None:
         """Nothing of its process is left."""
-        from proxy.workers.shared_ledger import settle
+        from proxy.workers.shared_counters import settle
 
         if (worker := self._workers.pop(name, None)) is not None:
             self._house.hub.ended(worker)

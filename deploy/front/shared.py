@@ -22,8 +22,7 @@ from proxy.workers.shared_counters import Cell
 
 if TYPE_CHECKING:
     from proxy.config.settings import ProxySettings
-    from proxy.workers.shared_counters import SharedCounters
-    from proxy.workers.shared_ledger import SharedLedger
+    from proxy.workers.shared_counters import SharedCounters, SharedLedger
 
 SLOTS = "slots"
 """The section of the state."""
@@ -54,8 +53,7 @@ class Shared:
         Raises:
             ConfigError: no room for the counters.
         """
-        from proxy.workers.shared_counters import SharedCounters, shared_memory
-        from proxy.workers.shared_ledger import COUNTS
+        from proxy.workers.shared_counters import COUNTS, SharedCounters, shared_memory
 
         listening.listen(BACKLOG)
         feed.listen(BACKLOG)
@@ -72,8 +70,7 @@ class Shared:
         os.close(self.memory)
 
     def counters(self) -> SharedCounters:
-        from proxy.workers.shared_counters import SharedCounters
-        from proxy.workers.shared_ledger import COUNTS
+        from proxy.workers.shared_counters import COUNTS, SharedCounters
 
         return SharedCounters(mmap.mmap(self.memory, 0), self.workers + 1, COUNTS)
 

@@ -18,11 +18,13 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from operator import add
 
 from epd_serve.errors import ConfigError
+from epd_serve.instances import IncarnationId
+from proxy.registry.ledger import NO_TALLY, NOTHING, Tally, Work
 
 SLOTS = 2048
 """Incarnations of instances that are counted at a time; a deployment has dozens."""
@@ -146,3 +148,75 @@ def shared_memory(size_bytes: int) -> int:
     except OSError as error:
         raise ConfigError(f"no shared memory for {size_bytes} bytes of counts: {error.strerror}") from error
     return descriptor
+
+
+_ACQUIRED, _RELEASED, _ACQUIRED_WEIGHT, _RELEASED_WEIGHT = range(4)
+_CELLS = 4
+COUNTS = _CELLS * len(Work)
+_AT = {work: _CELLS * number for number, work in enumerate(Work)}
+"""The first count of each kind of work."""
+
+
+class SharedLedger:
+    """The ledger of one of several processes.
+
+    Args:
+        row: the one this process counts in, or None for one that only reads.
+    """
+
+    def __init__(self, counters: SharedCounters, row: int | None) -> None:
+        self._counters = counters
+        self._row = row
+        self._slots: dict[IncarnationId, int] = {}
+
+    def place(self, incarnation_id: IncarnationId, slot: int) -> None:
+        """It is counted there, by all processes."""
+        self._slots[incarnation_id] = slot
+
+    def acquire(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
+        self._add(incarnation_id, _AT[work] + _ACQUIRED, weight)
+        assert self._row is not None, "it has counted"
+        self._counters.say_moved(self._row)
+
+    def release(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
+        self._add(incarnation_id, _AT[work] + _RELEASED, weight)
+
+    def tallies(self, incarnation_id: IncarnationId) -> Mapping[Work, Tally]:
+        if (slot := self._slots.get(incarnation_id)) is None:
+            return NOTHING
+        sums = self._counters.sums(slot)
+        return {work: _tally(sums[at : at + _CELLS]) for work, at in _AT.items()}
+
+    def total(self, incarnation_id: IncarnationId) -> Tally:
+        if (slot := self._slots.get(incarnation_id)) is None:
+            return NO_TALLY
+        a, r, aw, rw, b, s, bw, sw, c, t, cw, tw = self._counters.sums(slot)  # of encode, prefill, decode
+        return _tally((a + b + c, r + s + t, aw + bw + cw, rw + sw + tw))
+
+    def forget(self, incarnation_id: IncarnationId) -> None:
+        self._slots.pop(incarnation_id, None)
+
+    def moves(self) -> int:
+        """Another number after some process has acquired something: a cheap look at whether there is news."""
+        return self._counters.total(Cell.MOVES)
+
+    def _add(self, incarnation_id: IncarnationId, count: int, weight: int) -> None:
+        assert self._row is not None, "a process without a row counts nothing"
+        slot = self._slots[incarnation_id]
+        self._counters.add(self._row, slot, count + 2, weight)
+        self._counters.add(self._row, slot, count, 1)
+
+
+def settle(counters: SharedCounters, row: int) -> None:
+    """Release everything that is acquired in a row whose process has ended, and forget what it said of itself."""
+    for cell in (Cell.TAKES, Cell.REQUESTS, Cell.OBEYED, Cell.ROSTER):
+        counters.say(row, cell, 0)
+    for at in _AT.values():
+        counters.copy(row, at + _ACQUIRED, at + _RELEASED)
+        counters.copy(row, at + _ACQUIRED_WEIGHT, at + _RELEASED_WEIGHT)
+
+
+def _tally(cells: Sequence[int]) -> Tally:
+    """Cells were read one by one, while others wrote: nobody holds less than nothing."""
+    acquired, released, acquired_weight, released_weight = cells
+    return Tally(acquired, min(released, acquired), acquired_weight, min(released_weight, acquired_weight))

@@ -42,8 +42,7 @@ from proxy.server.uvicorn_server import serve
 from proxy.workers.ask import TooLargeError, ask
 from proxy.workers.metrics_aggregation import own_counts
 from proxy.workers.roster import WorkerRoster
-from proxy.workers.shared_counters import Asked, Cell, SharedCounters
-from proxy.workers.shared_ledger import COUNTS, SharedLedger
+from proxy.workers.shared_counters import COUNTS, Asked, Cell, SharedCounters, SharedLedger
 from proxy.workers.wire import WATCH_S, FeedError, Roster, Setup, Told, unpacked
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from epd_serve.errors import ConfigError
 from proxy.registry.ledger import NO_TALLY, NOTHING, Ledger, OwnLedger, Work
-from proxy.workers.shared_counters import Asked, Cell, SharedCounters, shared_memory
-from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
+from proxy.workers.shared_counters import COUNTS, Asked, Cell, SharedCounters, SharedLedger, settle, shared_memory
 from tests.waiting import wait_for
 
 REPOSITORY = Path(__file__).parents[3]
@@ -177,7 +176,7 @@ WRITER = """
 import mmap, random, sys
 from proxy.workers.shared_counters import SharedCounters
 from proxy.registry.ledger import Work
-from proxy.workers.shared_ledger import COUNTS, SharedLedger
+from proxy.workers.shared_counters import COUNTS, SharedLedger
 fd, row, rows, seed = map(int, sys.argv[1:])
 ledger = SharedLedger(SharedCounters(mmap.mmap(fd, 0), rows, COUNTS), row)
 draw, held = random.Random(seed), []

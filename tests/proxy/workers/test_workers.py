@@ -32,8 +32,7 @@ from proxy.workers import worker as worker_room
 from proxy.workers.ask import ask
 from proxy.workers.hub import Worker, WorkerHub
 from proxy.workers.roster import Publisher, WorkerRoster
-from proxy.workers.shared_counters import Asked, Cell, SharedCounters, shared_memory
-from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
+from proxy.workers.shared_counters import COUNTS, Asked, Cell, SharedCounters, SharedLedger, settle, shared_memory
 from proxy.workers.wire import FeedError, Roster, Row, Setup, Told, packed, unpacked
 from proxy.workers.worker import Feed, WorkerSignals, run_worker
 from tests.proxy.fakes import FakeStage, answer, api_keys, bound, in_flight, once, served, settings, text_body
