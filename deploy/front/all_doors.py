@@ -22,8 +22,7 @@ from prometheus_client import CollectorRegistry
 from deploy.front.doors import rows_of
 from deploy.front.remote import RemoteDoors
 from deploy.front.traced import NodeTrace
-from deploy.runtime.lost import Following, LostError, until_lost
-from deploy.runtime.node_api import FrontState
+from deploy.runtime.node_api import Following, FrontState, LostError, until_lost
 from deploy.runtime.protocol import Observed, Order
 from epd_serve.errors import EpdError
 from epd_serve.instances import IncarnationId

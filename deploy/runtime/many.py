@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from deploy.runtime.lost import Following, LostError, SilentError, until_lost
-from deploy.runtime.node_api import NodeStatus, Seen
+from deploy.runtime.node_api import Following, LostError, NodeStatus, Seen, SilentError, until_lost
 from deploy.runtime.protocol import Node, Observed, Order, Phase
 from epd_serve.errors import EpdError
 from epd_serve.peers import Peer, peer_of

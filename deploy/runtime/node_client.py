@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from deploy.runtime.lost import SupersededError
 from deploy.runtime.node_api import (
     EPOCH_HEADER,
     JSON,
@@ -26,6 +25,7 @@ from deploy.runtime.node_api import (
     NodeStatus,
     Refusal,
     Seen,
+    SupersededError,
 )
 from deploy.runtime.protocol import Order
 from epd_serve.errors import ConfigError, EpdError

@@ -27,8 +27,7 @@ from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
 from deploy.node.front import STATE, FrontSetup, NodeFront
 from deploy.node.routes import NodeWatch, serve_node
-from deploy.runtime.lost import LostError, until_lost
-from deploy.runtime.node_api import NODE_SOCKET
+from deploy.runtime.node_api import NODE_SOCKET, LostError, until_lost
 from deploy.runtime.node_client import NodeCallError, NodeHttp, unix_transport
 from deploy.runtime.protocol import Observed, Order, Phase, Spec
 from epd_serve.instances import Instance
