@@ -1,7 +1,7 @@
 """The run directory of a launch: its identity, logs and sockets, and what is needed to clean up after kill -9.
 
     <run root>/<launch id>/launcher.json    pid and PID namespace of the launcher
-                           held             locked while the launcher lives, see held.py
+                           held             locked while the launcher lives
                            groups.jsonl     one line per process group that was ever started: stages, Mooncake's master
                            peers.json       who is there, for the stages, see epd_serve/peers.py
                            pool.json        addresses of the MM Store's second tier, where there is one

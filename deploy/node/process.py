@@ -1,4 +1,4 @@
-"""`python -m deploy.node [--owner FD] [--listening FD] <SETUP`: the node process, which runs what others decide.
+"""`python -m deploy.node.process [--owner FD] [--listening FD] <SETUP`: the node process, which runs what others decide.
 
 It leaves whoever starts it behind: in a session of its own, a child of nobody, found again by its run directory. Below
 it is, as in a launch of one machine, a process that may die (`deploy/host/root.py`), with agent and front doors. Once
@@ -53,7 +53,7 @@ NOBODY = 1
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m deploy.node")
+    parser = argparse.ArgumentParser(prog="python -m deploy.node.process")
     parser.add_argument("--owner", type=int)
     parser.add_argument("--listening", type=int)
     given = parser.parse_args()
@@ -300,3 +300,7 @@ def _log_to(path: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

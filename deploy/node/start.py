@@ -178,7 +178,7 @@ def start_node(
     for name, descriptor in (("owner", owner), ("listening", listening.fileno() if listening else None)):
         flags += [f"--{name}", str(descriptor)] if descriptor is not None else []
     process = subprocess.Popen(
-        module_command("deploy.node", *flags),
+        module_command("deploy.node.process", *flags),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=module_environment() if env is None else {**env, "PYTHONPATH": module_path()},
