@@ -1,4 +1,5 @@
-"""One life of one stage: its process group, its part of the log, its end. Restarting is `supervisor.py`'s decision."""
+"""One life of one stage: its process group, its part of the log, its end; and the record of all its lives, with which a
+supervisor goes on where another one has ended. Restarting is `supervisor.py`'s decision."""
 
 from __future__ import annotations
 

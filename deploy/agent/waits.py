@@ -1,4 +1,7 @@
-"""How long a stage is waited for: until it answers, and until it does not any more. Decides nothing about it."""
+"""How long a stage is waited for: until it answers, and until it does not any more. Decides nothing about it.
+
+It is asked without an HTTP library: that happens several times a second while it starts.
+"""
 
 from __future__ import annotations
 

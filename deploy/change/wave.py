@@ -1,7 +1,8 @@
 """The next actions of a change: all that may begin now, and never one that takes a last path or more than there is.
 
 Asked again whenever anything has happened, it leads from whatever is there to what is wanted, and from the middle of
-one change into another. What only waits gives no action.
+one change into another. What only waits gives no action. Asked for a world in which all of that ends well, it says all
+of a change in advance (`diff`): for a look before anything is touched, and to refuse what would get stuck midway.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`epd-serve store ls|stat|clear`: looks into the MM Store of a running launch, from a process of its own."""
+"""`epd-serve store ls|stat|clear`: looks into the MM Store of a running launch, from a process of its own; and what
+Mooncake's master says about itself over HTTP. No Mooncake is needed for that."""
 
 from __future__ import annotations
 
@@ -22,6 +23,9 @@ from store.errors import StoreError, StoreUnavailableError
 KEY_SHOWN = 16
 NAMESPACE = "epd/"  # of our keys in the second tier, `store.mooncake.client.MooncakeConfig`
 PURGE_TIMEOUT_S = 30.0
+TIMEOUT_S = 3.0
+_LIMIT = 64 << 20
+_SAMPLE = re.compile(r"^(\w+)(?:\{segment=\"([^\"]*)\"[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 def run_store(*, action: str, launch: str | None, as_json: bool, root: Path | None = None) -> int:
@@ -143,9 +147,7 @@ def size(nbytes: int) -> str:
     return f"{amount:.1f} {unit}"
 
 
-TIMEOUT_S = 3.0
-_LIMIT = 64 << 20
-_SAMPLE = re.compile(r"^(\w+)(?:\{segment=\"([^\"]*)\"[^}]*\})? (\S+)$", re.MULTILINE)
+# --- what Mooncake's master says ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

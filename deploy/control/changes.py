@@ -1,5 +1,5 @@
-"""Changes of a deployment: what was asked for, what was done, how long each step took, how it ended; and the record of
-it that the next controller reads."""
+"""Changes of a deployment: what was asked for, what was done, how long each step took, how it ended, and when it has
+failed; and the record of it that the next controller reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`epd-serve doctor`: what would keep this machine from serving, and what to do about it."""
+"""`epd-serve doctor`: what would keep this machine from serving, and what to do about it.
+
+All checks in the order in which they are read, and the report of what they find: text for people, JSON for bug reports.
+"""
 
 from __future__ import annotations
 

@@ -21,6 +21,10 @@
     /dev/shm/epd-<launch id>-held           locked while the launcher lives
 
 A launch removes its own directory when it ends. `reap_dead` does it for launches whose launcher has gone.
+
+The kernel lets go of the lock of a file that is `held` however the process ends, and it is seen from every PID
+namespace, which no pid is. The lock lies where that lies whose owner it tells: a directory in /tmp and memory in
+/dev/shm may be shared by different containers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Order: what can be wrong cheaply (blueprint) → every port and socket → run directory → what is decided once for all
 lives of the process that controls it → that one, forked and kept (`deploy/host/root.py`). Whatever ends it, the same
 path back removes processes, sockets, files and shared memory, within 15 s; before that, SIGTERM lets requests in flight
-finish (`deploy/host/ending.py`).
+finish (`deploy/host/ending.py`). The process that controls it may die; what a life of it is, `life.py` says.
 """
 
 from __future__ import annotations

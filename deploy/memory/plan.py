@@ -1,8 +1,8 @@
 """What each process of a launch gets of its device's memory, before any of them starts.
 
-Owns the plan as data: which instances share which devices, and how these are divided. What is needed comes from
-`deploy/memory/sizing.py`, the division from `epd_serve.memory_shares`; refusals are `deploy/memory/check.py`'s, the
-table `deploy/memory/plan.py`'s. The estimates have never been held against a card.
+Owns the plan, as data and as a table: which instances share which devices, and how these are divided. What is needed
+comes from `deploy/memory/sizing.py`, the division from `epd_serve.memory_shares`; refusals are
+`deploy/memory/check.py`'s. The estimates have never been held against a card.
 """
 
 from __future__ import annotations

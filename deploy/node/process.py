@@ -1,4 +1,4 @@
-"""`python -m deploy.node.process [--owner FD] [--listening FD] <SETUP`: the node process, which runs what others decide.
+"""`python -m deploy.node.process [--owner FD] [--listening FD] <SETUP`: the node process runs what others decide.
 
 It leaves whoever starts it behind: in a session of its own, a child of nobody, found again by its run directory. Below
 it is, as in a launch of one machine, a process that may die (`deploy/host/root.py`), with agent and front doors. Once

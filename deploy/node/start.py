@@ -1,4 +1,5 @@
-"""The node processes of this machine as others see them: found by deployment and node, started, ended."""
+"""The node processes of this machine as others see them: what one is told at its start, all that it ever has to know of
+its deployment; found by deployment and node, started, ended."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ when what it asks for has happened: with 202 where that takes longer than `WAIT_
 which epoch it is made (`EPOCH_HEADER`): of several controllers, one that is cut off and the one that has followed it,
 the one of the latest epoch counts, and others get 409. Both ends come from one version of one program, so there are no
 versions here.
+
+How a call ends that has not happened is said here, too, and how one waits for a node that may be said to have gone.
 """
 
 from __future__ import annotations

@@ -4,8 +4,11 @@ whose head and beginning are one packet.
 A bound on what it collects before a request's head, or a trailer, is complete: httptools has none, it joins what has
 come of a header with every read, so that a client without any key could fill the memory with one endless line, and stop
 the event loop for seconds by copying it again and again. Until when a head has to be complete,
-`proxy/server/idle_clients.py` sees to, and what that needs to know is here. The word is
-`proxy/server/http_protocol.py`'s.
+`proxy/server/idle_clients.py` sees to, and what that needs to know is here.
+
+ASGI lets an application learn that its client has left only by waiting for messages, which takes a task per request.
+This protocol knows when a connection is lost and says so to the request that is under way on it; under another server
+there is that task.
 """
 
 from __future__ import annotations

@@ -11,6 +11,11 @@ whose parent does not answer, knows of it all the same. What a slot stands for t
 A cell is an aligned 64-bit integer and is written in one store, so a writer that is killed leaves the old or the new
 value and never half of one, whatever the processor's memory order. Cells belong together nowhere: a count only grows,
 and a reader takes each for itself.
+
+The ledger in them: which slot an incarnation is counted in, the parent says to all (`place`). A process that was killed
+holds nothing any more. Whoever collected it says so with `settle`, before another one gets the row, and lets it look as
+if everything acquired had been released: what was counted stays, so that sums never fall, and the successor goes on
+counting there.
 """
 
 from __future__ import annotations
@@ -158,7 +163,7 @@ _AT = {work: _CELLS * number for number, work in enumerate(Work)}
 
 
 class SharedLedger:
-    """The ledger of one of several processes.
+    """A `proxy.registry.ledger.Ledger` of one of several processes: it counts in its own row, and reads all.
 
     Args:
         row: the one this process counts in, or None for one that only reads.

@@ -2,6 +2,10 @@
 
 Both ends come from one start of one program, so there are no versions here. Nothing is pickled: settings and instances
 are checked again where they are decoded.
+
+Limits that are counted by each worker are divided among them (`share_of`). What is with the stages at once is divided
+by `proxy/admission/capacity.py`, which is told how many processes there are. Connections are spread evenly over them
+(`proxy/server/shared_listener.py`), so an equal part each is what they need.
 """
 
 from __future__ import annotations
@@ -128,7 +132,7 @@ def unpacked(raw: bytes, kind: type[T]) -> T:
 
 
 def share_of(settings: ProxySettings, processes: int) -> ProxySettings:
-    """The settings of each of `processes`."""
+    """The settings of each of `processes`. A limit never becomes 0, which would mean something else."""
     return replace(
         settings,
         max_in_flight=part(settings.max_in_flight, processes),
