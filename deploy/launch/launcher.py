@@ -35,7 +35,7 @@ from deploy.host.event_loop import together
 from deploy.host.listeners import exposure_warnings
 from deploy.host.ports import BACKLOG, listen, private_socket
 from deploy.host.reaper import kill_leftovers, reap_dead
-from deploy.host.root import keep
+from deploy.host.root import Root
 from deploy.host.rundir import RunDir
 from deploy.host.running_launches import ADMIN_SOCKET
 from deploy.launch.admin import Admin, admin_page, open_admin, serve_admin
@@ -203,7 +203,7 @@ class Launch:
                 kill_leftovers(run.path)
                 run.remove()
 
-            return keep(
+            kept = Root(
                 partial(run_control, setup),
                 drain_s=config.lame_duck_s + config.drain_s,
                 say=_say,
@@ -211,6 +211,7 @@ class Launch:
                 take_down=take_down,
                 owned=run.held,
             )
+            return kept.serve()
 
 
 def _say(line: str) -> None:

@@ -194,7 +194,7 @@ class _Node:
                 self._last += f"; its log: {run.keep_log(LOG)}"
             run.remove()
 
-        code = root.keep(
+        kept = root.Root(
             control,
             drain_s=0.0,
             say=self._say,
@@ -203,6 +203,7 @@ class _Node:
             owned=[*run.held, self._answers],
             look=partial(self._look, replace(told, ready=True), time.monotonic() + START_S),
         )
+        code = kept.serve()
         if not self._answers.closed:
             raise NodeError(f"node {self._setup.node}: {self._last}")
         return code
