@@ -30,6 +30,7 @@ from deploy.launch.ready_message import ready_message
 from deploy.memory.plan import memory_table
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
+from deploy.ray.cluster import Headers, HttpAnswer, asked_of
 from deploy.ray.leases import RayLeases, release_all
 from deploy.ray.news import Event, News
 from deploy.ray.nodes import INSTANCES, Nodes, end_nodes
@@ -100,14 +101,11 @@ class ControllerActor:
     async def version(self) -> str:
         return __version__
 
-    async def ask(
-        self, method: str, path: str, headers: list[tuple[str, str]], content: bytes
-    ) -> tuple[int, list[tuple[str, str]], bytes]:
+    async def ask(self, method: str, path: str, headers: Headers, content: bytes) -> HttpAnswer:
         """An HTTP request to the admin application, as soon as there is one."""
         transport = httpx.ASGITransport(await asyncio.shield(self._app))
         async with httpx.AsyncClient(transport=transport, base_url="http://deployment") as http:
-            answer = await http.request(method, path, headers=headers, content=content)
-        return answer.status_code, list(answer.headers.items()), answer.content
+            return await asked_of(http, method, path, headers, content)
 
     async def news(self, life: str, number: int, wait_s: float) -> tuple[str, int, list[Event]]:
         """As `News.after`."""

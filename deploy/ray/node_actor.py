@@ -25,7 +25,7 @@ from deploy.host.processes import environment_of, running
 from deploy.node.facts import NodeFacts, read_facts
 from deploy.node.start import NodeRun, NodeSetup, end_node, find_node, start_node
 from deploy.options.config import DeployConfig
-from deploy.ray.cluster import NAMESPACE, Actor, here, node_name
+from deploy.ray.cluster import NAMESPACE, Actor, Headers, HttpAnswer, asked_of, here, node_name
 from deploy.runtime.node_api import NODE_SOCKET
 from deploy.runtime.node_client import ANSWER_S, unix_transport
 from epd_serve.errors import EpdError
@@ -88,9 +88,7 @@ class NodeActor:
                 self._run = run
                 return run
 
-    async def ask(
-        self, method: str, path: str, headers: list[tuple[str, str]], content: bytes
-    ) -> tuple[int, list[tuple[str, str]], bytes] | None:
+    async def ask(self, method: str, path: str, headers: Headers, content: bytes) -> HttpAnswer | None:
         """An HTTP request to the node's API (`deploy/runtime/node_api.py`), or None where nobody answers."""
         run = await self._found()
         if run is None:
@@ -100,11 +98,9 @@ class NodeActor:
                 await self._http[1].aclose()
             transport = unix_transport(run.path / NODE_SOCKET)
             self._http = run.path, httpx.AsyncClient(transport=transport, base_url="http://node", timeout=ANSWER_S)
-        try:
-            answer = await self._http[1].request(method, path, headers=headers, content=content)
-        except httpx.TransportError:
-            return None
-        return answer.status_code, list(answer.headers.items()), answer.content
+        with contextlib.suppress(httpx.TransportError):
+            return await asked_of(self._http[1], method, path, headers, content)
+        return None
 
     async def log(self, name: str, offset: int) -> tuple[bytes, int]:
         """A piece of a log from there on, and where it ends. A negative offset is one from its end."""

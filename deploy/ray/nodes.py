@@ -31,7 +31,7 @@ from deploy.node.start import NodeRun, NodeSetup
 from deploy.options.addresses import port_range
 from deploy.options.config import DeployConfig
 from deploy.plan.machines import Machines
-from deploy.ray.cluster import NAMESPACE, Actor, RayNode, node_name, nodes_alive
+from deploy.ray.cluster import NAMESPACE, Actor, HttpAnswer, RayNode, node_name, nodes_alive, question_of
 from deploy.ray.leases import RESOURCES
 from deploy.ray.node_actor import hire
 from deploy.ray.private import tokens
@@ -183,10 +183,9 @@ class Nodes:
         if self._has_front(node):
             self._doors.join(node, RemoteDoors(transport, self._epoch))
 
-    async def _ask(self, node: str, *request: Any) -> tuple[int, list[tuple[str, str]], bytes] | None:
+    async def _ask(self, node: str, *request: Any) -> HttpAnswer | None:
         """As `NodeActor.ask`; has the node process run where it does not. Raises EpdError."""
-        answer: tuple[int, list[tuple[str, str]], bytes] | None
-        answer = await self._call(node, "ask", *request, wait_s=ANSWER_S + ASK_S)
+        answer: HttpAnswer | None = await self._call(node, "ask", *request, wait_s=ANSWER_S + ASK_S)
         if answer is None:
             await self._ensure(node)
         return answer
@@ -312,13 +311,12 @@ class Nodes:
 class ThroughActor(httpx.AsyncBaseTransport):
     """HTTP to a node by way of its actor."""
 
-    def __init__(self, ask: Callable[..., Awaitable[tuple[int, list[tuple[str, str]], bytes] | None]]) -> None:
+    def __init__(self, ask: Callable[..., Awaitable[HttpAnswer | None]]) -> None:
         self._ask = ask
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        headers = [(name.decode(), value.decode()) for name, value in request.headers.raw]
         try:
-            answer = await self._ask(request.method, request.url.raw_path.decode(), headers, await request.aread())
+            answer = await self._ask(*question_of(request), await request.aread())
         except EpdError as error:
             raise httpx.ConnectError(str(error), request=request) from error
         if answer is None:
