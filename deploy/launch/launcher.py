@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import sys
 import time
@@ -30,7 +29,7 @@ from deploy.front.doors import FrontDoors
 from deploy.front.shared import Shared
 from deploy.host import root
 from deploy.host.children import Children
-from deploy.host.environment import is_terminal
+from deploy.host.environment import is_terminal, say
 from deploy.host.event_loop import together
 from deploy.host.listeners import exposure_warnings
 from deploy.host.ports import BACKLOG, listen, private_socket
@@ -206,15 +205,9 @@ class Launch:
             kept = Root(
                 partial(run_control, setup),
                 drain_s=config.lame_duck_s + config.drain_s,
-                say=_say,
+                say=say,
                 was_ready=lambda sections: READY in sections,
                 take_down=take_down,
                 owned=run.held,
             )
             return kept.serve()
-
-
-def _say(line: str) -> None:
-    """A terminal that is held (Ctrl-S) holds nobody up."""
-    if select.select([], [2], [], 0)[1]:
-        os.write(2, f"{line}\n".encode())

@@ -32,7 +32,7 @@ from deploy.agent.setup import AgentSetup
 from deploy.agent.wiring import Net
 from deploy.front.shared import Shared
 from deploy.host import root
-from deploy.host.environment import run_root
+from deploy.host.environment import run_root, say
 from deploy.host.event_loop import together
 from deploy.host.ports import BACKLOG, address_of, listen, private_socket
 from deploy.host.reaper import kill_leftovers, reap_dead
@@ -241,10 +241,9 @@ class _Node:
         return Shared.of(listening, stack.enter_context(private_socket(run.feed)), front.workers)
 
     def _say(self, line: str) -> None:
-        """To the log. A disk that is full holds nobody up."""
+        """To the log."""
         self._last = line
-        if select.select([], [2], [], 0)[1]:
-            os.write(2, f"{line}\n".encode())
+        say(line)
 
 
 def _take_after(owner_pid: int) -> tuple[str, ...]:
