@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.front.lives import POLL_S, FrontLives, House
+from deploy.front.lives import POLL_S, FrontLives
 from deploy.front.occupancy import until_empty, until_quiet
 from deploy.front.shared import Shared, Slots, pausable_s
 from deploy.front.traced import NodeTrace
@@ -123,8 +123,9 @@ class FrontDoors:
             scrape.text,
             self._api_keys,
         )
-        house = House(self._children, self._state, hub, self._shared, self._counters, environment, self._setup.grace_s)
-        lives = self._lives = FrontLives(house, self._setup, say=self._say)
+        lives = self._lives = FrontLives(
+            self._children, self._state, hub, self._shared, self._counters, environment, self._setup, self._say
+        )
         try:
             self._started.set()
             await lives.run()

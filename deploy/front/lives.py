@@ -73,12 +73,14 @@ class Door(msgspec.Struct, eq=False):
         return f"{NAME}{self.row}"
 
 
-@dataclass(frozen=True)
-class House:
-    """What all of them are made of.
+@dataclass(eq=False)
+class FrontLives(StageEvents):
+    """Keeps a number of front doors alive.
 
     Attributes:
-        environment: of the processes. grace_s: how long requests may go on in one that is told to end.
+        environment: of the processes.
+        setup: what those are told that start from now on.
+        say: takes a line for the operator.
     """
 
     children: Children
@@ -87,24 +89,11 @@ class House:
     shared: Shared
     counters: SharedCounters
     environment: Mapping[str, str]
-    grace_s: float
+    setup: Setup
+    say: Callable[[str], None]
 
-
-class FrontLives(StageEvents):
-    """Keeps a number of front doors alive.
-
-    Args:
-        say: takes a line for the operator.
-
-    Attributes:
-        setup: what those are told that start from now on.
-    """
-
-    def __init__(self, house: House, setup: Setup, *, say: Callable[[str], None]) -> None:
-        self.setup = setup
-        self._house = house
-        self._say = say
-        self._folder = Path(house.shared.feed.getsockname()).parent
+    def __post_init__(self) -> None:
+        self._folder = Path(self.shared.feed.getsockname()).parent
         self._supervisor = Supervisor(self, PATIENCE, start=self._start)
         self._doors: dict[str, Door] = {}
         self._workers: dict[str, Worker] = {}
@@ -120,8 +109,8 @@ class FrontLives(StageEvents):
         """
         try:
             self._find()
-            await self._house.hub.start()  # not before: who is found watches again
-            while len(self._staying) < self._house.shared.workers:
+            await self.hub.start()  # not before: who is found watches again
+            while len(self._staying) < self.shared.workers:
                 self._open()
             self._found.set()
             await self.begun()
@@ -157,7 +146,7 @@ class FrontLives(StageEvents):
         while late := [door for door in self._doors.values() if self._is_late(door, number)]:
             if time.monotonic() > until:
                 for door in late:
-                    self._say(f"{door.name} has not taken in the roster within {PROMPT_S:g} s")
+                    self.say(f"{door.name} has not taken in the roster within {PROMPT_S:g} s")
                     signal_process(door.record.pid, signal.SIGKILL)
                 until = float("inf")
             await asyncio.sleep(POLL_S / 4)
@@ -188,15 +177,15 @@ class FrontLives(StageEvents):
         return worker is not None and worker.told and self._roster(door) < number
 
     def _roster(self, door: Door) -> int:
-        return self._house.counters.said(door.row, Cell.ROSTER)
+        return self.counters.said(door.row, Cell.ROSTER)
 
     # --- what is written down -------------------------------------------------------------------------------------
 
     def _find(self) -> None:
         """Those that a life of this process before has started. Who of them has ended meanwhile is settled."""
-        for door in msgspec.msgpack.decode(self._house.state.read(SECTION) or b"\x90", type=list[Door]):
+        for door in msgspec.msgpack.decode(self.state.read(SECTION) or b"\x90", type=list[Door]):
             self._doors[door.name] = door
-            process = self._house.children.adopt(door.record.pid, door.record.born_ticks) if door.record.pid else None
+            process = self.children.adopt(door.record.pid, door.record.born_ticks) if door.record.pid else None
             if process is not None:
                 self._expect(door, told=self._roster(door) > 0)
                 if process.poll() is not None:
@@ -206,21 +195,21 @@ class FrontLives(StageEvents):
                 self._retire(door)  # it may not have been told
 
     def note(self) -> None:
-        self._house.state.write(SECTION, msgspec.msgpack.encode(list(self._doors.values())))
+        self.state.write(SECTION, msgspec.msgpack.encode(list(self._doors.values())))
 
     # --- one of them ----------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         taken = {door.row for door in self._doors.values()}
-        door = Door(next(row for row in range(self._house.counters.rows) if row not in taken))
+        door = Door(next(row for row in range(self.counters.rows) if row not in taken))
         self._doors[door.name] = door
         self._keep(door, None)
 
     def _keep(self, door: Door, process: Child | None) -> None:
-        feed, own = self._house.shared.feed.getsockname(), self._folder / f"{door.name}.sock"
+        feed, own = self.shared.feed.getsockname(), self._folder / f"{door.name}.sock"
         passed = (str(PASSED_FROM + at) for at in range(2))
         command = Spawn(
-            module_command("deploy.front.process", feed, str(door.row), str(own), *passed), self._house.environment
+            module_command("deploy.front.process", feed, str(door.row), str(own), *passed), self.environment
         )
         log = self._folder / f"{door.name}.log"
         spec = StageSpec(door.name, unix_url(own), log, lambda: command, what="front door", ends_by=signal.SIGINT)
@@ -228,10 +217,8 @@ class FrontLives(StageEvents):
 
     async def _start(self, command: Spawn, log: BinaryIO, noted: Noted) -> Child:
         """A `deploy.agent.stage_life.Start`."""
-        passed = (self._house.shared.listening.fileno(), self._house.shared.memory)
-        return await self._house.children.spawn(
-            command.argv, command.env, output=log.fileno(), passed=passed, noted=noted
-        )
+        passed = (self.shared.listening.fileno(), self.shared.memory)
+        return await self.children.spawn(command.argv, command.env, output=log.fileno(), passed=passed, noted=noted)
 
     def _retire(self, door: Door) -> None:
         """Its requests may end, and nobody is to follow."""
@@ -242,14 +229,14 @@ class FrontLives(StageEvents):
             signal_process(door.record.pid, signal.SIGTERM)
 
     async def _end(self, door: Door) -> None:
-        await self._supervisor.remove(door.name, self._house.grace_s + ENDING_S)
+        await self._supervisor.remove(door.name, self.setup.grace_s + ENDING_S)
         self._collected(door.name)
         if self._doors.pop(door.name, None) is not None:
             self.note()
 
     def _expect(self, door: Door, *, told: bool = False) -> None:
         own = unix_url(self._folder / f"{door.name}.sock")
-        worker = self._workers[door.name] = self._house.hub.expect(door.row, own, self.setup)
+        worker = self._workers[door.name] = self.hub.expect(door.row, own, self.setup)
         worker.told, worker.serving = told, bool(door.record.up_at)
 
     def _collected(self, name: str) -> None:
@@ -257,8 +244,8 @@ class FrontLives(StageEvents):
         from proxy.workers.shared_counters import settle
 
         if (worker := self._workers.pop(name, None)) is not None:
-            self._house.hub.ended(worker)
-            settle(self._house.counters, worker.row)
+            self.hub.ended(worker)
+            settle(self.counters, worker.row)
 
     # --- what the supervisor says ---------------------------------------------------------------------------------
 
@@ -275,7 +262,7 @@ class FrontLives(StageEvents):
     def down(self, stage: str, reason: str, retry_in_s: float | None) -> None:
         if retry_in_s is not None:
             self._collected(stage)
-            self._say(f"{stage} ended: {reason}; another starts in {retry_in_s:.1f} s")
+            self.say(f"{stage} ended: {reason}; another starts in {retry_in_s:.1f} s")
 
     def over(self, stage: str, reason: str) -> None:
         self._collected(stage)
@@ -289,13 +276,13 @@ class FrontLives(StageEvents):
             try:
                 while outdated := self._marked(Mark.OUTDATED):
                     await self._retired()
-                    if len(self._staying) <= self._house.shared.workers:
+                    if len(self._staying) <= self.shared.workers:
                         self._open()
                     fresh = self._marked(Mark.STAYS)
                     await asyncio.gather(*(self._supervisor.answered(door.name) for door in fresh))
                     self._retire(outdated[0])
                     await self._retired()
-                for door in self._staying[self._house.shared.workers :]:
+                for door in self._staying[self.shared.workers :]:
                     self._retire(door)  # outdated ones have ended by themselves, and were followed
             except EpdError:
                 for door in self._marked(Mark.OUTDATED):
@@ -313,4 +300,4 @@ class FrontLives(StageEvents):
         try:
             await self._replace_outdated()
         except EpdError as error:
-            self._say(f"the front doors are not replaced: {error}")
+            self.say(f"the front doors are not replaced: {error}")
