@@ -207,4 +207,4 @@ class NodeFront:
 
     def _own(self, settings: ProxySettings) -> ProxySettings:
         """No arena of this machine is all that there is."""
-        return replace(settings, arena=None, key_file=self._key_file)
+        return replace(settings, arena="", key_file=self._key_file)

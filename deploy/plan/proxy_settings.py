@@ -78,7 +78,7 @@ def build_proxy_settings(
         modalities=_modalities(blueprint),
         image_tokens=_image_tokens(blueprint),
         vllm_version=next(iter(vllm.values()), ""),
-        arena=arena,
+        arena=str(arena or ""),
         **decided,
     )
 

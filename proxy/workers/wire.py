@@ -11,8 +11,7 @@ by `proxy/admission/capacity.py`, which is told how many processes there are. Co
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -106,27 +105,15 @@ class Told(msgspec.Struct, frozen=True):
     keys: ApiKeys | None = None
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    raise NotImplementedError(f"{type(value).__name__} cannot be told to a worker")
-
-
-def _restored(kind: type, value: Any) -> Any:
-    if kind is Path:
-        return Path(value)
-    raise NotImplementedError(f"{kind.__name__} cannot be told to a worker")
-
-
 def packed(value: Setup | Told | ProxySettings) -> bytes:
     """For a process of the same version of this program."""
-    return msgspec.msgpack.encode(value, enc_hook=_plain)
+    return msgspec.msgpack.encode(value)
 
 
 def unpacked(raw: bytes, kind: type[T]) -> T:
     """Raises FeedError."""
     try:
-        return msgspec.msgpack.decode(raw, type=kind, dec_hook=_restored)
+        return msgspec.msgpack.decode(raw, type=kind)
     except msgspec.DecodeError as error:
         raise FeedError(f"not a {kind.__name__}: {error}") from error
 

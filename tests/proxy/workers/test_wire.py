@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from epd_serve.instances import Instance
@@ -13,7 +11,7 @@ from proxy.workers.wire import FeedError, Roster, Row, Setup, Told, packed, unpa
 from tests.proxy.fakes import api_keys, settings
 
 ROW = Row(Instance("PD0", Role.PD, "http://h:1", "one"), True, slot=7)
-WHOLE = settings(arena=Path("/a"), modalities=frozenset({"image"}), api_keys=api_keys("k"))
+WHOLE = settings(arena="/a", modalities=frozenset({"image"}), api_keys=api_keys("k"))
 
 
 @pytest.mark.parametrize(
