@@ -12,7 +12,6 @@ import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -23,7 +22,7 @@ from deploy.front.doors import rows_of
 from deploy.front.remote import RemoteDoors
 from deploy.front.traced import NodeTrace
 from deploy.runtime.node_api import Following, FrontState, LostError, until_lost
-from deploy.runtime.protocol import Observed, Order
+from deploy.runtime.protocol import Observed
 from epd_serve.errors import EpdError
 from epd_serve.instances import IncarnationId
 from epd_serve.key_files import read_key, stage_key
@@ -42,7 +41,7 @@ from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, s
 from proxy.workers.roster import Publisher
 from proxy.workers.shared_counters import Asked
 from proxy.workers.stage_scrape import StageScrape
-from proxy.workers.wire import Family, packed
+from proxy.workers.wire import Family, Row, packed
 
 COUNTS_S = 1.5
 STAMPS_S = 20.0
@@ -91,7 +90,7 @@ class AllDoors(Following):
         self.registry = CollectorRegistry()
         bearer = stage_key(read_key(key_file, "key_file")) if key_file else ""
         self._scrape = StageScrape(self.table, self.registry, bearer)
-        self._instances: tuple[Observed, ...] | None = None
+        self._rows: tuple[Row, ...] | None = None
         self._wanted: tuple[Role, ...] = ()
         self._number = 0  # of the state that was told last
         self._paused_until = 0.0
@@ -137,10 +136,10 @@ class AllDoors(Following):
 
     def publish(self, instances: Iterable[Observed], wanted: Iterable[Role]) -> None:
         """Everything that there is, and the roles that there are to be."""
-        now = tuple(map(_for_fronts, instances)), tuple(sorted(wanted))
-        if now != (self._instances, self._wanted):
-            self._instances, self._wanted = now
-            self._published.publish(rows_of(now[0]), now[1])
+        now = tuple(rows_of(instances)), tuple(sorted(wanted))
+        if now != (self._rows, self._wanted):
+            self._rows, self._wanted = now
+            self._published.publish(*now)
             self._changed()
 
     def go_by(self, keys: ApiKeys) -> None:
@@ -262,12 +261,12 @@ class AllDoors(Following):
 
     def state(self) -> FrontState | None:
         """What they are to know now; None before anybody has said what there is."""
-        if self._instances is None:
+        if self._rows is None:
             return None
         self._number += 1
         return FrontState(
             self._number,
-            self._instances,
+            self._rows,
             self._wanted,
             tuple(sorted(self._published.leaving)),
             self.paused_s,
@@ -326,9 +325,3 @@ class _Total:
 
     def forget(self, incarnation_id: IncarnationId) -> None:
         """Each node forgets for itself."""
-
-
-def _for_fronts(one: Observed) -> Observed:
-    """Without what only its agent needs."""
-    spec = replace(one.order.spec, needs={}, plan=None, stage=None, cores=())
-    return replace(one, order=Order(one.order.id, spec), up_s=0.0, progress="")

@@ -192,7 +192,7 @@ class NodeFront:
         doors, before = self.doors, self.doors.leaving
         if state.api_keys is not None:  # first of all: once front doors know of instances, they serve
             doors.go_by(state.api_keys)
-        doors.publish(state.instances, state.wanted)
+        doors.tell(state.rows, state.wanted)
         for id in before ^ set(state.leaving):
             doors.drain(id, id not in before)
         if state.paused_s or doors.paused_s:

@@ -25,6 +25,7 @@ from epd_serve.roles import Role
 from proxy.config.keys import ApiKeys
 from proxy.registry.ledger import Tally, Work
 from proxy.workers.shared_counters import Asked
+from proxy.workers.wire import Row
 
 NODE_SOCKET = "node.sock"
 """In the run directory."""
@@ -76,6 +77,7 @@ class FrontState(msgspec.Struct, frozen=True):
 
     Attributes:
         number: of this state; a later one of the same controller has a larger one.
+        rows: of all instances that have a life.
         leaving: instances that are given nothing new although their runtime says nothing of the kind.
         paused_s: for how long new requests wait, counted from when this arrives; 0: they do not.
         asked: what all front doors are to do.
@@ -84,7 +86,7 @@ class FrontState(msgspec.Struct, frozen=True):
     """
 
     number: int
-    instances: tuple[Observed, ...]
+    rows: tuple[Row, ...]
     wanted: tuple[Role, ...]
     leaving: tuple[str, ...] = ()
     paused_s: float = 0.0
