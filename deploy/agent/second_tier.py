@@ -11,7 +11,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,7 @@ from deploy.agent.wiring import Net
 from deploy.host.children import Children
 from deploy.host.environment import stage_environment
 from deploy.host.listeners import answers, listeners
-from deploy.host.ports import PortBlocks, free_ports
+from deploy.host.ports import PortBlocks
 from deploy.host.processes import group_members
 from deploy.host.rundir import RunDir
 from deploy.host.state import State
@@ -74,11 +74,13 @@ class PlannedTier:
     Attributes:
         address: `host:port` of the master, ours or a given one; "" where there is no second tier.
         master: of ours, or None. command: makes its argv.
+        ports: holds its ports: they are nobody else's while it does not listen there, in whichever life of an agent.
     """
 
     address: str = ""
     master: MasterSettings | None = None
     command: MasterCommand = mooncake_command
+    ports: PortBlocks | None = field(default=None, compare=False, repr=False)
 
     @property
     def metrics(self) -> str:
@@ -93,9 +95,10 @@ def planned_tier(blueprint: Blueprint, net: Net, command: MasterCommand = moonca
         return PlannedTier()
     if blueprint.config.mooncake_master:
         return PlannedTier(blueprint.config.mooncake_master)
-    rpc_port, metrics_port = free_ports(2, net.host, net.ports)
-    master = MasterSettings(host=net.host, rpc_port=rpc_port, metrics_port=metrics_port)
-    return PlannedTier(rpc_address(master), master, command)
+    ports = PortBlocks(net.host, net.ports)
+    rpc_port = ports.take(2)
+    master = MasterSettings(host=net.host, rpc_port=rpc_port, metrics_port=rpc_port + 1)
+    return PlannedTier(rpc_address(master), master, command, ports)
 
 
 class SecondTier(StageEvents):
@@ -116,10 +119,6 @@ class SecondTier(StageEvents):
         self._turn = asyncio.Lock()
         self._record: Record | None = None
         self._supervisor = Supervisor(self, PATIENCE, start=executed(children))
-        if (master := planned.master) is not None:  # its ports are nobody else's while it does not listen there
-            self._ports = PortBlocks(master.host)
-            for port in (master.rpc_port, master.metrics_port):
-                self._ports.adopt(port, 1)
 
     @property
     def pid(self) -> int:
