@@ -14,9 +14,9 @@ from deploy.change.scaling import scaled
 from deploy.change.serving import kinds, required
 from deploy.change.types import Plan, Shortage, Wanted
 from deploy.change.wave import diff
+from deploy.control.actuator import Doors
 from deploy.control.aim import Aim
 from deploy.control.changes import REPLACE, Change
-from deploy.control.doors import Doors
 from deploy.control.places import Places
 from deploy.control.reconciler import Reconciler
 from deploy.control.refusals import RefusedError, change_under_way, no_devices, pause_too_long, pause_too_short, short

@@ -17,7 +17,7 @@ from dataclasses import replace
 from deploy.change.serving import required
 from deploy.change.types import Action, Actual, Flip, Shortage, Start, Wanted
 from deploy.change.wave import reached, wave
-from deploy.control.actuator import Actuator
+from deploy.control.actuator import Actuator, Doors
 from deploy.control.changes import (
     DEPTH,
     REPLACE,
@@ -31,7 +31,6 @@ from deploy.control.changes import (
     start_failed,
     why_failed,
 )
-from deploy.control.doors import Doors
 from deploy.control.refusals import shortage_text
 from deploy.runtime.protocol import Node, Observed, Runtime, Spec
 from epd_serve.errors import ConfigError, EpdError

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.change.types import Plan
+from deploy.control.actuator import Doors
 from deploy.control.changes import Change, action_json
-from deploy.control.doors import Doors
 from deploy.control.reconciler import Reconciler
 from deploy.front.occupancy import under_way
 from deploy.runtime.leases import Place

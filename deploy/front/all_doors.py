@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class AllDoors(Following):
-    """A `deploy.control.doors.Doors` and `deploy.host.ending.Draining`, in one event loop, while `serve` runs.
+    """A `deploy.control.actuator.Doors` and `deploy.host.ending.Draining`, in one event loop, while `serve` runs.
 
     A call is about the nodes that are there; one that is lost meanwhile is left out, one that does not answer is waited
     for: the caller bounds the wait.
