@@ -9,7 +9,7 @@ from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec
 from epd_serve.roles import Role
 
 Kind = str
-"""A kind of request that a layout serves: `text` or `media` (`deploy.change.serving`)."""
+"""A kind of request that a layout serves: `text` or `media` (`deploy.change.limits`)."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from deploy.change.room import shortage
-from deploy.change.serving import served
+from deploy.change.limits import served, shortage
 from deploy.change.types import (
     Action,
     Actual,

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from deploy.change.limits import kinds, required
 from deploy.change.scaling import scaled
-from deploy.change.serving import kinds, required
 from deploy.change.types import Plan, Shortage, Wanted
 from deploy.change.wave import diff
 from deploy.control.actuator import Doors

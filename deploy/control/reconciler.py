@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from deploy.change.serving import required
+from deploy.change.limits import required
 from deploy.change.types import Action, Actual, Flip, Shortage, Start, Wanted
 from deploy.change.wave import reached, wave
 from deploy.control.actuator import Actuator, Doors

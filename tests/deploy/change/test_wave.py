@@ -10,8 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from deploy.change import wave as rules
-from deploy.change.room import shortage
-from deploy.change.serving import required, served
+from deploy.change.limits import required, served, shortage
 from deploy.change.types import Actual, Drain, Plan, Shortage, Start, Stop, Wanted, carried_out
 from deploy.change.wave import diff, match, reached, settled, wave
 from deploy.runtime.protocol import HOST_MEMORY, SHARED_MEMORY, Observed, Phase

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.change.serving import kinds
+from deploy.change.limits import kinds
 from deploy.control.aim import Aim
 from deploy.control.changes import Deadlines, Journal
 from deploy.control.controller import Controller
