@@ -14,7 +14,7 @@ from typing import Any
 
 from deploy.agent.second_tier import recorded_pool
 from deploy.host.environment import module_command, module_environment
-from deploy.host.running_launches import RunningLaunch, choose_launch
+from deploy.host.launches import RunningLaunch, choose_launch
 from deploy.memory.placement_table import table
 from epd_serve.errors import EpdError
 from store.arena import Arena

@@ -33,10 +33,9 @@ from deploy.host.environment import is_terminal, say
 from deploy.host.event_loop import together
 from deploy.host.listeners import exposure_warnings
 from deploy.host.ports import BACKLOG, listen, private_socket
-from deploy.host.reaper import kill_leftovers, reap_dead
+from deploy.host.launches import ADMIN_SOCKET, kill_leftovers, reap_dead
 from deploy.host.root import Root
 from deploy.host.rundir import RunDir
-from deploy.host.running_launches import ADMIN_SOCKET
 from deploy.launch.admin import Admin, admin_page, open_admin, serve_admin
 from deploy.launch.life import API_KEYS, GRACE_S, READY, Deployment, Life, checked_keys, front_options, noted_keys
 from deploy.launch.ready_message import ready_message

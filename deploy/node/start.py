@@ -20,7 +20,7 @@ import msgspec
 from deploy.agent.second_tier import MasterCommand, mooncake_command
 from deploy.agent.waits import Patience
 from deploy.host.environment import module_command, module_environment, module_path, run_root, shm_root
-from deploy.host.reaper import kill_leftovers
+from deploy.host.launches import kill_leftovers
 from deploy.host.rundir import HELD, RunDir, is_held
 from deploy.node.front import FrontSetup
 from deploy.options.engines import command_of

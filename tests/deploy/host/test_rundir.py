@@ -14,7 +14,7 @@ import pytest
 
 from deploy.host import reaper, rundir
 from deploy.host.environment import LAUNCH_ENV, run_root
-from deploy.host.reaper import reap_dead
+from deploy.host.launches import reap_dead
 from deploy.host.rundir import RunDir
 from epd_serve.errors import ConfigError
 from tests.waiting import PATIENCE_S, wait_for
