@@ -22,8 +22,7 @@ from deploy.agent.waits import Patience
 from deploy.agent.wiring import Net
 from deploy.host.children import Children
 from deploy.host.environment import stage_environment
-from deploy.host.listeners import answers, listeners
-from deploy.host.ports import PortBlocks
+from deploy.host.ports import PortBlocks, answers, listeners
 from deploy.host.processes import group_members
 from deploy.host.rundir import RunDir
 from deploy.host.state import State

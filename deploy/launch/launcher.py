@@ -31,9 +31,8 @@ from deploy.host import root
 from deploy.host.children import Children
 from deploy.host.environment import is_terminal, say
 from deploy.host.event_loop import together
-from deploy.host.listeners import exposure_warnings
-from deploy.host.ports import BACKLOG, listen, private_socket
 from deploy.host.launches import ADMIN_SOCKET, kill_leftovers, reap_dead
+from deploy.host.ports import BACKLOG, exposure_warnings, listen, private_socket
 from deploy.host.root import Root
 from deploy.host.rundir import RunDir
 from deploy.launch.admin import Admin, admin_page, open_admin, serve_admin
