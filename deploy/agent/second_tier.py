@@ -1,8 +1,8 @@
 """The MM Store's second tier in the life of a launch: a Mooncake master of its own, one that is given, or none.
 
 Our own `mooncake_master` is kept by a supervisor, as stages are: restarted with back-off on the same ports, ended with
-the launch, and recorded for the reaper. A restart loses the index and with it every feature of the second tier: it is a
-cache. Segments and clients are the stages' business.
+the launch, and recorded for whoever cleans up. A restart loses the index and with it every feature of the second tier:
+it is a cache. Segments and clients are the stages' business.
 """
 
 from __future__ import annotations

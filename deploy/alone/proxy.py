@@ -21,9 +21,9 @@ from deploy.host import event_loop
 from deploy.host.children import Children, be_root
 from deploy.host.ending import Ending
 from deploy.host.environment import say
+from deploy.host.launches import reap_dead
 from deploy.host.logs import keep_bounded
 from deploy.host.ports import listen, private_socket
-from deploy.host.launches import reap_dead
 from deploy.host.rundir import RunDir
 from deploy.host.state import SharedState, StateFiles
 from deploy.launch.admin import Admin, admin_page, open_admin, serve_admin

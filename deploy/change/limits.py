@@ -1,4 +1,4 @@
-"""What instances take of memory, and whether one more fits beside them."""
+"""What must hold at every step of a change: which kinds of requests are served, and that instances fit in memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The instances as the runtime sees them, with what was asked for counted as done: between a call and the runtime's
 next word nothing is asked for twice. Tells the runtime and the front doors what the rules decide, and waits for its
-end."""
+end. What it asks of front doors is `Doors`; `deploy/front/doors.py` is the real thing."""
 
 from __future__ import annotations
 

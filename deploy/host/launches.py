@@ -1,4 +1,5 @@
-"""Cleans up after launchers that were killed: their process groups, run directories and shared memory.
+"""The launches of this user here. Those that run are found: those that keep features, those that take commands.
+What launchers have left that were killed is removed: their process groups, run directories and shared memory.
 
 Normally the kernel has already ended the stages (each asks to die with its parent); this is for what it could not,
 and for the files. Only what is proven to belong to a dead launch is touched.

@@ -2,6 +2,8 @@
 
 `proxy.server.uvicorn_server` can bind too; it is not imported here because its web framework takes longer to load than
 all of the launcher, and the stages should be loading theirs meanwhile.
+
+Also which ports processes listen on, and which of them answer at other addresses than they should.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ from deploy.front.shared import Shared
 from deploy.host import root
 from deploy.host.environment import run_root, say
 from deploy.host.event_loop import together
-from deploy.host.ports import BACKLOG, address_of, listen, private_socket
 from deploy.host.launches import kill_leftovers, reap_dead
+from deploy.host.ports import BACKLOG, address_of, listen, private_socket
 from deploy.host.rundir import RunDir
 from deploy.node.front import FrontSetup, NodeFront
 from deploy.node.routes import NodeWatch, serve_node

@@ -17,8 +17,8 @@ from deploy.cli.command import main
 from deploy.control.aim import Aim
 from deploy.control.controller import Controller
 from deploy.control.routes import control_routes
-from deploy.host.ports import free_ports, listen, private_socket
 from deploy.host.launches import ADMIN_SOCKET
+from deploy.host.ports import free_ports, listen, private_socket
 from deploy.host.rundir import RunDir
 from deploy.launch.admin import Admin, serve_admin
 from deploy.runtime.protocol import Spec
