@@ -26,7 +26,7 @@ from deploy.host.logs import keep_bounded
 from deploy.host.ports import listen, private_socket
 from deploy.host.rundir import RunDir
 from deploy.host.state import SharedState, StateFiles
-from deploy.launch.admin import Admin, admin_page, open_admin, serve_admin
+from deploy.launch.admin import Admin, open_admin, serve_page
 from deploy.options.config import ProxyConfig
 from deploy.plan.proxy_settings import check_certificate, settings_with
 from epd_serve.instances import Instance
@@ -131,8 +131,7 @@ async def _answer(config: ProxyConfig, doors: FrontDoors, admin: Admin) -> None:
     requests = await asyncio.to_thread(importlib.import_module, "proxy.http.requests")  # the web framework, too
     traces = await asyncio.to_thread(importlib.import_module, "deploy.front.trace_routes")
     more = [requests.request_routes(doors.look), traces.trace_routes(doors.traced)]
-    page = admin_page(admin, doors, config.port, tls=bool(config.tls_cert_file))
-    await serve_admin(admin, doors.table, doors.metrics, grace_s=GRACE_S, page=page, more=more)
+    await serve_page(admin, doors, config, grace_s=GRACE_S, more=more)
 
 
 class _Health:

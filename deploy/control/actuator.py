@@ -9,20 +9,23 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deploy.change.types import Action, Actual, Drain, Flip, Leave, Pause, Resume, Start, Stop
 from deploy.control.changes import Changes, Deadlines, Record
-from deploy.front.occupancy import Views, under_way
+from deploy.front.occupancy import under_way
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Runtime
 from epd_serve.roles import Role
+
+if TYPE_CHECKING:
+    from proxy.registry.table import InstanceTable
 
 
 class Doors(Protocol):
     """All of a deployment's front doors as one."""
 
     @property
-    def table(self) -> Views:
+    def table(self) -> InstanceTable:
         """What requests hold of the instances, and what these report."""
 
     @property
@@ -270,7 +273,7 @@ class Actuator:
             async with asyncio.timeout(self._deadlines.drain_s):
                 await self._doors.until_empty(name)
         except TimeoutError:
-            cut = under_way(self._doors, name)
+            cut = under_way(self._doors.table, name)
             self._say(f"{name} had {self._deadlines.drain_s:g} s to drain (--drain-s): {cut} requests are cut off")
             if self._changes.present is not None:
                 self._changes.present.cut += cut

@@ -62,7 +62,7 @@ def _instance_json(one: Observed, doors: Doors) -> Json:
         "pid": one.pid,
         "restarts": one.restarts,
         "up_s": round(one.up_s, 1),
-        "in_flight": under_way(doors, one.order.id),
+        "in_flight": under_way(doors.table, one.order.id),
     }
 
 

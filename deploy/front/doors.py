@@ -191,11 +191,11 @@ class FrontDoors:
 
     async def until_empty(self, id: str) -> None:
         """Returns when nothing is under way on an instance that is given nothing new, or it has gone."""
-        await until_empty(self, id)
+        await until_empty(self.table, self.seen, id)
 
     async def until_quiet(self, id: str) -> None:
         """Returns when no prefill is under way on it and no KV has yet to leave, or it has gone."""
-        await until_quiet(self, id)
+        await until_quiet(self.table, self.seen, id)
 
     # What is known of them.
 

@@ -35,7 +35,7 @@ from deploy.host.launches import ADMIN_SOCKET, kill_leftovers, reap_dead
 from deploy.host.ports import BACKLOG, exposure_warnings, listen, private_socket
 from deploy.host.root import Root
 from deploy.host.rundir import RunDir
-from deploy.launch.admin import Admin, admin_page, open_admin, serve_admin
+from deploy.launch.admin import Admin, open_admin, serve_admin, serve_page
 from deploy.launch.life import API_KEYS, GRACE_S, READY, Deployment, Life, checked_keys, front_options, noted_keys
 from deploy.launch.ready_message import ready_message
 from deploy.launch.screen import Screen
@@ -124,12 +124,10 @@ class _LocalLife(Life):
             show_memory(self.blueprint.memory, self.setup.agent.run.path, self.screen.line)
 
     async def answer(self, routes: APIRouter) -> None:
-        table, metrics = self.doors.table, self.doors.metrics
-        listeners = [serve_admin(Admin(self.setup.commands, ""), table, metrics, grace_s=GRACE_S, more=[routes])]
-        if (admin := self.setup.admin) is not None:
-            config = self.blueprint.config
-            page = admin_page(admin, self.doors, config.port, tls=bool(config.tls_cert_file))
-            listeners.append(serve_admin(admin, table, metrics, grace_s=GRACE_S, page=page, more=[routes]))
+        doors, commands, admin = self.doors, Admin(self.setup.commands, ""), self.setup.admin
+        listeners = [serve_admin(commands, doors.table, doors.metrics, grace_s=GRACE_S, more=[routes])]
+        if admin is not None:
+            listeners.append(serve_page(admin, doors, self.blueprint.config, grace_s=GRACE_S, more=[routes]))
         await together(*listeners)
 
     async def announce(self) -> None:

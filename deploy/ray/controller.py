@@ -24,7 +24,7 @@ from deploy.agent.waits import Patience
 from deploy.control.aim import Aim
 from deploy.front.all_doors import AllDoors
 from deploy.front.key_watch import Read
-from deploy.launch.admin import admin_page, open_admin, serve_admin
+from deploy.launch.admin import open_admin, serve_page
 from deploy.launch.life import API_KEYS, GRACE_S, READY, Deployment, Life, noted_keys
 from deploy.launch.ready_message import ready_message
 from deploy.memory.plan import memory_table
@@ -276,10 +276,7 @@ class RayLife(Life):
         config = self.blueprint.config
         with open_admin(config.admin_host, config.admin_port, config.admin_key_file) as admin:
             if admin is not None:
-                page = admin_page(admin, self.doors, config.port, tls=bool(config.tls_cert_file))
-                await serve_admin(
-                    admin, self.doors.table, self.doors.metrics, grace_s=GRACE_S, page=page, more=[routes]
-                )
+                await serve_page(admin, self.doors, config, grace_s=GRACE_S, more=[routes])
             await asyncio.get_running_loop().create_future()  # until cancelled
 
     async def announce(self) -> None:

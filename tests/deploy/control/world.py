@@ -185,10 +185,10 @@ class FakeDoors:
         await asyncio.sleep(0)
 
     async def until_empty(self, id: str) -> None:
-        await until_empty(self, id)
+        await until_empty(self.table, self.seen, id)
 
     async def until_quiet(self, id: str) -> None:
-        await until_quiet(self, id)
+        await until_quiet(self.table, self.seen, id)
 
     async def restart(self) -> None:
         if self.fails:
