@@ -34,19 +34,22 @@ from deploy.launch.screen import Shown, StageNews
 from deploy.options.config import proxy_values
 from deploy.plan.blueprint import Blueprint
 from deploy.plan.proxy_settings import build_proxy_settings
-from deploy.runtime.protocol import Order, Runtime, Spec
+from deploy.runtime.protocol import Order, Spec
 from epd_serve.errors import EpdError
 from proxy.config.tree import changed
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
+    from deploy.agent.agent import Agent
     from deploy.front.all_doors import AllDoors
     from deploy.front.doors import FrontDoors
+    from deploy.runtime.many import ManyNodes
     from proxy.config.keys import ApiKeys
     from proxy.config.settings import ProxySettings
 
     Fronts = FrontDoors | AllDoors
+    Host = Agent | ManyNodes
 
 GRACE_S = 2.0
 """How long requests in flight may go on when all is taken down; with the stages' 8 s the end is below 15 s away."""
@@ -61,16 +64,6 @@ being taken down, with which exit code."""
 
 KILLED = 130
 """The exit code after a second Ctrl-C."""
-
-
-class Host(Runtime, Protocol):
-    """What runs the instances, all of it."""
-
-    async def groups(self) -> Mapping[str, int]:
-        """Process groups that run now, by name."""
-
-    async def close(self) -> None:
-        """End everything."""
 
 
 class Process(Protocol):
