@@ -13,9 +13,9 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 from deploy.runtime.node_api import Following, LostError, NodeStatus, Seen, SilentError, until_lost
+from deploy.runtime.node_client import NodeClient
 from deploy.runtime.protocol import Node, Observed, Order, Phase
 from epd_serve.errors import EpdError
 from epd_serve.peers import Peer, peer_of
@@ -29,29 +29,6 @@ ASK_S = 1.0
 """How long whoever asks all nodes waits for each."""
 
 LEFTOVER_GRACE_S = 8.0
-
-
-class NodeAgent(Protocol):
-    """That of one node (`node_client.py`). Its calls are those of `Runtime`, but for the watch."""
-
-    async def start(self, order: Order) -> None: ...
-
-    async def flip(self, id: str, role: Role) -> None: ...
-
-    async def drain(self, id: str) -> None: ...
-
-    async def stop(self, id: str, grace_s: float) -> None: ...
-
-    async def status(self, after: int = 0) -> Seen[NodeStatus] | None:
-        """What is there that is newer than what had this number. None, soon: there is nothing. 0: whatever is there."""
-
-    async def know(self, peers: tuple[Peer, ...]) -> None: ...
-
-    async def groups(self) -> dict[str, int]: ...
-
-    async def close(self) -> None: ...
-
-    async def disconnect(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -68,7 +45,7 @@ class _Member:
     """
 
     id: str
-    agent: NodeAgent | None = None
+    agent: NodeClient | None = None
     instances: tuple[Observed, ...] = ()
     heard: int = 0
     watched: int = 0
@@ -122,7 +99,7 @@ class ManyNodes(Following):
             member.away.set()
             self._homes[one.order.id] = member.id
 
-    def join(self, node: str, agent: NodeAgent) -> None:
+    def join(self, node: str, agent: NodeClient) -> None:
         """It is a part of the deployment, from its first word on. One that is already has another agent now."""
         member = self._members.setdefault(node, _Member(node))
         self._part_from(member)
@@ -156,7 +133,7 @@ class ManyNodes(Following):
         if (member := self._members.get(node)) is None:
             raise LostError(f"{order.id} is to run on {node}, which is not there")
 
-        async def begin(agent: NodeAgent) -> None:
+        async def begin(agent: NodeClient) -> None:
             await agent.start(order)
             self._homes[order.id] = node
 
@@ -184,7 +161,7 @@ class ManyNodes(Following):
     async def groups(self) -> dict[str, int]:
         """Process groups that run now, as `node/name`, of the nodes that answer within a second."""
 
-        async def of(member: _Member, agent: NodeAgent) -> dict[str, int]:
+        async def of(member: _Member, agent: NodeClient) -> dict[str, int]:
             with contextlib.suppress(TimeoutError, EpdError):
                 async with asyncio.timeout(ASK_S):
                     return {f"{member.id}/{name}": pid for name, pid in (await agent.groups()).items()}
@@ -210,13 +187,13 @@ class ManyNodes(Following):
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
-    async def _at_home(self, id: str, call: Callable[[NodeAgent], Awaitable[None]]) -> None:
+    async def _at_home(self, id: str, call: Callable[[NodeClient], Awaitable[None]]) -> None:
         """Where it is; where that is unknown, at all that have not said yet what they have."""
         home = self._homes.get(id)
         members = [one for one in self._members.values() if one.id == home or not (home or one.spoken.is_set())]
         await asyncio.gather(*(self._unless_lost(self._carry_out(one, call)) for one in members))
 
-    async def _carry_out(self, member: _Member, call: Callable[[NodeAgent], Awaitable[None]]) -> None:
+    async def _carry_out(self, member: _Member, call: Callable[[NodeClient], Awaitable[None]]) -> None:
         """Returns when its effect is seen by all who watch. Raises LostError, SilentError."""
 
         async def called() -> None:
@@ -240,7 +217,7 @@ class ManyNodes(Following):
 
     # --- what the nodes say ---------------------------------------------------------------------------------------
 
-    async def _follow(self, member: _Member, agent: NodeAgent) -> None:
+    async def _follow(self, member: _Member, agent: NodeClient) -> None:
         """Its next word, or that there is none."""
         try:
             async with asyncio.timeout(self._silent_s):
@@ -261,7 +238,7 @@ class ManyNodes(Following):
                 self._say(line)
             self._take_in(member, agent, seen)
 
-    def _take_in(self, member: _Member, agent: NodeAgent, seen: Seen[NodeStatus] | None) -> None:
+    def _take_in(self, member: _Member, agent: NodeClient, seen: Seen[NodeStatus] | None) -> None:
         if seen is None or seen.number <= member.heard or member.agent is not agent:  # answers may overtake each other
             return
         had, instances = {one.order.id for one in member.instances}, seen.value.instances
@@ -277,7 +254,7 @@ class ManyNodes(Following):
         member.spoken.set()
         self._tell()
 
-    async def _end_leftover(self, member: _Member, agent: NodeAgent, id: str) -> None:
+    async def _end_leftover(self, member: _Member, agent: NodeClient, id: str) -> None:
         try:
             await agent.stop(id, LEFTOVER_GRACE_S)
         except EpdError as error:
@@ -285,12 +262,12 @@ class ManyNodes(Following):
         finally:
             member.leftovers.pop(id, None)
 
-    async def _keep_informed(self, member: _Member, agent: NodeAgent) -> None:
+    async def _keep_informed(self, member: _Member, agent: NodeClient) -> None:
         """Of the instances of other nodes. Not before these have spoken: it would part its own from them."""
         await self._first_words(self._first_word_s)
         await self.repeat(partial(self._inform, member, agent), f"node {member.id} is not told who is there")
 
-    async def _inform(self, member: _Member, agent: NodeAgent) -> None:
+    async def _inform(self, member: _Member, agent: NodeClient) -> None:
         changed, peers = self._changed, self._beyond(member)
         if peers == member.told:
             await changed.wait()
@@ -323,7 +300,7 @@ class ManyNodes(Following):
 
     # --- the table ------------------------------------------------------------------------------------------------
 
-    def _joined(self) -> list[tuple[_Member, NodeAgent]]:
+    def _joined(self) -> list[tuple[_Member, NodeClient]]:
         return [(one, one.agent) for one in self._in_order() if one.agent is not None]
 
     def _in_order(self) -> list[_Member]:
