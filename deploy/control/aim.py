@@ -20,7 +20,7 @@ from deploy.memory.placement_table import short_node
 from deploy.plan.allot import Devices, allot, copies
 from deploy.plan.blueprint import Blueprint, draw
 from deploy.plan.machines import NOWHERE, Machine, Machines
-from deploy.runtime.leases import LeaseError, Leases, Place, Wish
+from deploy.runtime.leases import LeaseError, Leases, Place
 from deploy.runtime.protocol import Spec
 from epd_serve.layout import Group, Layout
 from epd_serve.layout_parser import parse
@@ -133,7 +133,7 @@ class Aim:
         lent = Lent(machines, places, await self.leases.free())
         groups = list(place(parsed, lent.pool, lent.numbered(running)))
         waits = [one.waits or f"node {short_node(one.node)} to join" for one in lent.waiting]
-        coming = Counter(one.wish.devices for one in lent.waiting)
+        coming = Counter(one.width for one in lent.waiting)
         for at, group in enumerate(copies(parsed)):
             if groups[at]:
                 continue
@@ -168,10 +168,9 @@ class Aim:
         (devices,) = await self._acquired(leases, lent, [group.tp])
         return devices
 
-    async def _acquired(self, leases: Leases, lent: Lent, widths: Iterable[int]) -> Sequence[Devices]:
+    async def _acquired(self, leases: Leases, lent: Lent, widths: Sequence[int]) -> Sequence[Devices]:
         """Raises LeaseError, RefusedError."""
-        kind = lent.machines.kind
-        got = replace(lent, places=await leases.acquire([Wish(kind, width) for width in widths]))
+        got = replace(lent, places=await leases.acquire(widths))
         if got.waiting:
             raise RefusedError(f"node {short_node(got.waiting[0].node)} has yet to join: try again", "node_joins")
         return [got.devices(one) for one in got.places]
