@@ -37,7 +37,7 @@ from deploy.host.event_loop import together
 from deploy.host.launches import kill_leftovers, reap_dead
 from deploy.host.ports import BACKLOG, address_of, listen, private_socket
 from deploy.host.rundir import RunDir
-from deploy.node.front import FrontSetup, NodeFront
+from deploy.node.front import NodeFront
 from deploy.node.routes import NodeWatch, serve_node
 from deploy.node.start import LOOK_S, START_S, Failed, NodeError, NodeRun, NodeSetup, end_node, find_node
 from deploy.runtime.node_api import NODE_SOCKET
@@ -172,15 +172,15 @@ class _Node:
     def _keep(self, stack: contextlib.ExitStack, run: RunDir, setup: AgentSetup, told: NodeRun) -> int:
         asked = stack.enter_context(private_socket(run.socket(NODE_SOCKET)))
         asked.listen(BACKLOG)
-        shared = self._shared(stack, run, self._setup.front) if self._setup.front is not None else None
+        shared = self._shared(stack, run) if self._setup.front is not None else None
 
         async def control(life: root.Life) -> int:
             children, watch = life.children(), NodeWatch()
             agent = Agent(setup, children, life.state, say=watch.say)
             front = None
             if self._setup.front is not None and shared is not None:
-                key_file = str(run.path / KEY)
-                front = NodeFront(self._setup.front, run, shared, key_file, children, life.state, watch.say)
+                drain_s, key_file = setup.blueprint.config.drain_s, str(run.path / KEY)
+                front = NodeFront(self._setup.front, drain_s, run, shared, key_file, children, life.state, watch.say)
             async with agent.running():
                 serving = serve_node(asked, life.state, watch, agent, front)
                 await root.crash_only(together(serving, self._until_signalled(life, agent)))
@@ -235,10 +235,10 @@ class _Node:
         await agent.close()
         root.end_now(0)
 
-    def _shared(self, stack: contextlib.ExitStack, run: RunDir, front: FrontSetup) -> Shared:
-        listening = self._listening or listen(front.host, front.port)
-        stack.enter_context(listening)
-        return Shared.of(listening, stack.enter_context(private_socket(run.feed)), front.workers)
+    def _shared(self, stack: contextlib.ExitStack, run: RunDir) -> Shared:
+        config = self._setup.blueprint.config
+        listening = stack.enter_context(self._listening or listen(config.host, config.port))
+        return Shared.of(listening, stack.enter_context(private_socket(run.feed)), config.workers)
 
     def _say(self, line: str) -> None:
         """To the log."""

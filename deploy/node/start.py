@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,12 +23,14 @@ from deploy.agent.waits import Patience
 from deploy.host.environment import module_command, module_environment, module_path, run_root, shm_root
 from deploy.host.launches import kill_leftovers
 from deploy.host.rundir import HELD, RunDir, is_held
-from deploy.node.front import FrontSetup
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
 from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.stage_plan import StageCommand, StagePlan
+
+if TYPE_CHECKING:
+    from proxy.config.settings import ProxySettings
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class NodeSetup:
         blueprint: of this node alone, under its own device ids; the layout in it is nobody's order.
         ports: from which its instances have theirs; an empty one: any that are free.
         master: `host:port` of the second tier's master, where another node has it.
-        front: None where there are to be no front doors.
+        front: what front doors are to be like; None where there are to be none.
         owner_pid: of the process with whose end it ends; 0: none.
         shm_mib: how much of /dev/shm is its own; None: whatever is free.
         run_root: of its run directory; "": the usual one.
@@ -55,7 +58,7 @@ class NodeSetup:
     blueprint: Blueprint
     ports: range = range(0)
     master: str = ""
-    front: FrontSetup | None = None
+    front: ProxySettings | None = None
     owner_pid: int = 0
     shm_mib: int | None = None
     run_root: str = ""

@@ -76,7 +76,7 @@ class NodeActor:
                     run = None
                 if run is None:
                     if setup.front is not None and self._listening is None:
-                        self._listening = listen(setup.front.host, setup.front.port)
+                        self._listening = listen(setup.blueprint.config.host, setup.blueprint.config.port)
                     run = await asyncio.to_thread(
                         start_node,
                         replace(setup, owner_pid=pid),

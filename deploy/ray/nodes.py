@@ -26,7 +26,6 @@ from deploy.host.state import State
 from deploy.launch.life import Deployment, front_options
 from deploy.memory.placement_table import short_node
 from deploy.node.facts import NodeFacts, differences
-from deploy.node.front import FrontSetup
 from deploy.node.start import NodeRun, NodeSetup
 from deploy.options.addresses import port_range
 from deploy.options.config import DeployConfig
@@ -204,11 +203,7 @@ class Nodes:
 
     def _setup(self, node: str) -> NodeSetup:
         assert self._deployment is not None, "open() has been called"
-        config = self._config
-        front = None
-        if self._has_front(node):
-            settings = self._deployment.settings(front_options(self._notes))
-            front = FrontSetup(settings, config.host, config.port, config.workers, drain_s=config.drain_s)
+        config, options = self._config, front_options(self._notes)
         return NodeSetup(
             deployment=config.name,
             node=node,
@@ -217,7 +212,7 @@ class Nodes:
             ports=port_range(config.node_ports),
             master="" if node == self._master.node else self._master.address,
             blueprint=replace(self._deployment.blueprint, machines=self.machines).at(node),
-            front=front,
+            front=self._deployment.settings(options) if self._has_front(node) else None,
             run_root=config.run_root,
         )
 
