@@ -44,13 +44,6 @@ MAX_ANSWER_BYTES = 16 << 20
 T = TypeVar("T")
 
 
-class SeenQuestion(msgspec.Struct, frozen=True):
-    """`POST /seen`, as of `proxy.page.observed.Observe`."""
-
-    question: Question
-    whole: bool
-
-
 async def _no_more() -> bytes:
     return b""
 
@@ -197,8 +190,8 @@ class WorkerHub:
         return Response(await self.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     async def _on_seen(self, request: Request) -> Response:
-        asked = msgspec.msgpack.decode(await request.body(), type=SeenQuestion)
-        return Response(msgspec.msgpack.encode(await self._observe(asked.question, asked.whole)))
+        question, whole = msgspec.msgpack.decode(await request.body(), type=tuple[Question, bool])
+        return Response(msgspec.msgpack.encode(await self._observe(question, whole)))
 
     def _changed(self) -> None:
         self._number += 1

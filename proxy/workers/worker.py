@@ -136,7 +136,7 @@ class Feed:
         Raises:
             DeadlineError: the parent does not answer.
         """
-        asked = msgspec.msgpack.encode({"question": question, "whole": whole})
+        asked = msgspec.msgpack.encode((question, whole))
         return msgspec.msgpack.decode(await self._asked("/seen", asked), type=Seen)
 
     async def _asked(self, path: str, body: bytes | None = None) -> bytes:
