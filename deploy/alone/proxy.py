@@ -58,7 +58,6 @@ def run_proxy(config: ProxyConfig) -> int:
         api_keys=api_keys_of(key_text, config.api_key_file) if config.api_key_file else None,
         stage_key=read_key(key_file, "--stage-key-file") if key_file else "",
         key_file=key_file,
-        observed=not config.admin_port,
     )
     check_certificate(settings)
     be_root()

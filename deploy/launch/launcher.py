@@ -102,7 +102,6 @@ class _LocalLife(Life):
             blueprint,
             patience,
             arena=run.arena,
-            observed=setup.admin is None,
             api_keys=noted_keys(notes, blueprint.config.api_key_file),
         )
         doors = FrontDoors(

@@ -83,7 +83,6 @@ class Deployment:
     Attributes:
         id: of the launch. arena: where the features of a host's stages lie, or come to lie; None where none is shared
             with its front doors.
-        observed: front doors answer `/metrics` and `/instances`, too.
         api_keys: those of clients, as the life before this one knew them.
     """
 
@@ -91,15 +90,13 @@ class Deployment:
     blueprint: Blueprint
     patience: Patience
     arena: Path | None = None
-    observed: bool = True
     api_keys: ApiKeys | None = None
 
     def settings(self, options: Sequence[str] = ()) -> ProxySettings:
         """Of its front doors, with these `--proxy` options beside its own. Raises ConfigError."""
         config = self.blueprint.config
         config = changed(config, proxy_values(options))
-        settings = build_proxy_settings(replace(self.blueprint, config=config), self.arena, self.api_keys)
-        return replace(settings, observed=self.observed)
+        return build_proxy_settings(replace(self.blueprint, config=config), self.arena, self.api_keys)
 
 
 def front_options(notes: State) -> tuple[str, ...]:

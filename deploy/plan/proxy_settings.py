@@ -91,7 +91,7 @@ def settings_with(config: EndpointConfig, **decided: Any) -> ProxySettings:
         ConfigError: needs what is not installed.
     """
     options = {option.name: getattr(config, option.name) for option in fields(ProxyOptions)}
-    options |= {name: getattr(config, name) for name in _TLS} | decided
+    options |= {name: getattr(config, name) for name in _TLS} | {"observed": not config.admin_port} | decided
     if options["otlp_traces_endpoint"]:
         from proxy.traces.exporter import check_installed
 

@@ -226,7 +226,6 @@ class ControllerActor:
             config.name,
             blueprint,
             Patience(),
-            observed=not config.admin_port,
             api_keys=noted_keys(notes, config.api_key_file),
         )
         doors = AllDoors(say=self._news.line, key_file=_key_file(nodes.key), goes_on=notes.read(READY) is not None)
