@@ -146,41 +146,26 @@ class Feed:
             raise DeadlineError(f"the launcher cannot be asked ({error or 'too late'}); try again later") from error
 
 
-class Answering:
+def own_app(pipeline: Pipeline, serves: asyncio.Event) -> Starlette:
     """What this worker answers on a socket of its own: how it is, what it has counted, what it knows of requests.
 
-    Attributes:
-        serving: it takes clients' connections.
+    Args:
+        serves: set once it takes clients' connections.
     """
 
-    def __init__(self) -> None:
-        self.serving = False
-        self._pipeline: Pipeline | None = None
+    async def health(request: Request) -> Response:
+        return Response(status_code=200 if serves.is_set() else 503)
 
-    async def serve(self, pipeline: Pipeline, own: socket.socket) -> None:
-        """Until cancelled."""
-        self._pipeline = pipeline
-        routes = [
-            Route("/health", self._health),
-            Route("/counts", self._counts),
-            Route("/records", self._records, methods=["POST"]),
-        ]
-        await serve(Starlette(routes=routes), sockets=[own])
+    async def counts(request: Request) -> Response:
+        return Response(msgspec.msgpack.encode(own_counts(pipeline.metrics.registry)))
 
-    def serves(self) -> None:
-        self.serving = True
-
-    async def _health(self, request: Request) -> Response:
-        return Response(status_code=200 if self.serving else 503)
-
-    async def _counts(self, request: Request) -> Response:
-        assert self._pipeline is not None
-        return Response(msgspec.msgpack.encode(own_counts(self._pipeline.metrics.registry)))
-
-    async def _records(self, request: Request) -> Response:
-        assert self._pipeline is not None
+    async def records(request: Request) -> Response:
         question = msgspec.msgpack.decode(await request.body(), type=Question)
-        return Response(msgspec.msgpack.encode(self._pipeline.records.look(question)))
+        return Response(msgspec.msgpack.encode(pipeline.records.look(question)))
+
+    return Starlette(
+        routes=[Route("/health", health), Route("/counts", counts), Route("/records", records, methods=["POST"])]
+    )
 
 
 class OwnRow:
@@ -277,7 +262,7 @@ async def _serve(
     shared = SharedListener(listening, lambda: counters.least_connections(row), certificate, most_connections())
     own_row = OwnRow(counters, row, ledger, shared, pipeline)
     worker_roster = WorkerRoster(table)
-    answers = Answering()
+    serves = asyncio.Event()
 
     def take_in(roster: Roster) -> None:
         for one in roster.rows:
@@ -290,7 +275,7 @@ async def _serve(
         own_row.look()  # what is asked may have been asked before this process was there
         background.start("notes on the board", own_row.keep)
         grace_s = max(setup.grace_s, setup.drain_s)
-        await serve(app, shared=shared, grace_s=grace_s, started=answers.serves, ends=page.end, background=background)
+        await serve(app, shared=shared, grace_s=grace_s, started=serves.set, ends=page.end, background=background)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -301,7 +286,7 @@ async def _serve(
             serving, fed, answering = (
                 start(front()),
                 start(feed.listen(take_in, pipeline)),
-                start(answers.serve(pipeline, own)),
+                start(serve(own_app(pipeline, serves), sockets=[own])),
             )
             leave, stop = start(signals.leave.wait()), start(signals.stop.wait())
             await asyncio.wait((serving, leave, stop), return_when=asyncio.FIRST_COMPLETED)
