@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
@@ -80,8 +81,9 @@ def not_the_operators(added: Mapping[str, str]) -> dict[str, str]:
 
 def say(line: str) -> None:
     """To stderr. A terminal that is held (Ctrl-S), or a disk that is full, holds nobody up."""
-    if select.select([], [2], [], 0)[1]:
-        os.write(2, f"{line}\n".encode())
+    with contextlib.suppress(OSError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, f"{line}\n".encode())
 
 
 def is_terminal() -> bool:

@@ -53,7 +53,7 @@ class StageNews:
         self._screen = screen
         self._missing = set(first)
         self._silent = not self._missing
-        self._shown: dict[str, tuple[int | None, str]] = {}
+        self._shown: dict[str, tuple[int, str]] = {}
 
     def instances(self) -> dict[str, Instance]:
         """What is told of their present lives."""
@@ -81,8 +81,8 @@ class StageNews:
         name, text = one.order.id, _text(one)
         if one.over and name in self._missing:
             raise StageError(f"stage {name} did not start: {one.reason}", stage=name)
-        if text and self._shown.get(name) != (one.pid, text):
-            self._shown[name] = one.pid, text
+        if text and self._shown.get(name) != (one.restarts, text):
+            self._shown[name] = one.restarts, text
             if not self._silent:
                 self._screen.row(name, text, bool(one.progress))
 

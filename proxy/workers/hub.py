@@ -1,7 +1,8 @@
 """Feeds several proxy processes: tells them of the deployment, answers what they cannot know, adds up what they count.
 
 An HTTP server on a socket in the run directory: `GET /watch` of a worker is answered with everything, once that is
-another than what the worker knows; `GET /metrics` and `POST /seen` are answered for all workers together.
+another than what the worker knows, or with nothing after a while; `GET /metrics` and `POST /seen` are answered for all
+workers together.
 What a worker has counted and knows of requests it is asked on a socket of its own (`worker.py`). Leaves starting and
 ending processes to `deploy/front`. It holds no client's connection: a worker that stops costs the others nothing but a
 wait of `TELL_S` for whoever scrapes metrics.
@@ -35,7 +36,7 @@ from proxy.server.uvicorn_server import serve
 from proxy.workers.ask import TooLargeError, ask
 from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed
 from proxy.workers.roster import Publisher
-from proxy.workers.wire import WATCH_S, Family, Setup, Told, packed
+from proxy.workers.wire import NO_KEYS, WATCH_S, Family, Setup, Told, packed
 
 TELL_EVERY_S = 2.0
 TELL_S = 1.0
@@ -112,7 +113,7 @@ class WorkerHub:
         self._background = background
         self._observe = observe
         self._more_metrics = more_metrics
-        self._api_keys = api_keys
+        self._keys = NO_KEYS if api_keys is None else msgspec.Raw(packed(api_keys))
         self._workers: dict[int, Worker] = {}
         self._number = time.monotonic_ns()  # of what is told; later lives have larger numbers
         self._news = asyncio.Event()
@@ -146,8 +147,10 @@ class WorkerHub:
 
     def go_by(self, keys: ApiKeys) -> None:
         """From now on these are the clients' keys, for all workers that there are, and that come."""
-        self._api_keys = keys
-        self._changed()
+        raw = msgspec.Raw(packed(keys))
+        if raw != self._keys:
+            self._keys = raw
+            self._changed()
 
     def expect(self, row: int, url: str, setup: Setup) -> Worker:
         """A worker is about to start, which counts in this row, is asked there and is to be told `setup`."""
@@ -178,10 +181,12 @@ class WorkerHub:
                     await self._news.wait()
         if self._ending:
             return Response(status_code=503)
+        if self._number == after:
+            return Response()
         if self._published.number:
             worker.told = True
             roster = self._published.roster(self._background.down)
-        return Response(packed(Told(self._number, roster, self._api_keys)))
+        return Response(packed(Told(self._number, roster, self._keys)))
 
     def _asking(self, request: Request) -> Worker | None:
         return self._workers.get(int(request.query_params["row"]))

@@ -22,7 +22,9 @@ from proxy.config.keys import ApiKeys
 from proxy.config.settings import ProxySettings
 
 WATCH_S = 10.0
-"""For which a watch waits for news, at most; then it is answered with what there is."""
+"""For which a watch waits for news, at most; then its answer is empty."""
+
+NO_KEYS = msgspec.Raw(msgspec.msgpack.encode(None))
 
 T = TypeVar("T")
 
@@ -97,20 +99,21 @@ class Told(msgspec.Struct, frozen=True):
     Attributes:
         number: of the answer, larger than that of what was told before, also by another life of whoever feeds.
         roster: None while nothing is known yet: what a worker goes by is better.
-        keys: those of clients; None: those of its settings.
+        keys: `ApiKeys` of clients, as they are packed: thousands are not read again with each roster. Or `NO_KEYS`:
+            those of its settings.
     """
 
     number: int
     roster: Roster | None = None
-    keys: ApiKeys | None = None
+    keys: msgspec.Raw = NO_KEYS
 
 
-def packed(value: Setup | Told | ProxySettings) -> bytes:
+def packed(value: Setup | Told | ProxySettings | ApiKeys) -> bytes:
     """For a process of the same version of this program."""
     return msgspec.msgpack.encode(value)
 
 
-def unpacked(raw: bytes, kind: type[T]) -> T:
+def unpacked(raw: bytes | msgspec.Raw, kind: type[T]) -> T:
     """Raises FeedError."""
     try:
         return msgspec.msgpack.decode(raw, type=kind)

@@ -43,7 +43,7 @@ from proxy.workers.ask import TooLargeError, ask
 from proxy.workers.metrics_aggregation import own_counts
 from proxy.workers.roster import WorkerRoster
 from proxy.workers.shared_counters import COUNTS, Asked, Cell, SharedCounters, SharedLedger
-from proxy.workers.wire import WATCH_S, FeedError, Roster, Setup, Told, unpacked
+from proxy.workers.wire import NO_KEYS, WATCH_S, FeedError, Roster, Setup, Told, unpacked
 
 logger = logging.getLogger(__name__)
 SUM_S = 5.0
@@ -72,7 +72,7 @@ class Feed:
         self._url = unix_url(path)
         self._row = row
         self._parent = os.getppid()
-        self._keys: ApiKeys | None = None
+        self._keys = NO_KEYS
 
     async def setup(self) -> Setup:
         """What this worker is to be like, however long it takes.
@@ -102,29 +102,31 @@ class Feed:
                 logger.warning("the feed has ended; requests go by what was said last" if ended else "the feed is back")
             if answer is None:
                 await asyncio.sleep(RECONNECT_S)
-                continue
-            told = unpacked(answer, Told)
-            number = told.number
-            with pipeline.background.handling("Roster"):
+            elif answer:
+                told = unpacked(answer, Told)
+                number = told.number
                 self._take_in(told, roster, pipeline)
 
     async def _answer(self, question: str, **more: int) -> bytes | None:
-        """None where nobody answers now. Raises FeedError."""
+        """None where nobody answers now, or with more than can be said. Raises FeedError."""
         if os.getppid() != self._parent:
             raise FeedError("the parent has gone")
         path = f"/{question}?{urlencode({'row': self._row, **more})}"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, TooLargeError):
             return await ask(self._url, path, within_s=WATCH_S + SUM_S, most_bytes=MAX_ANSWER_BYTES)
         return None
 
     def _take_in(self, told: Told, roster: Callable[[Roster], None], pipeline: Pipeline) -> None:
-        if told.keys is not None and told.keys != self._keys:  # before instances: with those it serves
-            self._keys = told.keys
-            pipeline.callers.go_by(told.keys)
-        if told.roster is not None:
-            pipeline.background.elsewhere = told.roster.down
-            roster(told.roster)
-            self.informed.set()
+        handling = pipeline.background.handling
+        with handling("Keys"):
+            if told.keys != self._keys:  # before instances: with those it serves
+                pipeline.callers.go_by(unpacked(told.keys, ApiKeys))
+                self._keys = told.keys.copy()  # and not what it came in
+        with handling("Roster"):
+            if told.roster is not None:
+                pipeline.background.elsewhere = told.roster.down
+                roster(told.roster)
+                self.informed.set()
 
     async def metrics(self, pipeline: Pipeline) -> bytes:
         """Prometheus text of all workers together. Raises as `observe`."""

@@ -11,10 +11,11 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
-from deploy.agent.stage_life import Record, Spawn, Start, executed
+from deploy.agent.stage_life import Noted, Record, Spawn, Start, executed
 from deploy.agent.supervisor import StageEvents, StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.host import processes
@@ -105,6 +106,29 @@ async def test_a_stage_is_up_when_it_answers_and_its_phases_are_told(tmp_path: P
     assert not processes.group_members(events.pids["E0"][0])
 
 
+async def test_a_process_is_written_down_before_it_goes_on(tmp_path: Path) -> None:
+    record, written, first_noted = Record(), list[int](), list[bool]()
+    really_start = started()
+
+    class Noting(Recorder):
+        def note(self) -> None:
+            written.append(record.pid)
+
+    async def start(command: Spawn, log: BinaryIO, noted: Noted) -> Child:
+        def told(child: Child) -> None:
+            noted(child)
+            first_noted.append(written[-1:] == [child.pid])
+
+        return await really_start(command, log, told)
+
+    events = Noting()
+    supervisor = Supervisor(events, QUICK, start=start)
+    async with running(supervisor):
+        supervisor.add(spec(tmp_path), record)
+        await until(lambda: events.of("up"))
+    assert first_noted == [True]
+
+
 async def test_a_killed_stage_is_reported_and_restarted_with_a_new_incarnation(tmp_path: Path) -> None:
     events, record = Recorder(), Record()
     supervisor = Supervisor(events, QUICK, start=started())
@@ -161,7 +185,7 @@ async def test_a_start_beyond_its_deadline_is_a_failure(tmp_path: Path) -> None:
 
 
 async def test_an_executable_that_is_missing_is_a_failure_with_its_name(tmp_path: Path) -> None:
-    missing = replace(spec(tmp_path), command=lambda _: Spawn(("/no/such/python",), {}))
+    missing = replace(spec(tmp_path), command=lambda: Spawn(("/no/such/python",), {}))
     supervisor = Supervisor(Recorder(), QUICK, start=started())
     async with running(supervisor, missing):
         with pytest.raises(StageError, match="/no/such/python"):
@@ -340,7 +364,7 @@ async def test_a_life_that_was_never_told_to_go_is_begun_again_without_being_cou
 async def test_a_stage_that_ends_with_the_code_of_one_that_was_not_told_has_failed(tmp_path: Path) -> None:
     """If it has been told: it is its own code then."""
     events = Recorder()
-    stage = replace(spec(tmp_path), command=lambda _: Spawn(("/bin/sh", "-c", f"exit {NOT_BEGUN}"), os.environ))
+    stage = replace(spec(tmp_path), command=lambda: Spawn(("/bin/sh", "-c", f"exit {NOT_BEGUN}"), os.environ))
     supervisor = Supervisor(events, QUICK, start=started())
     async with running(supervisor, stage):
         with pytest.raises(StageError, match=f"exited with code {NOT_BEGUN}"):
@@ -350,12 +374,12 @@ async def test_a_stage_that_ends_with_the_code_of_one_that_was_not_told_has_fail
 
 async def test_first_starts_that_a_signal_ends_are_tried_again_as_often_as_patience_says(tmp_path: Path) -> None:
     events, patience = Recorder(), replace(QUICK, first_starts=3)
-    stage = replace(spec(tmp_path), command=lambda _: Spawn(("/bin/sh", "-c", "kill -9 $$"), os.environ))
+    stage = replace(spec(tmp_path), command=lambda: Spawn(("/bin/sh", "-c", "kill -9 $$"), os.environ))
     async with running(Supervisor(events, patience, start=started()), stage):
         await until(lambda: events.of("over"))
     assert len(events.pids["E0"]) == 3 and "killed by SIGKILL" in events.of("over")[0][2]
     events = Recorder()
-    stage = replace(stage, command=lambda _: Spawn(("/bin/sh", "-c", "exit 3"), os.environ))
+    stage = replace(stage, command=lambda: Spawn(("/bin/sh", "-c", "exit 3"), os.environ))
     async with running(Supervisor(events, patience, start=started()), stage):
         await until(lambda: events.of("over"))
     assert len(events.pids["E0"]) == 1, "one that fails by itself would again"

@@ -361,7 +361,7 @@ async def test_those_there_are_stay_where_another_one_does_not_start(monkeypatch
         before = dict(h.doors.pids)
         assert h.doors._lives is not None
         broken = {**os.environ, "PYTHONHOME": "/nonexistent"}
-        monkeypatch.setattr(h.doors._lives, "_house", replace(h.doors._lives._house, environment=broken))
+        monkeypatch.setattr(h.doors._lives, "environment", broken)
         with pytest.raises(EpdError, match="did not start: "):
             await h.doors.restart()
         assert h.doors.pids == before and (await h.ask()).status_code == 200
