@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from epd_serve.instances import Instance
@@ -19,7 +20,7 @@ WHOLE = settings(arena="/a", modalities=frozenset({"image"}), api_keys=api_keys(
     [
         WHOLE,
         Setup(WHOLE, 2, 3.0, 4.0, 5.0),
-        Told(7, Roster(1, (ROW,), frozenset({Role.PD}), 6.0, {"task": "why"}), api_keys("k")),
+        Told(7, Roster(1, (ROW,), frozenset({Role.PD}), 6.0, {"task": "why"}), msgspec.Raw(packed(api_keys("k")))),
         Told(8),
     ],
     ids=["settings", "setup", "told", "nothing"],

@@ -22,11 +22,13 @@ from epd_serve.endpoint import unix_url
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.background import Background
+from proxy.config.keys import ApiKeys
 from proxy.config.limits import Timeouts
 from proxy.page.observed import Observed
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import Lease, Work
 from proxy.registry.table import InstanceTable
+from proxy.tenants.auth import Callers
 from proxy.workers import hub as worker_hub
 from proxy.workers import worker as worker_room
 from proxy.workers.ask import ask
@@ -204,14 +206,22 @@ async def crew(count: int, *, silent: bool = False) -> AsyncIterator[Crew]:
         await asyncio.gather(*crew.works, return_exceptions=True)
 
 
+async def watch(path: Path, row: int = 0, after: int = 0) -> bytes:
+    return await ask(unix_url(path), f"/watch?row={row}&after={after}", within_s=DEADLINE_S, most_bytes=1 << 20)
+
+
 async def watched(path: Path, row: int = 0) -> AsyncIterator[Told]:
-    """What whoever says that it has this row is told, each time that it asks."""
+    """What whoever says that it has this row is told, each time that there is news."""
     number = 0
     while True:
-        query = f"/watch?row={row}&after={number}"
-        told = unpacked(await ask(unix_url(path), query, within_s=DEADLINE_S, most_bytes=1 << 20), Told)
-        number = told.number
-        yield told
+        if answered := await watch(path, row, number):
+            told = unpacked(answered, Told)
+            number = told.number
+            yield told
+
+
+def keys_of(told: Told) -> ApiKeys:
+    return unpacked(told.keys, ApiKeys)
 
 
 async def test_every_worker_says_the_same_of_instances_and_health() -> None:
@@ -425,21 +435,45 @@ async def test_clients_keys_are_told_with_the_instances_and_again_when_they_chan
         c.expect(0)
         several = watched(c.path)
         first = await anext(several)
-        assert first.keys == api_keys("one") and first.roster is None
+        assert keys_of(first) == api_keys("one") and first.roster is None
         c.up()
         second = await anext(several)
-        assert second.keys == api_keys("one") and second.roster is not None
+        assert keys_of(second) == api_keys("one") and second.roster is not None
         c.hub.go_by(api_keys("two"))
-        assert (await anext(several)).keys == api_keys("two")
+        assert keys_of(await anext(several)) == api_keys("two")
 
 
-async def test_who_knows_everything_is_answered_after_a_while_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_knows_everything_is_answered_with_nothing_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_hub, "WATCH_S", 0.05)
     async with crew(0) as c:
         c.expect(0)
-        several = watched(c.path)
-        first = await anext(several)
-        assert await anext(several) == first
+        first = unpacked(await watch(c.path), Told)
+        c.hub.go_by(api_keys("one"))
+        second = unpacked(await watch(c.path, after=first.number), Told)
+        assert second.number > first.number
+        c.hub.go_by(api_keys("one"))
+        assert await watch(c.path, after=second.number) == b"", "the same keys are no news"
+
+
+async def test_keys_that_cannot_be_gone_by_cost_no_roster(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with crew(1) as c:
+        refused = list[ApiKeys]()
+
+        def refuse(self: Callers, keys: ApiKeys) -> None:
+            refused.append(keys)
+            raise RuntimeError("a fault")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Callers, "go_by", refuse)
+            c.hub.go_by(api_keys("one"))
+            await until(lambda: refused)
+            assert (await c.ask()).status_code == 200, "by those that it had"
+            c.down("killed")
+            await c.all_know()
+        assert len(refused) > 1, "they are tried again with the next roster"
+        c.up()
+        await c.all_know()
+        assert (await c.ask()).status_code == 401
 
 
 async def test_a_roster_that_is_larger_than_any_read_is_taken_in_whole() -> None:
