@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from bench.served import Served
-from deploy.host.running_launches import ADMIN_SOCKET
+from deploy.host.launches import ADMIN_SOCKET
 from epd_serve.errors import StageError
 from epd_serve.layout_parser import parse
 

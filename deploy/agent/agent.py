@@ -12,8 +12,8 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
+from pathlib import Path
 
-from deploy.agent.host_arena import HostArena
 from deploy.agent.instances import Instances, Kept
 from deploy.agent.second_tier import SecondTier
 from deploy.agent.setup import AgentSetup
@@ -36,6 +36,44 @@ from epd_serve.key_files import read_key, stage_key
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
+from store.errors import StoreError
+
+
+class HostArena:
+    """At `path`. It outlives the agent that has made it, and goes with the run directory."""
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self._path = path
+        self._size_bytes = size_bytes
+        self._making: asyncio.Task[None] | None = None
+
+    async def make(self) -> None:
+        """It is there, pre-faulted, before any stage attaches to it. Any number of calls.
+
+        Raises:
+            ConfigError: there is no room for it.
+        """
+        if self._path.exists():
+            return
+        if self._making is None or self._making.done():
+            self._making = asyncio.create_task(asyncio.to_thread(self._make))
+        try:
+            await asyncio.shield(self._making)
+        except StoreError as error:
+            raise ConfigError(str(error)) from error
+
+    async def settled(self) -> None:
+        """Nobody makes it any more: a thread goes on, and what it makes has to be there to be removed."""
+        if self._making is not None:
+            await asyncio.wait([self._making])
+
+    def _make(self) -> None:
+        from store.arena import Arena
+
+        unnamed = self._path.with_suffix(".new")
+        unnamed.unlink(missing_ok=True)
+        Arena.create(unnamed, capacity_bytes=self._size_bytes).close()
+        unnamed.rename(self._path)
 
 
 class Agent:
@@ -157,7 +195,7 @@ class Agent:
         name, spec = kept.order.id, kept.order.spec
         ports = self._setup.site.ports_of(kept.order)
 
-        def command(incarnation: str) -> Spawn:
+        def command() -> Spawn:
             assert kept.stage is not None, "wired before"
             return self._spawn(kept.stage)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from deploy.agent.record import Record
+from deploy.agent.stage_life import Record
+from deploy.agent.supervisor import StageEvents
 from deploy.agent.wiring import Site, instance_of, wire
 from deploy.host.state import State
 from deploy.runtime.protocol import Observed, Order, Phase
@@ -31,7 +32,7 @@ class Kept:
     Attributes:
         record: of its lives, which its supervisor keeps.
         stop_by: it is being ended, from then on by SIGKILL; seconds of the machine's monotonic clock.
-        stage, instance: of this life.
+        stage, instance: of this life. progress: what its start is at, or was.
     """
 
     order: Order
@@ -68,14 +69,14 @@ class Kept:
             restarts=max(0, record.lives - 1),
             ever_up=record.ever_up,
             over=record.over,
-            progress=self.progress,
+            progress=self.progress if record.phase is Phase.STARTING else "",
             start_s=record.start_s,
             retry_in_s=record.delay_s if down and record.next_at else None,
         )
 
 
-class Instances:
-    """By id, in the order of their starts. A `deploy.agent.supervisor.StageEvents`.
+class Instances(StageEvents):
+    """By id, in the order of their starts.
 
     Args:
         say: takes a line for the operator.
@@ -143,28 +144,24 @@ class Instances:
 
     # --- what the supervisor says ---------------------------------------------------------------------------------
 
-    def before_spawn(self, stage: str, incarnation: str) -> None:
+    def before_spawn(self, stage: str) -> None:
         kept = self.kept[stage]
         self._site.run.clear_instance(stage)
-        kept.stage = wire(kept.order, self._site, kept.port, incarnation)
+        kept.stage = wire(kept.order, self._site, kept.port, kept.record.incarnation)
         kept.instance = instance_of(kept.stage)
         kept.progress = ""
-        self.note()
 
     def spawned(self, stage: str, pid: int) -> None:
         self._site.run.record_group(stage, pid)
-        self.note()
 
     def phase(self, stage: str, phase: str) -> None:
         self.kept[stage].progress = phase
         self._tell()
 
-    def up(self, stage: str, incarnation: str, seconds: float) -> None:
+    def up(self, stage: str) -> None:
         kept = self.kept[stage]
         self._hear_cores(kept)
-        kept.progress = ""
         self._note_start(kept)
-        self.note()
 
     def _note_start(self, kept: Kept) -> None:
         lately = self._starts.setdefault(kept.order.spec.role, [])
@@ -180,13 +177,3 @@ class Instances:
         if len(grants) < stage.tp:
             self._say(f"warning: {stage.instance} does not say how many cores it got: its share may not be enforced")
         kept.instance = replace(kept.instance, cores=grants)
-
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
-        self._ended(stage)
-
-    def over(self, stage: str, reason: str) -> None:
-        self._ended(stage)
-
-    def _ended(self, stage: str) -> None:
-        self.kept[stage].progress = ""
-        self.note()

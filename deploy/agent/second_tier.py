@@ -1,31 +1,28 @@
 """The MM Store's second tier in the life of a launch: a Mooncake master of its own, one that is given, or none.
 
 Our own `mooncake_master` is kept by a supervisor, as stages are: restarted with back-off on the same ports, ended with
-the launch, and recorded for the reaper. A restart loses the index and with it every feature of the second tier: it is a
-cache. Segments and clients are the stages' business.
+the launch, and recorded for whoever cleans up. A restart loses the index and with it every feature of the second tier:
+it is a cache. Segments and clients are the stages' business.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from deploy.agent.record import Record
-from deploy.agent.stage_life import Spawn, executed
-from deploy.agent.supervisor import StageSpec, Supervisor
+from deploy.agent.stage_life import Record, Spawn, executed
+from deploy.agent.supervisor import StageEvents, StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.agent.wiring import Net
 from deploy.host.children import Children
 from deploy.host.environment import stage_environment
-from deploy.host.listeners import listeners
-from deploy.host.ports import PortBlocks, free_ports
+from deploy.host.ports import PortBlocks, answers, listeners
 from deploy.host.processes import group_members
 from deploy.host.rundir import RunDir
 from deploy.host.state import State
@@ -76,11 +73,13 @@ class PlannedTier:
     Attributes:
         address: `host:port` of the master, ours or a given one; "" where there is no second tier.
         master: of ours, or None. command: makes its argv.
+        ports: holds its ports: they are nobody else's while it does not listen there, in whichever life of an agent.
     """
 
     address: str = ""
     master: MasterSettings | None = None
     command: MasterCommand = mooncake_command
+    ports: PortBlocks | None = field(default=None, compare=False, repr=False)
 
     @property
     def metrics(self) -> str:
@@ -95,17 +94,16 @@ def planned_tier(blueprint: Blueprint, net: Net, command: MasterCommand = moonca
         return PlannedTier()
     if blueprint.config.mooncake_master:
         return PlannedTier(blueprint.config.mooncake_master)
-    rpc_port, metrics_port = free_ports(2, net.host, net.ports)
-    master = MasterSettings(host=net.host, rpc_port=rpc_port, metrics_port=metrics_port)
-    return PlannedTier(rpc_address(master), master, command)
+    ports = PortBlocks(net.host, net.ports)
+    rpc_port = ports.take(2)
+    master = MasterSettings(host=net.host, rpc_port=rpc_port, metrics_port=rpc_port + 1)
+    return PlannedTier(rpc_address(master), master, command, ports)
 
 
-class SecondTier:
-    """A `deploy.agent.supervisor.StageEvents` of our master.
-
-    Args:
-        children: starts our master. state: has the record of its lives, if an agent before this one has begun it.
-        tell: takes a line for the operator.
+class SecondTier(StageEvents):
+    """Args:
+    children: starts our master. state: has the record of its lives, if an agent before this one has begun it.
+    tell: takes a line for the operator.
     """
 
     def __init__(
@@ -120,28 +118,11 @@ class SecondTier:
         self._turn = asyncio.Lock()
         self._record: Record | None = None
         self._supervisor = Supervisor(self, PATIENCE, start=executed(children))
-        if (master := planned.master) is not None:  # its ports are nobody else's while it does not listen there
-            self._ports = PortBlocks(master.host)
-            for port in (master.rpc_port, master.metrics_port):
-                self._ports.adopt(port, 1)
 
     @property
     def pid(self) -> int:
         """Of our master; 0 while none runs."""
         return self._record.pid if self._record is not None else 0
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """It is there inside the `with`, and our master has gone after it. One that is given may still come later.
-
-        Raises:
-            StageError: as of `begin`.
-        """
-        try:
-            await self.begin()
-            yield
-        finally:
-            await self.close()
 
     async def begin(self) -> None:
         """It is there, before the first instance that has to do with features. Any number of calls.
@@ -171,7 +152,7 @@ class SecondTier:
         """End our master."""
         await self._supervisor.close()
         self._record, self._begun = None, False
-        self._changed()
+        self.note()
 
     def _supervise(self, record: Record) -> None:
         self._record = record
@@ -180,9 +161,9 @@ class SecondTier:
         self._supervisor.add(
             StageSpec(MASTER_PROGRAM, self._planned.metrics, log, self._command, what="the"), record, process
         )
-        self._changed()
+        self.note()
 
-    def _command(self, incarnation: str) -> Spawn:
+    def _command(self) -> Spawn:
         assert self._planned.master is not None, "it is ours"
         env = stage_environment({}, self._run.path, "cpu", self._children.root)
         return Spawn(self._planned.command(self._planned.master), env)
@@ -198,27 +179,20 @@ class SecondTier:
         if not (address := self._planned.address):
             return
         _record_pool(self._run, address, "")
-        if not await _connects(*host_and_port(address)):
+        if not await answers(*host_and_port(address), CONNECT_S):
             self._tell(
                 f"warning: no {MASTER_PROGRAM} answers at {address}; until one does, features stay on their host"
             )
 
-    def _changed(self) -> None:
-        self._state.write(MASTER_PROGRAM, msgspec.msgpack.encode(self._record))
-
     # --- what the supervisor says ---------------------------------------------------------------------------------
 
-    def before_spawn(self, stage: str, incarnation: str) -> None:
-        """Nothing of a previous life lies around."""
+    def note(self) -> None:
+        self._state.write(MASTER_PROGRAM, msgspec.msgpack.encode(self._record))
 
     def spawned(self, stage: str, pid: int) -> None:
         self._run.record_group(stage, pid)
-        self._changed()
 
-    def phase(self, stage: str, phase: str) -> None:
-        """It has none worth telling."""
-
-    def up(self, stage: str, incarnation: str, seconds: float) -> None:
+    def up(self, stage: str) -> None:
         """A first master that listens on another address than it was given serves nobody: nothing guards its ports.
 
         Raises:
@@ -229,17 +203,11 @@ class SecondTier:
             self._tell(f"{stage} is back; features of the second tier were lost and are made again when needed")
         elif wrong := misbound(self._record.pid, self._planned.master.host):
             raise StageError(f"{stage} listens on {wrong}, not on {self._planned.master.host} alone", stage=stage)
-        self._changed()
 
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
+    def down(self, stage: str, reason: str, retry_in_s: float | None) -> None:
         if retry_in_s is not None:
             reason = reason.partition("; its log ends with: ")[0]  # its last line tells nothing about a kill
             self._tell(f"{stage} is down: {reason}; features stay on their host; restart in {retry_in_s:g} s")
-        self._changed()
-
-    def over(self, stage: str, reason: str) -> None:
-        """Whoever waits for its first answer is told."""
-        self._changed()
 
 
 def misbound(pid: int, host: str) -> str:
@@ -273,13 +241,3 @@ def _would_be(blueprint: Blueprint) -> bool:
         return choose_pool(blueprint.config, blueprint.device, features_travel=True)[0]
     except ConfigError:
         return False
-
-
-async def _connects(host: str, port: int) -> bool:
-    try:
-        async with asyncio.timeout(CONNECT_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except (OSError, UnicodeError):  # refused, unknown, too long for a name, or a TimeoutError
-        return False
-    writer.close()
-    return True

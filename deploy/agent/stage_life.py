@@ -1,10 +1,12 @@
-"""One life of one stage: its process group, its part of the log, its end. Restarting is `supervisor.py`'s decision."""
+"""One life of one stage: its process group, its part of the log, its end; and the record of all its lives, with which a
+supervisor goes on where another one has ended. Restarting is `supervisor.py`'s decision."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import BinaryIO
 from deploy.agent.stage_log import failure_reason
 from deploy.host import processes
 from deploy.host.children import Child, Children
+from deploy.runtime.protocol import Phase
 
 EXIT_POLL_S = 0.05
 KILL_TIMEOUT_S = 5.0
@@ -88,14 +91,11 @@ class StageLife:
     def failure_reason(self) -> str:
         return failure_reason(self.log_text(), self.exit_code)
 
-    def kill(self) -> None:
-        """SIGKILL the whole group, without waiting."""
-        self._signal(signal.SIGKILL)
-
     async def stop(self, grace_s: float, by: signal.Signals = signal.SIGTERM) -> None:
         """End the whole group: a signal, SIGKILL after `grace_s`; at once SIGKILL when the leader has gone already."""
         if grace_s > 0 and self._process.poll() is None:
-            self._signal(by)
+            if not self._number_is_reused():
+                processes.signal_group(self.pid, by)
             if await self._gone(grace_s):
                 return
         deadline, killing = time.monotonic() + KILL_TIMEOUT_S, processes.Killing()
@@ -112,10 +112,6 @@ class StageLife:
             await asyncio.sleep(EXIT_POLL_S)
         return True
 
-    def _signal(self, number: signal.Signals) -> None:
-        if not self._number_is_reused():
-            processes.signal_group(self.pid, number)
-
     def _members(self) -> list[processes.ProcessStat]:
         return [] if self._number_is_reused() else processes.group_members(self.pid)
 
@@ -123,3 +119,74 @@ class StageLife:
         """Whether the leader's pid is another process's by now, which it can be once all of the group have gone."""
         leader = processes.stat(self.pid)
         return leader is not None and leader.start_ticks != self.born_ticks
+
+
+@dataclass
+class Record:
+    """Values that outlive the process that has written them. Times are of the machine's monotonic clock, seconds.
+
+    Attributes:
+        phase: STARTING, also before the first life and until the next one has begun; UP; DOWN, between two lives or
+            while the rest of one is cleared away.
+        incarnation: of this life, or of the last one; "" before the first.
+        pid, born_ticks, log_start, began_at: of the process of this life; 0 as long as there is none.
+        up_at: when this life answered; 0 until then. start_s: how long that took.
+        ever_up: it has answered once. over: it is not started again.
+        reason: why it was down last. lives: begun so far.
+        short_lives: in a row that did not settle.
+        delay_s: between the last two lives, or from the end of this one to the next.
+        next_at: when the next life begins; 0 where that is not decided.
+    """
+
+    phase: Phase = Phase.STARTING
+    incarnation: str = ""
+    pid: int = 0
+    born_ticks: int = 0
+    log_start: int = 0
+    began_at: float = 0.0
+    up_at: float = 0.0
+    start_s: float = 0.0
+    ever_up: bool = False
+    over: bool = False
+    reason: str = ""
+    lives: int = 0
+    short_lives: int = 0
+    delay_s: float = 0.0
+    next_at: float = 0.0
+
+    def begins(self, log_start: int) -> None:
+        """Another life is about to be spawned."""
+        self.phase, self.incarnation = Phase.STARTING, uuid.uuid4().hex[:12]
+        self.pid, self.born_ticks, self.log_start, self.began_at = 0, 0, log_start, 0.0
+        self.up_at = self.start_s = self.next_at = 0.0
+
+    def spawned(self, life: StageLife) -> None:
+        """It is there, and has done nothing yet. In the place of one that could not go on it is the same life."""
+        if not self.pid:
+            self.lives += 1
+        self.pid, self.born_ticks, self.began_at = life.pid, life.born_ticks, life.started
+
+    def answers(self) -> None:
+        """This life, for the first time."""
+        self.phase, self.ever_up, self.reason = Phase.UP, True, ""
+        self.up_at = time.monotonic()
+        self.start_s = self.up_at - self.began_at
+
+    @property
+    def up_s(self) -> float:
+        return time.monotonic() - self.up_at if self.up_at else 0.0
+
+    def falls(self, reason: str, delay_s: float) -> None:
+        """This life ends, or has ended, or could not begin."""
+        self.phase, self.reason, self.delay_s = Phase.DOWN, reason, delay_s
+        self.short_lives = self.short_lives + 1 if delay_s else 0
+        self.up_at = self.start_s = self.next_at = 0.0
+
+    def waits(self) -> None:
+        """Nothing of this life is left; the next one begins when its delay is over."""
+        self.pid, self.next_at = 0, time.monotonic() + self.delay_s
+
+    def ends(self, reason: str) -> None:
+        """For good."""
+        self.falls(reason or self.reason, 0.0)
+        self.over = True

@@ -16,12 +16,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from deploy.agent.health import health_status
-from deploy.agent.record import Record
-from deploy.agent.stage_life import Spawn, StageLife, Start
-from deploy.agent.waits import Health, Patience, until_ready, until_trouble
+from deploy.agent.stage_life import Record, Spawn, StageLife, Start
+from deploy.agent.waits import Health, Patience, health_status, until_ready, until_trouble
 from deploy.host.children import Child
 from deploy.host.spawned import NOT_BEGUN
 from deploy.runtime.protocol import Phase
@@ -43,7 +40,7 @@ class StageSpec:
 
     Attributes:
         url: where it answers (`epd_serve.endpoint`); `prepare` may change it.
-        command: makes the command of a life from its incarnation.
+        command: makes the command of a life, after it was reported (`StageEvents.before_spawn`).
         prepare: awaited before each life; raises OSError or ConfigError where there can be none.
         turns: stages that have one in common start one after the other (their memory is profiled).
         what: what messages call it, before its id.
@@ -54,7 +51,7 @@ class StageSpec:
     id: str
     url: str
     log_path: Path
-    command: Callable[[str], Spawn]
+    command: Callable[[], Spawn]
     prepare: Callable[[], Awaitable[None]] = _nothing
     turns: Sequence[str] = ()
     what: str = "stage"
@@ -62,22 +59,27 @@ class StageSpec:
     ends_by: signal.Signals = signal.SIGTERM
 
 
-class StageEvents(Protocol):
-    """What the supervisor reports, from the event loop's thread. Every call returns at once."""
+class StageEvents:
+    """What the supervisor reports, from the event loop's thread; every call returns at once. Nothing of it has to be
+    listened to but `note`."""
 
-    def before_spawn(self, stage: str, incarnation: str) -> None:
+    def note(self) -> None:
+        """A record has changed, and what else was reported with that: it is to be written down. Comes last."""
+        raise NotImplementedError
+
+    def before_spawn(self, stage: str) -> None:
         """A life is about to start: clear what the previous one left."""
 
     def spawned(self, stage: str, pid: int) -> None:
-        """A process has been made, and does nothing before this returns."""
+        """A process has been made, and does nothing before it is noted."""
 
     def phase(self, stage: str, phase: str) -> None:
         """Progress of a start."""
 
-    def up(self, stage: str, incarnation: str, seconds: float) -> None:
-        """It answers; `seconds` since its spawn."""
+    def up(self, stage: str) -> None:
+        """It answers."""
 
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
+    def down(self, stage: str, reason: str, retry_in_s: float | None) -> None:
         """It was up, or was being restarted, and is not. `retry_in_s` is None as long as what is left of it ends."""
 
     def over(self, stage: str, reason: str) -> None:
@@ -215,12 +217,14 @@ class Supervisor:
                 break
             record.waits()
             try:
-                self.events.down(stage.id, record.incarnation, reason, record.delay_s)
+                self.events.down(stage.id, reason, record.delay_s)
+                self.events.note()
             except Exception:  # whoever listens fails: the stage is started again all the same
                 logger.exception("the end of %s %s could not be told", stage.what, stage.id)
             await asyncio.sleep(record.delay_s)
         record.ends(reason)
         self.events.over(stage.id, reason)
+        self.events.note()
 
     def _refuse(self, one: _Supervised, why: str) -> bool:
         """Whether it has never answered, and now never will."""
@@ -259,7 +263,8 @@ class Supervisor:
             assert one.life is not None, "it has started"
             self._falls(record, await until_trouble(stage.url, one.life, self.patience, stage.health))
             # At once, before the group is cleared away: the proxy must send nothing more.
-            self.events.down(stage.id, record.incarnation, record.reason, None)
+            self.events.down(stage.id, record.reason, None)
+            self.events.note()
         return record.reason
 
     async def _end(self, one: _Supervised, grace_s: float) -> None:
@@ -277,14 +282,16 @@ class Supervisor:
                 await stage.prepare()
                 stage.log_path.touch()
                 record.begins(stage.log_path.stat().st_size)
-                self.events.before_spawn(stage.id, record.incarnation)
+                self.events.before_spawn(stage.id)
+                self.events.note()
                 await self._spawn(one)
             assert one.life is not None, "it has been spawned"
             phase = partial(self.events.phase, stage.id)
             trouble = await until_ready(stage.url, one.life, self.patience, stage.health, phase)
         if trouble is None:
             record.answers()
-            self.events.up(stage.id, record.incarnation, record.start_s)
+            self.events.up(stage.id)
+            self.events.note()
             if not one.answered.done():
                 one.answered.set_result(None)
         return trouble
@@ -297,8 +304,9 @@ class Supervisor:
             one.life = StageLife(process, stage.log_path, record.log_start)
             record.spawned(one.life)
             self.events.spawned(stage.id, process.pid)
+            self.events.note()
 
-        command = stage.command(record.incarnation)
+        command = stage.command()
         with stage.log_path.open("ab") as log:
             await self.start(command, log, noted)
 

@@ -18,9 +18,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from deploy.agent.record import Record
-from deploy.agent.stage_life import Noted, Spawn, executed
-from deploy.agent.supervisor import StageSpec, Supervisor
+from deploy.agent.stage_life import Noted, Record, Spawn, executed
+from deploy.agent.supervisor import StageEvents, StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.host import processes
 from deploy.host.children import Child, Children
@@ -61,7 +60,7 @@ def common_environment(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in OF_A_STAGE_ENV}
 
 
-class Template:
+class Template(StageEvents):
     """Starts stages as forks of one process. Use `async with template.running():`, and `start` as a supervisor's.
 
     Args:
@@ -96,7 +95,7 @@ class Template:
         self._record = Record() if noted is None else msgspec.msgpack.decode(noted, type=Record)
         command = Spawn((sys.executable, *program, str(self._socket), model), env)
         log = folder / f"{NAME}.log"
-        self._spec = StageSpec(NAME, "", log, lambda incarnation: command, what="the", health=self._health)
+        self._spec = StageSpec(NAME, "", log, lambda: command, what="the", health=self._health)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -169,31 +168,22 @@ class Template:
         """0 while none runs."""
         return self._record.pid
 
-    def _changed(self) -> None:
-        self._state.write(NAME, msgspec.msgpack.encode(self._record))
-
     # --- what the supervisor says ---------------------------------------------------------------------------------
 
-    def before_spawn(self, stage: str, incarnation: str) -> None:
+    def note(self) -> None:
+        self._state.write(NAME, msgspec.msgpack.encode(self._record))
+
+    def before_spawn(self, stage: str) -> None:
         self._socket.unlink(missing_ok=True)
 
-    def spawned(self, stage: str, pid: int) -> None:
-        self._changed()
-
-    def phase(self, stage: str, phase: str) -> None:
-        """It has none worth telling."""
-
-    def up(self, stage: str, incarnation: str, seconds: float) -> None:
+    def up(self, stage: str) -> None:
         self._is_ready(self._record.pid)
-        self._changed()
 
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
+    def down(self, stage: str, reason: str, retry_in_s: float | None) -> None:
         self._is_ready(0)
         if retry_in_s is not None:
             self._say("the template has ended; stages that run do not need it, the next ones do")
-        self._changed()
 
     def over(self, stage: str, reason: str) -> None:
         self._say(f"stages are started without a template: {reason}")
         self._settled.set()
-        self._changed()

@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from deploy.agent.health import health_status
+from deploy.agent.waits import health_status
 from deploy.alone.stages import given_stages
 from deploy.front.doors import FrontDoors
 from deploy.front.key_watch import KeyMetrics, KeyWatch, api_keys_of, of_this_machine, read_key_text
@@ -21,12 +20,13 @@ from deploy.front.shared import Shared
 from deploy.host import event_loop
 from deploy.host.children import Children, be_root
 from deploy.host.ending import Ending
+from deploy.host.environment import say
+from deploy.host.launches import reap_dead
 from deploy.host.logs import keep_bounded
 from deploy.host.ports import listen, private_socket
-from deploy.host.reaper import reap_dead
 from deploy.host.rundir import RunDir
 from deploy.host.state import SharedState, StateFiles
-from deploy.launch.admin import Admin, admin_page, open_admin, serve_admin
+from deploy.launch.admin import Admin, open_admin, serve_page
 from deploy.options.config import ProxyConfig
 from deploy.plan.proxy_settings import check_certificate, settings_with
 from epd_serve.instances import Instance
@@ -58,17 +58,16 @@ def run_proxy(config: ProxyConfig) -> int:
         api_keys=api_keys_of(key_text, config.api_key_file) if config.api_key_file else None,
         stage_key=read_key(key_file, "--stage-key-file") if key_file else "",
         key_file=key_file,
-        observed=not config.admin_port,
     )
     check_certificate(settings)
     be_root()
-    ending = Ending(config.lame_duck_s, config.drain_s, _say)
+    ending = Ending(config.lame_duck_s, config.drain_s, say)
     root = Path(config.run_root) if config.run_root else None
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(listen(config.host, config.port))
         admin = stack.enter_context(open_admin(config.admin_host, config.admin_port, config.admin_key_file))
         for launch_id in reap_dead(root):
-            _say(f"cleaned up after launch {launch_id}, which was killed")
+            say(f"cleaned up after launch {launch_id}, which was killed")
         run = RunDir.create(root)
         stack.callback(run.remove)
         shared = Shared.of(listening, stack.enter_context(private_socket(run.feed)), config.workers)
@@ -80,12 +79,12 @@ def run_proxy(config: ProxyConfig) -> int:
             SharedState(StateFiles.make()),
             grace_s=GRACE_S,
             drain_s=config.drain_s,
-            say=_say,
+            say=say,
             launch_id=run.launch_id,
         )
         ending.serves(doors)
         endpoint = f"{'https' if config.tls_cert_file else 'http'}://{config.host}:{config.port}"
-        _say(f"proxy on {endpoint} in front of {len(given.instances)} stages; logs in {run.path}")
+        say(f"proxy on {endpoint} in front of {len(given.instances)} stages; logs in {run.path}")
         event_loop.run(_serve(config, given.instances, doors, admin, ending, key_text, run))
     return 0
 
@@ -111,7 +110,7 @@ async def _serve(
         doors.background.start(f"health of {one.id}", partial(health.watch, one))
     if path := config.api_key_file:
         read, metrics = of_this_machine(path), KeyMetrics(doors.registry)
-        watch = KeyWatch(path, key_text, read, lambda now, _: doors.go_by(now), _say, metrics)
+        watch = KeyWatch(path, key_text, read, lambda now, _: doors.go_by(now), say, metrics)
         doors.background.start("API keys", watch.run)
     tasks = [asyncio.create_task(ending.wait()), asyncio.create_task(doors.serve())]
     if admin is not None:
@@ -131,12 +130,7 @@ async def _answer(config: ProxyConfig, doors: FrontDoors, admin: Admin) -> None:
     requests = await asyncio.to_thread(importlib.import_module, "proxy.http.requests")  # the web framework, too
     traces = await asyncio.to_thread(importlib.import_module, "deploy.front.trace_routes")
     more = [requests.request_routes(doors.look), traces.trace_routes(doors.traced)]
-    page = admin_page(admin, doors, config.port, tls=bool(config.tls_cert_file))
-    await serve_admin(admin, doors.table, doors.metrics, grace_s=GRACE_S, page=page, more=more)
-
-
-def _say(line: str) -> None:
-    os.write(2, f"{line}\n".encode())
+    await serve_page(admin, doors, config, grace_s=GRACE_S, more=more)
 
 
 class _Health:

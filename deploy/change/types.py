@@ -9,7 +9,7 @@ from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec
 from epd_serve.roles import Role
 
 Kind = str
-"""A kind of request that a layout serves: `text` or `media` (`deploy.change.serving`)."""
+"""A kind of request that a layout serves: `text` or `media` (`deploy.change.limits`)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Actual:
         empty: ids of draining instances on which nothing is under way, or whose time to drain is over.
         leaving: ids of P with both halves that are given nothing new, because they are to be D.
         quiet: those of them on which no prefill is under way and no KV has yet to leave.
-        required: kinds of requests that must not lose their last path (`serving.required`).
+        required: kinds of requests that must not lose their last path (`limits.required`).
         paused: new requests wait.
     """
 

@@ -1,18 +1,17 @@
 """The next actions of a change: all that may begin now, and never one that takes a last path or more than there is.
 
 Asked again whenever anything has happened, it leads from whatever is there to what is wanted, and from the middle of
-one change into another. What only waits gives no action.
+one change into another. What only waits gives no action. Asked for a world in which all of that ends well, it says all
+of a change in advance (`diff`): for a look before anything is touched, and to refuse what would get stuck midway.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from deploy.change.match import match
-from deploy.change.room import shortage
-from deploy.change.serving import served
+from deploy.change.limits import served, shortage
 from deploy.change.types import (
     Action,
     Actual,
@@ -20,6 +19,7 @@ from deploy.change.types import (
     Flip,
     Leave,
     Pause,
+    Plan,
     Resume,
     Shortage,
     Start,
@@ -30,6 +30,40 @@ from deploy.change.types import (
 )
 from deploy.runtime.protocol import Observed, Phase, Spec
 from epd_serve.roles import Role
+
+
+@dataclass(frozen=True)
+class Match:
+    """Attributes:
+    kept: the spec that each instance is to have, by id.
+    surplus: instances that stand for nothing wanted. missing: wanted specs that nobody stands for.
+    """
+
+    kept: dict[str, Spec]
+    surplus: tuple[Observed, ...]
+    missing: tuple[Spec, ...]
+
+
+def match(wanted: Wanted, instances: Iterable[Observed]) -> Match:
+    """Each wanted spec gets one instance: rather of its very role than by a flip, rather one that serves than one that
+    drains. One that is being stopped, or that was given up, stands for nothing; the latter is surplus."""
+    present = [one for one in instances if one.phase is not Phase.STOPPING]
+    pairs = sorted(
+        (one.order.spec != spec, one.phase is Phase.DRAINING, at, one.phase is not Phase.UP, number)
+        for at, spec in enumerate(wanted.specs)
+        for number, one in enumerate(present)
+        if not one.over and one.order.spec.stands_for(spec)
+    )
+    taken: dict[int, int] = {}
+    for *_, at, _, number in pairs:
+        if at not in taken.values() and number not in taken:
+            taken[number] = at
+    return Match(
+        kept={present[number].order.id: wanted.specs[at] for number, at in taken.items()},
+        surplus=tuple(one for number, one in enumerate(present) if number not in taken),
+        missing=tuple(spec for at, spec in enumerate(wanted.specs) if at not in taken.values()),
+    )
+
 
 _UNDER_WAY = (Phase.STARTING, Phase.DRAINING, Phase.STOPPING)
 
@@ -209,3 +243,39 @@ class _Turn:
     def _but(self, names: Iterable[str]) -> list[Observed]:
         without = set(names)
         return [one for one in self.actual.instances if one.order.id not in without]
+
+
+def diff(wanted: Wanted, actual: Actual, *, may_pause: bool = False) -> Plan | Shortage:
+    """The actions that lead to what is wanted if each one succeeds, wave by wave; none when it is reached.
+
+    Returns:
+        The Shortage at which the change would get stuck. Nothing should then be begun.
+    """
+    waves: list[tuple[Action, ...]] = []
+    most = 8 * (len(wanted.specs) + len(actual.instances)) + 8
+    while actual.paused or not reached(wanted, actual):
+        now = wave(wanted, actual, may_pause=may_pause)
+        if isinstance(now, Shortage):
+            return now
+        waves.append(now)
+        assert len(waves) <= most, f"a change that never ends: {waves}"
+        for action in now:
+            actual = carried_out(action, actual)
+        actual = settled(actual)
+    return Plan(tuple(waves))
+
+
+def settled(actual: Actual) -> Actual:
+    """The world once all that was begun has ended well: what starts, or has died and is started again, is up, what
+    drains is empty, what stops is gone."""
+    instances = tuple(
+        replace(one, phase=Phase.UP, ever_up=True) if _comes(one) else one
+        for one in actual.instances
+        if one.phase is not Phase.STOPPING
+    )
+    draining = frozenset(one.order.id for one in instances if one.phase is Phase.DRAINING)
+    return replace(actual, instances=instances, empty=draining, quiet=actual.leaving)
+
+
+def _comes(one: Observed) -> bool:
+    return one.phase is Phase.STARTING or (one.phase is Phase.DOWN and not one.over)

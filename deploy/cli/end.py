@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from deploy.cli.which import Arguments, client, local_launch, on_ray
-from deploy.host.held import is_held
 from deploy.host.logs import read_log
 from deploy.host.processes import signal_process
-from deploy.host.rundir import HELD, is_of_this_namespace, owner_of
+from deploy.host.rundir import HELD, is_held, is_of_this_namespace, owner_of
 from deploy.options.flags import Parser
 from deploy.options.mooncake import MASTER_PROGRAM
 from epd_serve.errors import ConfigError, EpdError

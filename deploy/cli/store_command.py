@@ -1,18 +1,20 @@
-"""`epd-serve store ls|stat|clear`: looks into the MM Store of a running launch, from a process of its own."""
+"""`epd-serve store ls|stat|clear`: looks into the MM Store of a running launch, from a process of its own; and what
+Mooncake's master says about itself over HTTP. No Mooncake is needed for that."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import urllib.request
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy.agent.pool_report import PoolReport, ask_master, pool_keys
 from deploy.agent.second_tier import recorded_pool
 from deploy.host.environment import module_command, module_environment
-from deploy.host.running_launches import RunningLaunch, choose_launch
+from deploy.host.launches import RunningLaunch, choose_launch
 from deploy.memory.placement_table import table
 from epd_serve.errors import EpdError
 from store.arena import Arena
@@ -21,6 +23,9 @@ from store.errors import StoreError, StoreUnavailableError
 KEY_SHOWN = 16
 NAMESPACE = "epd/"  # of our keys in the second tier, `store.mooncake.client.MooncakeConfig`
 PURGE_TIMEOUT_S = 30.0
+TIMEOUT_S = 3.0
+_LIMIT = 64 << 20
+_SAMPLE = re.compile(r"^(\w+)(?:\{segment=\"([^\"]*)\"[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 def run_store(*, action: str, launch: str | None, as_json: bool, root: Path | None = None) -> int:
@@ -140,3 +145,74 @@ def size(nbytes: int) -> str:
         if amount < 999.95 or unit == "GB":
             break
     return f"{amount:.1f} {unit}"
+
+
+# --- what Mooncake's master says ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Memory that one process gives. `name`: its `host:port`. Bytes."""
+
+    name: str
+    used_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True)
+class PoolReport:
+    """The second tier as a whole. Bytes."""
+
+    features: int = 0
+    clients: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    segments: tuple[Segment, ...] = field(default=())
+
+
+def ask_master(metrics: str) -> PoolReport:
+    """Asks the master at this base URL.
+
+    Raises:
+        OSError: it does not answer in time.
+    """
+    return parse_metrics(_get(f"{metrics}/metrics"))
+
+
+def pool_keys(metrics: str) -> list[str]:
+    """Names of all values, with their namespace.
+
+    Raises:
+        OSError: it does not answer in time.
+    """
+    return _get(f"{metrics}/get_all_keys").split()
+
+
+def parse_metrics(text: str) -> PoolReport:
+    """From Prometheus text; what is missing counts as 0."""
+    totals: dict[str, int] = {}
+    used: dict[str, int] = {}
+    capacity: dict[str, int] = {}
+    for name, segment, value in _SAMPLE.findall(text):
+        try:
+            amount = int(float(value))
+        except (ValueError, OverflowError):
+            continue
+        if name == "segment_allocated_bytes":
+            used[segment] = amount
+        elif name == "segment_total_capacity_bytes":
+            capacity[segment] = amount
+        else:
+            totals[name] = amount
+    return PoolReport(
+        features=totals.get("master_key_count", 0),
+        clients=totals.get("master_active_clients", 0),
+        used_bytes=totals.get("master_allocated_bytes", 0),
+        capacity_bytes=totals.get("master_total_capacity_bytes", 0),
+        segments=tuple(Segment(name, used.get(name, 0), size) for name, size in sorted(capacity.items()) if size),
+    )
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+        return str(answer.read(_LIMIT).decode(errors="replace"))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.host.running_launches import ADMIN_SOCKET, NoLaunchError, RunningLaunch, choose_launch
+from deploy.host.launches import ADMIN_SOCKET, NoLaunchError, RunningLaunch, choose_launch
 from deploy.options.flags import Parser
 from epd_serve.errors import ConfigError, EpdError
 

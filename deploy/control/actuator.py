@@ -1,23 +1,65 @@
 """The instances as the runtime sees them, with what was asked for counted as done: between a call and the runtime's
 next word nothing is asked for twice. Tells the runtime and the front doors what the rules decide, and waits for its
-end."""
+end. What it asks of front doors is `Doors`; `deploy/front/doors.py` is the real thing."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deploy.change.types import Action, Actual, Drain, Flip, Leave, Pause, Resume, Start, Stop
-from deploy.control.changes import Changes, Record
-from deploy.control.doors import Doors
-from deploy.control.failure import Deadlines
+from deploy.control.changes import Changes, Deadlines, Record
 from deploy.front.occupancy import under_way
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Runtime
 from epd_serve.roles import Role
+
+if TYPE_CHECKING:
+    from proxy.registry.table import InstanceTable
+
+
+class Doors(Protocol):
+    """All of a deployment's front doors as one."""
+
+    @property
+    def table(self) -> InstanceTable:
+        """What requests hold of the instances, and what these report."""
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """Of the processes, by name."""
+
+    @property
+    def replacing(self) -> bool:
+        """They are being replaced one by one."""
+
+    def publish(self, instances: Iterable[Observed], wanted: Iterable[Role]) -> None:
+        """All instances there are, and the roles of the wanted layout."""
+
+    def drain(self, id: str, draining: bool = True) -> None:
+        """Given nothing new until it is taken back; what is on it goes on."""
+
+    def pause(self, seconds: float) -> None:
+        """New requests wait, at most so long; 0: no longer."""
+
+    async def pausable_s(self) -> float:
+        """For how long new requests may wait, if they come as they do now, before any is refused."""
+
+    async def seen(self) -> None:
+        """Returns when every living front door acts on all that was said before the call."""
+
+    async def until_empty(self, id: str) -> None:
+        """Returns when nothing is under way on an instance that is given nothing new, or it has gone."""
+
+    async def until_quiet(self, id: str) -> None:
+        """Returns when no prefill is under way on it and no KV has yet to leave, or it has gone."""
+
+    async def restart(self) -> None:
+        """One after another: the next one serves before the old one leaves."""
+
 
 UNSEEN_S = 20.0
 """One that was started and has not been seen for so long has gone with its node."""
@@ -105,7 +147,7 @@ class Actuator:
             if name not in there or there[name].order.spec.role is role:
                 del self._flipped[name]
                 if name in there:
-                    self._doors.take_back(name)
+                    self._doors.drain(name, False)
         for name, one in there.items():
             if one.phase is Phase.DRAINING:
                 self._empty(name)  # also where a controller before this one has asked for it
@@ -218,7 +260,7 @@ class Actuator:
 
     def _stay(self, waits: Waits, name: str) -> None:
         waits.pop(name).cancel()
-        self._doors.take_back(name)
+        self._doors.drain(name, False)
 
     def _empty(self, name: str) -> None:
         """Give it nothing new, and wait until nothing is left on it."""
@@ -231,7 +273,7 @@ class Actuator:
             async with asyncio.timeout(self._deadlines.drain_s):
                 await self._doors.until_empty(name)
         except TimeoutError:
-            cut = under_way(self._doors, name)
+            cut = under_way(self._doors.table, name)
             self._say(f"{name} had {self._deadlines.drain_s:g} s to drain (--drain-s): {cut} requests are cut off")
             if self._changes.present is not None:
                 self._changes.present.cut += cut
@@ -265,7 +307,7 @@ class Actuator:
                 self._changes.present.paused_s += time.monotonic() - self._paused_at
             self.paused_until = 0.0
             await self._write()
-            self._doors.resume()
+            self._doors.pause(0.0)
 
 
 def _over(waits: Waits) -> frozenset[str]:

@@ -9,22 +9,72 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from deploy.agent.specs import specs
 from deploy.change.place import place
 from deploy.change.types import Wanted
-from deploy.control.lent import Lent
 from deploy.control.refusals import RefusedError
 from deploy.memory.placement_table import short_node
 from deploy.plan.allot import Devices, allot, copies
 from deploy.plan.blueprint import Blueprint, draw
 from deploy.plan.machines import NOWHERE, Machine, Machines
-from deploy.runtime.leases import LeaseError, Leases, Place, Wish
+from deploy.runtime.leases import LeaseError, Leases, Place
 from deploy.runtime.protocol import Spec
 from epd_serve.layout import Group, Layout
 from epd_serve.layout_parser import parse
+
+
+@dataclass(frozen=True)
+class Lent:
+    """Attributes:
+    machines: the nodes that are known. places: that are leased. free: devices that could be leased now, by node.
+    """
+
+    machines: Machines
+    places: Sequence[Place]
+    free: Mapping[str, int]
+
+    @property
+    def there(self) -> list[Place]:
+        """Places on nodes that are known; others wait."""
+        known = {node.id for node in self.machines.nodes}
+        return [one for one in self.places if one.node in known]
+
+    @property
+    def waiting(self) -> list[Place]:
+        there = {one.lease for one in self.there}
+        return [one for one in self.places if one.lease not in there]
+
+    @property
+    def pool(self) -> list[int]:
+        """Devices that are leased."""
+        return sorted(device for one in self.there for device in self.devices(one))
+
+    def devices(self, place: Place) -> Devices:
+        """Raises KeyError: its node is not known."""
+        return self.machines.numbered(place.node, place.devices)
+
+    def numbered(self, specs: Iterable[Spec]) -> list[Spec]:
+        """Their devices by global id. Those on nodes that are not known have gone."""
+        known = {node.id for node in self.machines.nodes}
+        those = (spec for spec in specs if spec.node in known)
+        return [replace(spec, devices=self.machines.numbered(spec.node, spec.devices)) for spec in those]
+
+    def lacking(self, widths: Sequence[int]) -> LeaseError:
+        """That places with so many devices each are not there."""
+        free = {node.id: self.free.get(node.id, 0) for node in self.machines.nodes}
+        return LeaseError(self.machines.kind, widths, free)
+
+    def unleased(self) -> list[int]:
+        """On each node as many devices as are said to be free there, by ids that nobody of ours has."""
+        ours = set(self.pool)
+        found = []
+        for node in self.machines.nodes:
+            others = [one for one in self.machines.numbered(node.id, node.inventory.ids) if one not in ours]
+            found += others[: self.free.get(node.id, 0)]
+        return found
 
 
 class Aim:
@@ -83,7 +133,7 @@ class Aim:
         lent = Lent(machines, places, await self.leases.free())
         groups = list(place(parsed, lent.pool, lent.numbered(running)))
         waits = [one.waits or f"node {short_node(one.node)} to join" for one in lent.waiting]
-        coming = Counter(one.wish.devices for one in lent.waiting)
+        coming = Counter(one.width for one in lent.waiting)
         for at, group in enumerate(copies(parsed)):
             if groups[at]:
                 continue
@@ -118,10 +168,9 @@ class Aim:
         (devices,) = await self._acquired(leases, lent, [group.tp])
         return devices
 
-    async def _acquired(self, leases: Leases, lent: Lent, widths: Iterable[int]) -> Sequence[Devices]:
+    async def _acquired(self, leases: Leases, lent: Lent, widths: Sequence[int]) -> Sequence[Devices]:
         """Raises LeaseError, RefusedError."""
-        kind = lent.machines.kind
-        got = replace(lent, places=await leases.acquire([Wish(kind, width) for width in widths]))
+        got = replace(lent, places=await leases.acquire(widths))
         if got.waiting:
             raise RefusedError(f"node {short_node(got.waiting[0].node)} has yet to join: try again", "node_joins")
         return [got.devices(one) for one in got.places]

@@ -8,25 +8,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
-from deploy.change.plan import diff
+from deploy.change.limits import kinds, required
 from deploy.change.scaling import scaled
-from deploy.change.serving import kinds, required
 from deploy.change.types import Plan, Shortage, Wanted
+from deploy.change.wave import diff
+from deploy.control.actuator import Doors
 from deploy.control.aim import Aim
-from deploy.control.changes import REPLACE, Change
-from deploy.control.doors import Doors
+from deploy.control.changes import REPLACE, Change, action_json
 from deploy.control.places import Places
 from deploy.control.reconciler import Reconciler
 from deploy.control.refusals import RefusedError, change_under_way, no_devices, pause_too_long, pause_too_short, short
-from deploy.control.status import Answer, Json, change_json, status_json
+from deploy.control.status import Json, change_json, status_json
 from deploy.runtime.leases import LeaseError
 from deploy.runtime.protocol import Observed, Spec
 from epd_serve.errors import EpdError, NotFoundError
 from epd_serve.roles import Role
-
-PartJson = dict[str, int | None]
-"""A process that is no stage: its `pid`, and `restarts` where they are counted."""
 
 
 class Controller:
@@ -35,7 +33,7 @@ class Controller:
     Args:
         launch: the deployment's id.
         aim: makes what is wanted of a layout's text and the specs of those that may stay.
-        parts: the processes that are no stages, by name.
+        parts: pids of the processes that are no stages, by name. restarts: of those whose lives are counted.
         configure: has front doors that start from now on go by these `--proxy` options, too; raises ConfigError.
     """
 
@@ -45,8 +43,9 @@ class Controller:
         reconciler: Reconciler,
         doors: Doors,
         aim: Aim,
-        parts: Callable[[], Awaitable[Mapping[str, PartJson]]],
+        parts: Callable[[], Awaitable[Mapping[str, int]]],
         configure: Callable[[Sequence[str]], Awaitable[None]],
+        restarts: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._launch = launch
         self._reconciler = reconciler
@@ -54,28 +53,29 @@ class Controller:
         self._aim = aim
         self._places = Places(aim, reconciler, look_s=reconciler.deadlines.again_s)
         self._parts = parts
+        self._restarts = restarts
         self._configure = configure
         self._restarting: asyncio.Task[None] | None = None
         self._front_trouble = ""
 
-    async def relayout(self, layout: str, *, dry_run: bool = False, pause_s: float = 0.0) -> Answer:
+    async def relayout(self, layout: str, *, dry_run: bool = False, pause_s: float = 0.0) -> Json:
         """Raises RefusedError, ConfigError, LayoutError."""
         return await self._relayout("relayout", layout, dry_run=dry_run, pause_s=pause_s)
 
-    async def scale(self, counts: Mapping[Role, int], *, dry_run: bool = False, pause_s: float = 0.0) -> Answer:
+    async def scale(self, counts: Mapping[Role, int], *, dry_run: bool = False, pause_s: float = 0.0) -> Json:
         """Raises as `relayout`."""
         switchable = any(spec.both for spec in self._reconciler.wanted.every)
         layout = scaled(self._reconciler.wanted.layout, counts, switchable=switchable)
         return await self._relayout("scale", layout, dry_run=dry_run, pause_s=pause_s)
 
-    async def drain(self, name: str, *, dry_run: bool = False) -> Answer:
+    async def drain(self, name: str, *, dry_run: bool = False) -> Json:
         """The layout without this instance. Raises as `relayout`, and NotFoundError."""
         role = self._instance(name).order.spec.role
         count = sum(spec.role is role for spec in self._reconciler.wanted.every)
         layout = scaled(self._reconciler.wanted.layout, {role: count - 1})
         return await self._relayout("drain", layout, dry_run=dry_run, unwanted=(name,))
 
-    async def restart(self, name: str = "", *, pause_s: float = 0.0) -> Answer:
+    async def restart(self, name: str = "", *, pause_s: float = 0.0) -> Json:
         """Another one in its place; without a name in the place of each, one after another. Raises as `drain`."""
         every = tuple(one.order.id for one in self._reconciler.instances)
         names = (self._instance(name).order.id,) if name else every
@@ -114,7 +114,7 @@ class Controller:
         except EpdError as error:
             self._front_trouble = error.message
 
-    async def undo(self, *, pause_s: float = 0.0) -> Answer:
+    async def undo(self, *, pause_s: float = 0.0) -> Json:
         """Back to the layout that was wanted before, also from the middle of a change. Raises as `relayout`."""
         reconciler, change = self._reconciler, self._reconciler.changes.present
         if change is not None and change.what != REPLACE and change.before == reconciler.wanted.layout:
@@ -138,7 +138,9 @@ class Controller:
         return {
             "launch": self._launch,
             **status_json(self._reconciler, self._doors, leased),
-            "parts": dict(await self._parts()),
+            "parts": {
+                name: {"pid": pid, "restarts": self._restarts.get(name)} for name, pid in (await self._parts()).items()
+            },
             "front": {"restarting": self._front_restarts, "trouble": self._front_trouble},
         }
 
@@ -148,7 +150,7 @@ class Controller:
 
     async def _relayout(
         self, what: str, layout: str, *, dry_run: bool = False, pause_s: float = 0.0, unwanted: tuple[str, ...] = ()
-    ) -> Answer:
+    ) -> Json:
         if not dry_run and what != "undo":
             self._check_idle()
         try:
@@ -165,7 +167,7 @@ class Controller:
 
     async def _begin(
         self, what: str, wanted: Wanted, plan: Plan, *, dry_run: bool = False, pause_s: float, unwanted: tuple[str, ...]
-    ) -> Answer:
+    ) -> Json:
         """Raises RefusedError where requests that wait in the pause would be too many, or something else has begun."""
         if plan.pauses and (most_s := await self._doors.pausable_s()) < pause_s:
             raise pause_too_long(pause_s, most_s)
@@ -190,9 +192,19 @@ class Controller:
             raise pause_too_short(needed_s, pause_s)
         return plan
 
-    def _answer(self, plan: Plan, wanted: Wanted, change: Change | None, notes: Sequence[str] = ()) -> Answer:
-        pause_s = plan.seconds(self._start_s, paused=True) if plan.pauses else 0.0
-        return Answer(plan, wanted.layout, change, tuple(notes), plan.seconds(self._start_s), pause_s)
+    def _answer(self, plan: Plan, wanted: Wanted, change: Change | None, notes: Sequence[str] = ()) -> Json:
+        """What will be done, and for how long by experience. `change`: None where it was only asked for."""
+        return {
+            "layout": wanted.layout,
+            "plan": {
+                "waves": [[action_json(action) for action in wave] for wave in plan.waves],
+                "pauses": plan.pauses,
+                "expected_s": plan.seconds(self._start_s),
+                "expected_pause_s": plan.seconds(self._start_s, paused=True) if plan.pauses else 0.0,
+            },
+            "notes": list(notes),
+            "change": change_json(change),
+        }
 
     def _start_s(self, spec: Spec) -> float | None:
         """How long such starts have taken on its node lately, or else on the slowest other one."""

@@ -14,13 +14,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from deploy.change.serving import required
+from deploy.change.limits import required
 from deploy.change.types import Action, Actual, Flip, Shortage, Start, Wanted
 from deploy.change.wave import reached, wave
-from deploy.control.actuator import Actuator
-from deploy.control.changes import DEPTH, REPLACE, Change, Changes, Journal, Record, State, action_json
-from deploy.control.doors import Doors
-from deploy.control.failure import Deadlines, start_failed, why_failed
+from deploy.control.actuator import Actuator, Doors
+from deploy.control.changes import (
+    DEPTH,
+    REPLACE,
+    Change,
+    Changes,
+    Deadlines,
+    Journal,
+    Record,
+    State,
+    action_json,
+    start_failed,
+    why_failed,
+)
 from deploy.control.refusals import shortage_text
 from deploy.runtime.protocol import Node, Observed, Runtime, Spec
 from epd_serve.errors import ConfigError, EpdError

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deploy.control.controller import Controller
 from deploy.control.refusals import RefusedError
-from deploy.control.status import Answer
+from deploy.control.status import Json
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from proxy.errors import error_body
@@ -238,12 +238,12 @@ def control_routes(controller: Controller) -> APIRouter:
     return router
 
 
-async def _begun(asked: Awaitable[Answer]) -> Response:
+async def _begun(asked: Awaitable[Json]) -> Response:
     try:
         answer = await asked
     except (RefusedError, ConfigError) as error:
         return _refused(error)
-    return JSONResponse(answer.to_json(), 200 if answer.change is None else 202)
+    return JSONResponse(answer, 200 if answer["change"] is None else 202)
 
 
 def _refused(error: RefusedError | ConfigError) -> Response:

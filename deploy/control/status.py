@@ -1,15 +1,13 @@
-"""A deployment, its changes and the answers to commands, as JSON."""
+"""A deployment and its changes as JSON."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from deploy.change.types import Plan
-from deploy.control.changes import Change, action_json
-from deploy.control.doors import Doors
+from deploy.control.actuator import Doors
+from deploy.control.changes import Change
 from deploy.control.reconciler import Reconciler
 from deploy.front.occupancy import under_way
 from deploy.runtime.leases import Place
@@ -62,7 +60,7 @@ def _instance_json(one: Observed, doors: Doors) -> Json:
         "pid": one.pid,
         "restarts": one.restarts,
         "up_s": round(one.up_s, 1),
-        "in_flight": under_way(doors, one.order.id),
+        "in_flight": under_way(doors.table, one.order.id),
     }
 
 
@@ -92,34 +90,3 @@ def change_json(change: Change | None) -> Json | None:
             for step in change.steps
         ],
     }
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What will be done.
-
-    Attributes:
-        change: None where it was only asked for.
-        notes: what whoever asked should know.
-        expected_s, expected_pause_s: by experience; None without any.
-    """
-
-    plan: Plan
-    layout: str
-    change: Change | None
-    notes: tuple[str, ...]
-    expected_s: float | None
-    expected_pause_s: float | None
-
-    def to_json(self) -> Json:
-        return {
-            "layout": self.layout,
-            "plan": {
-                "waves": [[action_json(action) for action in wave] for wave in self.plan.waves],
-                "pauses": self.plan.pauses,
-                "expected_s": self.expected_s,
-                "expected_pause_s": self.expected_pause_s,
-            },
-            "notes": list(self.notes),
-            "change": change_json(self.change),
-        }

@@ -11,8 +11,7 @@ import socket
 from deploy.doctor.facts import MEMORY_MONITOR, SUBREAPER, HostFacts
 from deploy.doctor.gather import read_packages
 from deploy.host.environment import run_root
-from deploy.host.listeners import exposed
-from deploy.host.ports import hold, is_free
+from deploy.host.ports import exposed, hold, is_free
 from deploy.host.processes import group_members
 from deploy.host.rundir import is_of_this_namespace, read_groups
 from deploy.options.versions import installed

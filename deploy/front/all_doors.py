@@ -12,7 +12,6 @@ import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -22,9 +21,8 @@ from prometheus_client import CollectorRegistry
 from deploy.front.doors import rows_of
 from deploy.front.remote import RemoteDoors
 from deploy.front.traced import NodeTrace
-from deploy.runtime.lost import LostError, SupersededError, until_lost
-from deploy.runtime.node_api import FrontState
-from deploy.runtime.protocol import Observed, Order
+from deploy.runtime.node_api import Following, FrontState, LostError, until_lost
+from deploy.runtime.protocol import Observed
 from epd_serve.errors import EpdError
 from epd_serve.instances import IncarnationId
 from epd_serve.key_files import read_key, stage_key
@@ -43,20 +41,19 @@ from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, s
 from proxy.workers.roster import Publisher
 from proxy.workers.shared_counters import Asked
 from proxy.workers.stage_scrape import StageScrape
-from proxy.workers.wire import Family, packed_settings
+from proxy.workers.wire import Family, Row, packed
 
 COUNTS_S = 1.5
 STAMPS_S = 20.0
 """The files may be large."""
 
 PAUSABLE_S = 5.0
-RETRY_S = 1.0
 
 T = TypeVar("T")
 
 
-class AllDoors:
-    """A `deploy.control.doors.Doors` and `deploy.host.ending.Draining`, in one event loop, while `serve` runs.
+class AllDoors(Following):
+    """A `deploy.control.actuator.Doors` and `deploy.host.ending.Draining`, in one event loop, while `serve` runs.
 
     A call is about the nodes that are there; one that is lost meanwhile is left out, one that does not answer is waited
     for: the caller bounds the wait.
@@ -70,7 +67,6 @@ class AllDoors:
     Attributes:
         table: what is known of the instances, and held of them by all front doors.
         registry: metrics of the deployment: who has some registers them.
-        superseded: set when a node has heard of a later controller.
         deployment: says what the deployment is, for the page of the admin listener.
     """
 
@@ -82,12 +78,11 @@ class AllDoors:
         link_grace_s: float = GRACE_S,
         goes_on: bool = False,
     ) -> None:
-        self.superseded = asyncio.Event()
+        super().__init__(say)
         self.deployment: Status | None = None
         self.background = Background()
         self.table = InstanceTable(ledger=_Total(self), link_grace_s=link_grace_s)
         self.fronts: dict[str, RemoteDoors] = {}
-        self._say = say
         self._published = Publisher(self.table, goes_on=goes_on)
         self._announcements = Announcements(self.table, partial(take_in, self.table), self.background, key_file)
         self._registry = CollectorRegistry()
@@ -95,7 +90,7 @@ class AllDoors:
         self.registry = CollectorRegistry()
         bearer = stage_key(read_key(key_file, "key_file")) if key_file else ""
         self._scrape = StageScrape(self.table, self.registry, bearer)
-        self._instances: tuple[Observed, ...] | None = None
+        self._rows: tuple[Row, ...] | None = None
         self._wanted: tuple[Role, ...] = ()
         self._number = 0  # of the state that was told last
         self._paused_until = 0.0
@@ -103,7 +98,6 @@ class AllDoors:
         self._settings = b""
         self._api_keys: ApiKeys | None = None
         self._past: list[Family] = []
-        self._parting: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         """Until cancelled, which leaves the front doors as they are."""
@@ -115,8 +109,7 @@ class AllDoors:
             await self.background.stop()
             for node in tuple(self.fronts):
                 self.lose(node)
-            if self._parting:
-                await asyncio.wait(self._parting)
+            await self.parted()
 
     def join(self, node: str, doors: RemoteDoors) -> None:
         """There are front doors on this node, too; those that it was said to have are asked by `doors` from now on."""
@@ -125,8 +118,8 @@ class AllDoors:
         doors.state, doors.node = self.state, node
         doors.stale.set()
         doors.tasks = [
-            asyncio.create_task(self._keep_telling(doors), name=f"tell {node}"),
-            asyncio.create_task(self._follow(doors), name=f"watch {node}"),
+            asyncio.create_task(self.repeat(doors.tell_news, f"the front doors of {node} are not told")),
+            asyncio.create_task(self.repeat(doors.follow, f"the front doors of {node} cannot be watched")),
         ]
 
     def lose(self, node: str) -> None:
@@ -137,18 +130,16 @@ class AllDoors:
             for task in front.tasks:
                 task.cancel()
             front.lost.set()
-            parting = asyncio.create_task(front.disconnect())
-            self._parting.add(parting)
-            parting.add_done_callback(self._parting.discard)
+            self.part(front.disconnect())
 
     # What they are told.
 
     def publish(self, instances: Iterable[Observed], wanted: Iterable[Role]) -> None:
         """Everything that there is, and the roles that there are to be."""
-        now = tuple(map(_for_fronts, instances)), tuple(sorted(wanted))
-        if now != (self._instances, self._wanted):
-            self._instances, self._wanted = now
-            self._published.publish(rows_of(now[0]), now[1])
+        now = tuple(rows_of(instances)), tuple(sorted(wanted))
+        if now != (self._rows, self._wanted):
+            self._rows, self._wanted = now
+            self._published.publish(*now)
             self._changed()
 
     def go_by(self, keys: ApiKeys) -> None:
@@ -156,12 +147,8 @@ class AllDoors:
         self._api_keys = keys
         self._changed()
 
-    def drain(self, id: str) -> None:
-        self._published.drain(id)
-        self._changed()
-
-    def take_back(self, id: str) -> None:
-        self._published.drain(id, False)
+    def drain(self, id: str, draining: bool = True) -> None:
+        self._published.drain(id, draining)
         self._changed()
 
     def pause(self, seconds: float) -> None:
@@ -169,16 +156,13 @@ class AllDoors:
         self._paused_until = time.monotonic() + seconds
         self._changed()
 
-    def resume(self) -> None:
-        self.pause(0.0)
-
     @property
     def paused_s(self) -> float:
         return max(0.0, self._paused_until - time.monotonic())
 
     async def configure(self, settings: ProxySettings) -> None:
         """Of those that start from now on."""
-        self._settings = packed_settings(settings)
+        self._settings = packed(settings)
         self._changed()
         await self._of_all(lambda doors: doors.tell())
 
@@ -208,26 +192,15 @@ class AllDoors:
 
     async def pausable_s(self) -> float:
         """Of the node that has the least room: who sends it what is nobody's decision here."""
-
-        async def of(doors: RemoteDoors) -> float:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PAUSABLE_S):
-                    return await doors.pausable_s()
-            return math.inf
-
-        return min(await self._of_all(of), default=math.inf)
+        told = await self._of_all(lambda doors: doors.pausable_s(), PAUSABLE_S, but=(TimeoutError, LostError))
+        return min(told, default=math.inf)
 
     async def metrics(self) -> bytes:
         """Prometheus text of all of them together, of the table, of the deployment, and of the stages. Front doors that
         do not answer in time count as they did."""
-
-        async def of(doors: RemoteDoors) -> list[Family]:
-            with contextlib.suppress(TimeoutError, EpdError):
-                async with asyncio.timeout(COUNTS_S):
-                    return await doors.counted()
-            return doors.counts
-
-        counts, more = await asyncio.gather(self._of_all(of), self._scrape.text())
+        asked = self._of_all(lambda doors: doors.counted(), COUNTS_S, but=(TimeoutError, EpdError))
+        _, more = await asyncio.gather(asked, self._scrape.text())
+        counts = [front.counts for front in self._in_order()]
         together = summed([self._past, *counts, own_counts(self.background.registry)])
         return exposition(self._registry, together) + more
 
@@ -235,32 +208,21 @@ class AllDoors:
         """What all of them know of requests. Who does not answer in time is left out."""
 
         async def of(doors: RemoteDoors) -> RecordsAnswer:
-            with contextlib.suppress(TimeoutError, EpdError):
-                async with asyncio.timeout(COUNTS_S):
-                    answer = await doors.look(question)
-                    for request in answer.requests:
-                        request["door"] = f"{doors.node}/{request['door']}"
-                    return answer
-            return RecordsAnswer()
+            answer = await doors.look(question)
+            for request in answer.requests:
+                request["door"] = f"{doors.node}/{request['door']}"
+            return answer
 
-        return merged(question, await self._of_all(of))
+        return merged(question, await self._of_all(of, COUNTS_S, but=(TimeoutError, EpdError)))
 
     async def traced(self, subjects: Sequence[str]) -> list[NodeTrace]:
         """What is stamped on each node about these. Nodes of one host may have one folder: each stamp is told once."""
-
-        async def of(doors: RemoteDoors) -> NodeTrace | None:
-            with contextlib.suppress(TimeoutError, EpdError):
-                async with asyncio.timeout(STAMPS_S):
-                    return await doors.traced(subjects)
-            return None
-
         told: set[tuple[float, str, str, str]] = set()
         nodes = []
-        for node in await self._of_all(of):
-            if node is not None:
-                fresh = [one for one in node.stamps if one.name not in told]
-                told |= {one.name for one in fresh}
-                nodes.append(msgspec.structs.replace(node, stamps=fresh))
+        for node in await self._of_all(lambda doors: doors.traced(subjects), STAMPS_S, but=(TimeoutError, EpdError)):
+            fresh = [one for one in node.stamps if one.name not in told]
+            told |= {one.name for one in fresh}
+            nodes.append(msgspec.structs.replace(node, stamps=fresh))
         return nodes
 
     async def restart(self) -> None:
@@ -284,11 +246,9 @@ class AllDoors:
     def running(self) -> int:
         return sum(one.status.running for one in self.fronts.values())
 
-    def announce(self) -> None:
-        self._ask(Asked.LEAVE)
-
-    def begin(self) -> None:
-        self._ask(Asked.DRAIN)
+    def ask(self, asked: Asked) -> None:
+        self._asked = max(self._asked, asked)
+        self._changed()
 
     async def idle(self) -> None:
         await self._of_all(lambda doors: doors.told("idle"))
@@ -297,20 +257,16 @@ class AllDoors:
         """All of them, gracefully."""
         await self._of_all(lambda doors: doors.end())
 
-    def _ask(self, asked: Asked) -> None:
-        self._asked = max(self._asked, asked)
-        self._changed()
-
     # How.
 
     def state(self) -> FrontState | None:
         """What they are to know now; None before anybody has said what there is."""
-        if self._instances is None:
+        if self._rows is None:
             return None
         self._number += 1
         return FrontState(
             self._number,
-            self._instances,
+            self._rows,
             self._wanted,
             tuple(sorted(self._published.leaving)),
             self.paused_s,
@@ -323,37 +279,19 @@ class AllDoors:
         for front in self.fronts.values():
             front.stale.set()
 
-    async def _keep_telling(self, front: RemoteDoors) -> None:
-        while True:
-            await front.stale.wait()
-            front.stale.clear()
-            try:
-                await front.tell()
-            except SupersededError:
-                self.superseded.set()
-                return
-            except EpdError as error:
-                self._say(f"the front doors of {front.node} are not told: {error}")
-                await asyncio.sleep(RETRY_S)
-                front.stale.set()
-
-    async def _follow(self, front: RemoteDoors) -> None:
-        while True:
-            try:
-                await front.follow()
-            except SupersededError:
-                self.superseded.set()
-                return
-            except EpdError as error:
-                self._say(f"the front doors of {front.node} cannot be watched: {error}")
-            await asyncio.sleep(RETRY_S)
-
-    async def _of_all(self, call: Callable[[RemoteDoors], Awaitable[T]]) -> list[T]:
-        """Those that are lost meanwhile are left out."""
+    async def _of_all(
+        self,
+        call: Callable[[RemoteDoors], Awaitable[T]],
+        within_s: float | None = None,
+        *,
+        but: tuple[type[Exception], ...] = (LostError,),
+    ) -> list[T]:
+        """What those say that are there. `but`: by what one is left out; by default, where it is lost meanwhile."""
 
         async def of(front: RemoteDoors) -> list[T]:
-            with contextlib.suppress(LostError):
-                return [await until_lost(call(front), front.lost)]
+            with contextlib.suppress(*but):
+                async with asyncio.timeout(within_s):
+                    return [await until_lost(call(front), front.lost)]
             return []
 
         told = await asyncio.gather(*(of(front) for front in self._in_order()))
@@ -387,9 +325,3 @@ class _Total:
 
     def forget(self, incarnation_id: IncarnationId) -> None:
         """Each node forgets for itself."""
-
-
-def _for_fronts(one: Observed) -> Observed:
-    """Without what only its agent needs."""
-    spec = replace(one.order.spec, needs={}, plan=None, stage=None, cores=())
-    return replace(one, order=Order(one.order.id, spec), up_s=0.0, progress="")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.front.lives import POLL_S, FrontLives, House
+from deploy.front.lives import POLL_S, FrontLives
 from deploy.front.occupancy import until_empty, until_quiet
 from deploy.front.shared import Shared, Slots, pausable_s
 from deploy.front.traced import NodeTrace
@@ -26,6 +26,7 @@ from epd_serve.phases.stamps import Stamp, stamps_about
 from epd_serve.roles import Role
 from epd_serve.trace import clock_id
 from proxy.registry.warm_links import GRACE_S
+from proxy.workers.shared_counters import Asked, Cell
 
 if TYPE_CHECKING:
     from proxy.config.keys import ApiKeys
@@ -72,10 +73,9 @@ class FrontDoors:
 
         from proxy.background import Background
         from proxy.registry.table import InstanceTable
-        from proxy.workers.limit_shares import share_of
         from proxy.workers.roster import Publisher
-        from proxy.workers.shared_ledger import SharedLedger
-        from proxy.workers.wire import Setup
+        from proxy.workers.shared_counters import SharedLedger
+        from proxy.workers.wire import Setup, share_of
 
         self._settings = settings
         self._api_keys = settings.api_keys
@@ -91,7 +91,7 @@ class FrontDoors:
         self._started = asyncio.Event()
         self.deployment: Status | None = None
         self.background = Background()
-        seen = max(counters.roster(row) for row in range(counters.rows))
+        seen = max(counters.said(row, Cell.ROSTER) for row in range(counters.rows))
         self._ledger = SharedLedger(counters, None)
         self.table = InstanceTable(ledger=self._ledger, link_grace_s=link_grace_s)
         slots = Slots(state, self._ledger, counters.slots)
@@ -123,8 +123,9 @@ class FrontDoors:
             scrape.text,
             self._api_keys,
         )
-        house = House(self._children, self._state, hub, self._shared, self._counters, environment, self._setup.grace_s)
-        lives = self._lives = FrontLives(house, self._setup, say=self._say)
+        lives = self._lives = FrontLives(
+            self._children, self._state, hub, self._shared, self._counters, environment, self._setup, self._say
+        )
         try:
             self._started.set()
             await lives.run()
@@ -161,12 +162,9 @@ class FrontDoors:
         if self._hub is not None:
             self._hub.go_by(keys)
 
-    def drain(self, id: str) -> None:
+    def drain(self, id: str, draining: bool = True) -> None:
         """Give an instance nothing new, until it is taken back or gone; what it has goes on."""
-        self._published.drain(id)
-
-    def take_back(self, id: str) -> None:
-        self._published.drain(id, False)
+        self._published.drain(id, draining)
 
     @property
     def leaving(self) -> frozenset[str]:
@@ -174,11 +172,8 @@ class FrontDoors:
         return self._published.leaving
 
     def pause(self, seconds: float) -> None:
-        """Have new requests wait for so long at most."""
+        """Have new requests wait for so long at most; 0: no longer."""
         self._published.pause(seconds)
-
-    def resume(self) -> None:
-        self._published.pause(0)
 
     @property
     def paused_s(self) -> float:
@@ -196,21 +191,16 @@ class FrontDoors:
 
     async def until_empty(self, id: str) -> None:
         """Returns when nothing is under way on an instance that is given nothing new, or it has gone."""
-        await until_empty(self, id)
+        await until_empty(self.table, self.seen, id)
 
     async def until_quiet(self, id: str) -> None:
         """Returns when no prefill is under way on it and no KV has yet to leave, or it has gone."""
-        await until_quiet(self, id)
+        await until_quiet(self.table, self.seen, id)
 
     # What is known of them.
 
-    def leases(self, id: str) -> Mapping[Work, int]:
-        """What all of them have under way on the present life of an instance; nothing of one that is not known."""
-        views = (view for view in self.table.snapshot() if view.instance.id == id)
-        return next((view.in_flight for view in views), {})
-
     def tallies(self) -> Mapping[IncarnationId, Mapping[Work, Tally]]:
-        """The same of the present lives of all instances, counted since they are known."""
+        """What all of them have given the present lives of all instances, counted since they are known."""
         names = [view.instance.incarnation_id for view in self.table.snapshot()]
         return {name: self._ledger.tallies(name) for name in names}
 
@@ -257,7 +247,7 @@ class FrontDoors:
         """Of those that start from now on."""
         from msgspec.structs import replace
 
-        from proxy.workers.limit_shares import share_of
+        from proxy.workers.wire import share_of
 
         await self._started.wait()
         assert self._lives is not None
@@ -278,25 +268,17 @@ class FrontDoors:
     @property
     def running(self) -> int:
         """Requests in flight, as of a moment ago."""
-        return self._counters.running
+        return self._counters.total(Cell.REQUESTS)
 
-    def announce(self) -> None:
-        from proxy.workers.shared_counters import Asked
-
-        self._counters.ask(Asked.LEAVE)
-
-    def begin(self) -> None:
-        from proxy.workers.shared_counters import Asked
-
-        self._counters.ask(Asked.DRAIN)
+    def ask(self, asked: Asked) -> None:
+        self._counters.ask(asked)
 
     async def idle(self) -> None:
         """Wait until nothing is left anywhere; whoever waits sets the deadline."""
-        from proxy.workers.shared_counters import Asked
-
         counters = self._counters
         while self._lives is not None and not all(  # noqa: ASYNC110 - other processes write there
-            counters.obeyed(row) is Asked.DRAIN and not counters.requests(row) for row in self._lives.serving
+            counters.said(row, Cell.OBEYED) == Asked.DRAIN and not counters.said(row, Cell.REQUESTS)
+            for row in self._lives.serving
         ):
             await asyncio.sleep(POLL_S)
 

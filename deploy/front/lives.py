@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
-from deploy.agent.record import Record
-from deploy.agent.stage_life import Noted, Spawn
-from deploy.agent.supervisor import StageSpec, Supervisor
+from deploy.agent.stage_life import Noted, Record, Spawn
+from deploy.agent.supervisor import StageEvents, StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.front.shared import Shared
 from deploy.host.children import PASSED_FROM, Child, Children
@@ -31,6 +30,7 @@ from deploy.host.processes import signal_process
 from deploy.host.state import State
 from epd_serve.endpoint import unix_url
 from epd_serve.errors import EpdError
+from proxy.workers.shared_counters import Cell
 
 if TYPE_CHECKING:
     from proxy.workers.hub import Worker, WorkerHub
@@ -73,12 +73,14 @@ class Door(msgspec.Struct, eq=False):
         return f"{NAME}{self.row}"
 
 
-@dataclass(frozen=True)
-class House:
-    """What all of them are made of.
+@dataclass(eq=False)
+class FrontLives(StageEvents):
+    """Keeps a number of front doors alive.
 
     Attributes:
-        environment: of the processes. grace_s: how long requests may go on in one that is told to end.
+        environment: of the processes.
+        setup: what those are told that start from now on.
+        say: takes a line for the operator.
     """
 
     children: Children
@@ -87,24 +89,11 @@ class House:
     shared: Shared
     counters: SharedCounters
     environment: Mapping[str, str]
-    grace_s: float
+    setup: Setup
+    say: Callable[[str], None]
 
-
-class FrontLives:
-    """Keeps a number of front doors alive. A `deploy.agent.supervisor.StageEvents`.
-
-    Args:
-        say: takes a line for the operator.
-
-    Attributes:
-        setup: what those are told that start from now on.
-    """
-
-    def __init__(self, house: House, setup: Setup, *, say: Callable[[str], None]) -> None:
-        self.setup = setup
-        self._house = house
-        self._say = say
-        self._folder = Path(house.shared.feed.getsockname()).parent
+    def __post_init__(self) -> None:
+        self._folder = Path(self.shared.feed.getsockname()).parent
         self._supervisor = Supervisor(self, PATIENCE, start=self._start)
         self._doors: dict[str, Door] = {}
         self._workers: dict[str, Worker] = {}
@@ -120,8 +109,8 @@ class FrontLives:
         """
         try:
             self._find()
-            await self._house.hub.start()  # not before: who is found watches again
-            while len(self._staying) < self._house.shared.workers:
+            await self.hub.start()  # not before: who is found watches again
+            while len(self._staying) < self.shared.workers:
                 self._open()
             self._found.set()
             await self.begun()
@@ -144,7 +133,7 @@ class FrontLives:
         await self._found.wait()
         for door in self._staying:
             door.mark = Mark.OUTDATED
-        self._note()
+        self.note()
         await self._replace_outdated()
 
     @property
@@ -157,7 +146,7 @@ class FrontLives:
         while late := [door for door in self._doors.values() if self._is_late(door, number)]:
             if time.monotonic() > until:
                 for door in late:
-                    self._say(f"{door.name} has not taken in the roster within {PROMPT_S:g} s")
+                    self.say(f"{door.name} has not taken in the roster within {PROMPT_S:g} s")
                     signal_process(door.record.pid, signal.SIGKILL)
                 until = float("inf")
             await asyncio.sleep(POLL_S / 4)
@@ -185,109 +174,99 @@ class FrontLives:
     def _is_late(self, door: Door, number: int) -> bool:
         """Whether its process may go by an older roster than that of this number."""
         worker = self._workers.get(door.name)
-        return worker is not None and worker.told and self._house.counters.roster(door.row) < number
+        return worker is not None and worker.told and self._roster(door) < number
+
+    def _roster(self, door: Door) -> int:
+        return self.counters.said(door.row, Cell.ROSTER)
 
     # --- what is written down -------------------------------------------------------------------------------------
 
     def _find(self) -> None:
         """Those that a life of this process before has started. Who of them has ended meanwhile is settled."""
-        for door in msgspec.msgpack.decode(self._house.state.read(SECTION) or b"\x90", type=list[Door]):
+        for door in msgspec.msgpack.decode(self.state.read(SECTION) or b"\x90", type=list[Door]):
             self._doors[door.name] = door
-            process = self._house.children.adopt(door.record.pid, door.record.born_ticks) if door.record.pid else None
+            process = self.children.adopt(door.record.pid, door.record.born_ticks) if door.record.pid else None
             if process is not None:
-                self._expect(door, told=self._house.counters.roster(door.row) > 0)
+                self._expect(door, told=self._roster(door) > 0)
                 if process.poll() is not None:
                     door.record.pid = 0  # by now it may be a stranger's
             self._keep(door, process)
             if door.mark is Mark.RETIRED:
                 self._retire(door)  # it may not have been told
 
-    def _note(self) -> None:
-        self._house.state.write(SECTION, msgspec.msgpack.encode(list(self._doors.values())))
+    def note(self) -> None:
+        self.state.write(SECTION, msgspec.msgpack.encode(list(self._doors.values())))
 
     # --- one of them ----------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         taken = {door.row for door in self._doors.values()}
-        door = Door(next(row for row in range(self._house.counters.rows) if row not in taken))
+        door = Door(next(row for row in range(self.counters.rows) if row not in taken))
         self._doors[door.name] = door
         self._keep(door, None)
 
     def _keep(self, door: Door, process: Child | None) -> None:
-        feed, own = self._house.shared.feed.getsockname(), self._folder / f"{door.name}.sock"
+        feed, own = self.shared.feed.getsockname(), self._folder / f"{door.name}.sock"
         passed = (str(PASSED_FROM + at) for at in range(2))
         command = Spawn(
-            module_command("deploy.front.process", feed, str(door.row), str(own), *passed), self._house.environment
+            module_command("deploy.front.process", feed, str(door.row), str(own), *passed), self.environment
         )
         log = self._folder / f"{door.name}.log"
-        spec = StageSpec(
-            door.name, unix_url(own), log, lambda incarnation: command, what="front door", ends_by=signal.SIGINT
-        )
+        spec = StageSpec(door.name, unix_url(own), log, lambda: command, what="front door", ends_by=signal.SIGINT)
         self._supervisor.add(spec, door.record, process)
 
     async def _start(self, command: Spawn, log: BinaryIO, noted: Noted) -> Child:
         """A `deploy.agent.stage_life.Start`."""
-        passed = (self._house.shared.listening.fileno(), self._house.shared.memory)
-        return await self._house.children.spawn(
-            command.argv, command.env, output=log.fileno(), passed=passed, noted=noted
-        )
+        passed = (self.shared.listening.fileno(), self.shared.memory)
+        return await self.children.spawn(command.argv, command.env, output=log.fileno(), passed=passed, noted=noted)
 
     def _retire(self, door: Door) -> None:
         """Its requests may end, and nobody is to follow."""
         door.mark = Mark.RETIRED
-        self._note()
+        self.note()
         self._supervisor.retire(door.name)
         if door.record.pid:
             signal_process(door.record.pid, signal.SIGTERM)
 
     async def _end(self, door: Door) -> None:
-        await self._supervisor.remove(door.name, self._house.grace_s + ENDING_S)
+        await self._supervisor.remove(door.name, self.setup.grace_s + ENDING_S)
         self._collected(door.name)
         if self._doors.pop(door.name, None) is not None:
-            self._note()
+            self.note()
 
     def _expect(self, door: Door, *, told: bool = False) -> None:
         own = unix_url(self._folder / f"{door.name}.sock")
-        worker = self._workers[door.name] = self._house.hub.expect(door.row, own, self.setup)
+        worker = self._workers[door.name] = self.hub.expect(door.row, own, self.setup)
         worker.told, worker.serving = told, bool(door.record.up_at)
 
     def _collected(self, name: str) -> None:
         """Nothing of its process is left."""
-        from proxy.workers.shared_ledger import settle
+        from proxy.workers.shared_counters import settle
 
         if (worker := self._workers.pop(name, None)) is not None:
-            self._house.hub.ended(worker)
-            settle(self._house.counters, worker.row)
+            self.hub.ended(worker)
+            settle(self.counters, worker.row)
 
     # --- what the supervisor says ---------------------------------------------------------------------------------
 
-    def before_spawn(self, stage: str, incarnation: str) -> None:
+    def before_spawn(self, stage: str) -> None:
         self._collected(stage)  # where its process was found ended before it had begun, nobody has said so
         (self._folder / f"{stage}.sock").unlink(missing_ok=True)
         if self._doors[stage].mark is Mark.OUTDATED:  # another one it is
             self._doors[stage].mark = Mark.STAYS
         self._expect(self._doors[stage])
 
-    def spawned(self, stage: str, pid: int) -> None:
-        self._note()
-
-    def phase(self, stage: str, phase: str) -> None:
-        """It has none worth telling."""
-
-    def up(self, stage: str, incarnation: str, seconds: float) -> None:
+    def up(self, stage: str) -> None:
         self._workers[stage].serving = True
-        self._note()
 
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
+    def down(self, stage: str, reason: str, retry_in_s: float | None) -> None:
         if retry_in_s is not None:
             self._collected(stage)
-            self._say(f"{stage} ended: {reason}; another starts in {retry_in_s:.1f} s")
-        self._note()
+            self.say(f"{stage} ended: {reason}; another starts in {retry_in_s:.1f} s")
 
     def over(self, stage: str, reason: str) -> None:
         self._collected(stage)
         del self._doors[stage]
-        self._note()
         self._gone.set()
 
     # --- one after the other --------------------------------------------------------------------------------------
@@ -297,18 +276,18 @@ class FrontLives:
             try:
                 while outdated := self._marked(Mark.OUTDATED):
                     await self._retired()
-                    if len(self._staying) <= self._house.shared.workers:
+                    if len(self._staying) <= self.shared.workers:
                         self._open()
                     fresh = self._marked(Mark.STAYS)
                     await asyncio.gather(*(self._supervisor.answered(door.name) for door in fresh))
                     self._retire(outdated[0])
                     await self._retired()
-                for door in self._staying[self._house.shared.workers :]:
+                for door in self._staying[self.shared.workers :]:
                     self._retire(door)  # outdated ones have ended by themselves, and were followed
             except EpdError:
                 for door in self._marked(Mark.OUTDATED):
                     door.mark = Mark.STAYS
-                self._note()
+                self.note()
                 raise
 
     async def _retired(self) -> None:
@@ -321,4 +300,4 @@ class FrontLives:
         try:
             await self._replace_outdated()
         except EpdError as error:
-            self._say(f"the front doors are not replaced: {error}")
+            self.say(f"the front doors are not replaced: {error}")

@@ -5,44 +5,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from proxy.registry.instance_state import REPORT_TRUST_S, InstanceView, Work
+
+if TYPE_CHECKING:
+    from proxy.registry.table import InstanceTable
 
 LOOK_S = 0.02
 CALM_S = 0.15
 """A change of what a report says is sent within 50 ms: what has been 0 for so long is."""
 
 
-class Views(Protocol):
-    """The status table, read only."""
-
-    def snapshot(self) -> tuple[InstanceView, ...]: ...
+Seen = Callable[[], Awaitable[None]]
+"""Returns when every living front door acts on all that was said before the call."""
 
 
-class Counting(Protocol):
-    """Front doors, as far as is asked here."""
-
-    @property
-    def table(self) -> Views:
-        """What requests hold of the instances, and what these report."""
-
-    async def seen(self) -> None:
-        """Returns when every living front door acts on all that was said before the call."""
-
-
-async def until_empty(doors: Counting, name: str) -> None:
+async def until_empty(table: InstanceTable, seen: Seen, name: str) -> None:
     """Returns when nothing is under way on it, or it has gone.
 
     A request's lease ends with its answer; the KV of its prompt and an encoder's writes go on after that. So what
     counts are reports that came after the last lease had ended. One that never reports is believed after
     `REPORT_TRUST_S`.
     """
-    await doors.seen()
-    while under_way(doors, name):  # noqa: ASYNC110 - in memory that other processes count in
+    await seen()
+    while under_way(table, name):  # noqa: ASYNC110 - in memory that other processes count in
         await asyncio.sleep(LOOK_S)
-    before, since = _view(doors, name), time.monotonic()
-    while (now := _view(doors, name)) is not None and before is not None:
+    before, since = _view(table, name), time.monotonic()
+    while (now := _view(table, name)) is not None and before is not None:
         if now.instance.incarnation != before.instance.incarnation:
             return  # a later life was never given anything
         silent = before.stage is None and now.stage is None and time.monotonic() > since + REPORT_TRUST_S
@@ -51,12 +42,12 @@ async def until_empty(doors: Counting, name: str) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-async def until_quiet(doors: Counting, name: str) -> None:
+async def until_quiet(table: InstanceTable, seen: Seen, name: str) -> None:
     """Returns when no prefill is under way on it and no KV has yet to leave, or it has gone."""
-    await doors.seen()
+    await seen()
     since = time.monotonic()
     while time.monotonic() < since + CALM_S:
-        view = _view(doors, name)
+        view = _view(table, name)
         if view is None:
             return
         unheard = len(view.kv) < len(view.instance.kv_news)  # whoever asks may have begun a moment ago
@@ -65,9 +56,9 @@ async def until_quiet(doors: Counting, name: str) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-def under_way(doors: Counting, name: str) -> int:
+def under_way(table: InstanceTable, name: str) -> int:
     """Requests that hold it."""
-    view = _view(doors, name)
+    view = _view(table, name)
     return sum(view.in_flight.values()) if view is not None else 0
 
 
@@ -87,5 +78,5 @@ def _says_empty(now: InstanceView, before: InstanceView) -> bool:
     return True
 
 
-def _view(doors: Counting, name: str) -> InstanceView | None:
-    return next((view for view in doors.table.snapshot() if view.instance.id == name), None)
+def _view(table: InstanceTable, name: str) -> InstanceView | None:
+    return next((view for view in table.snapshot() if view.instance.id == name), None)

@@ -14,6 +14,7 @@ import httpx
 from deploy.front.traced import NodeTrace, offset_s
 from deploy.runtime.node_api import FrontState, FrontStatus
 from deploy.runtime.node_client import NodeHttp
+from epd_serve.errors import EpdError
 from epd_serve.phases.stamps import Stamp
 from proxy.records.records import RecordsAnswer
 from proxy.workers.wire import Family
@@ -53,6 +54,16 @@ class RemoteDoors:
             if seen.life != life:
                 await self.tell()
                 life = seen.life
+
+    async def tell_news(self) -> None:
+        """As soon as there is some."""
+        await self.stale.wait()
+        self.stale.clear()
+        try:
+            await self.tell()
+        except EpdError:
+            self.stale.set()
+            raise
 
     async def tell(self) -> None:
         """Have it know what is so now. Before anybody has said what is, nothing is told."""

@@ -18,11 +18,11 @@ from deploy.host.ports import BACKLOG
 from deploy.host.state import State
 from epd_serve.errors import ConfigError
 from epd_serve.instances import IncarnationId
+from proxy.workers.shared_counters import Cell
 
 if TYPE_CHECKING:
     from proxy.config.settings import ProxySettings
-    from proxy.workers.shared_counters import SharedCounters
-    from proxy.workers.shared_ledger import SharedLedger
+    from proxy.workers.shared_counters import SharedCounters, SharedLedger
 
 SLOTS = "slots"
 """The section of the state."""
@@ -53,8 +53,7 @@ class Shared:
         Raises:
             ConfigError: no room for the counters.
         """
-        from proxy.workers.shared_counters import SharedCounters, shared_memory
-        from proxy.workers.shared_ledger import COUNTS
+        from proxy.workers.shared_counters import COUNTS, SharedCounters, shared_memory
 
         listening.listen(BACKLOG)
         feed.listen(BACKLOG)
@@ -71,8 +70,7 @@ class Shared:
         os.close(self.memory)
 
     def counters(self) -> SharedCounters:
-        from proxy.workers.shared_counters import SharedCounters
-        from proxy.workers.shared_ledger import COUNTS
+        from proxy.workers.shared_counters import COUNTS, SharedCounters
 
         return SharedCounters(mmap.mmap(self.memory, 0), self.workers + 1, COUNTS)
 
@@ -125,14 +123,15 @@ async def pausable_s(settings: ProxySettings, counters: SharedCounters) -> float
     Args:
         settings: of all front doors together.
     """
-    begun, before = time.monotonic(), counters.all_arrived()
+    begun, before = time.monotonic(), [counters.total(kind) for kind in (Cell.TEXTS, Cell.MEDIA)]
     await asyncio.sleep(RATE_S)
     seconds = time.monotonic() - begun
     text_per_s, media_per_s = (
-        max(0, now - then) / seconds for then, now in zip(before, counters.all_arrived(), strict=True)
+        max(0, counters.total(kind) - then) / seconds
+        for kind, then in zip((Cell.TEXTS, Cell.MEDIA), before, strict=True)
     )
     limits = settings.admission
-    free = max(0, settings.max_in_flight - counters.running)
+    free = max(0, settings.max_in_flight - counters.total(Cell.REQUESTS))
     rooms = (
         (limits.text_queue, text_per_s),
         (limits.media_queue, media_per_s),

@@ -15,19 +15,19 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import Protocol
 
+from proxy.workers.shared_counters import Asked
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_DRAIN_S = 24 * 3600.0
 
 
 class Draining(Protocol):
-    """The proxy's side of it (`proxy/admission/drain.py`)."""
+    """The proxy's side of it (`proxy/admission/drain.py`), of all front doors."""
 
     @property
     def running(self) -> int: ...
 
-    def announce(self) -> None: ...
-
-    def begin(self) -> None: ...
+    def ask(self, asked: Asked) -> None: ...
 
     async def idle(self) -> None: ...
 
@@ -91,7 +91,7 @@ class Ending:
     async def _leave(self, front: Draining) -> None:
         if self.stopping.is_set():
             return
-        front.announce()
+        front.ask(Asked.LEAVE)
         if self._lame_duck_s > 0:
             self._say(
                 f"not ready any more; requests are accepted for {self._lame_duck_s:g} s, or until another SIGTERM"
@@ -102,7 +102,7 @@ class Ending:
     async def _drain(self, front: Draining) -> None:
         if self.stopping.is_set() or self._drain_s <= 0:
             return
-        front.begin()
+        front.ask(Asked.DRAIN)
         if front.running:
             self._say(
                 f"draining: {front.running} requests may go on for {self._drain_s:g} s, new ones are refused; "

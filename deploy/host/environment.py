@@ -1,8 +1,10 @@
-"""The one file of this package that reads the environment, and makes that of the stages."""
+"""The one file of this package that reads the environment, and makes that of the stages; and what stderr is told."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,6 +77,13 @@ def stage_environment(added: Mapping[str, str], run_path: Path, device: str, par
 def not_the_operators(added: Mapping[str, str]) -> dict[str, str]:
     """What a stage's command adds, but for what the operator has decided in our environment."""
     return {name: value for name, value in added.items() if not (name in _OPERATORS and name in os.environ)}
+
+
+def say(line: str) -> None:
+    """To stderr. A terminal that is held (Ctrl-S), or a disk that is full, holds nobody up."""
+    with contextlib.suppress(OSError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, f"{line}\n".encode())
 
 
 def is_terminal() -> bool:

@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from deploy.host import event_loop
@@ -112,22 +112,11 @@ def end_now(code: int) -> NoReturn:
     os._exit(OVER + code)
 
 
-def keep(
-    control: Control,
-    *,
-    drain_s: float,
-    say: Callable[[str], None],
-    was_ready: Callable[[Mapping[str, bytes]], bool],
-    take_down: Callable[[], None] = lambda: None,
-    owned: Sequence[BinaryIO] = (),
-    look: Callable[[Mapping[str, bytes]], str] | None = None,
-) -> int:
-    """Keep control alive until all is over, and collect every child of this process meanwhile.
+@dataclass
+class Root:
+    """Keeps control alive until all is over, and collects every child of this process meanwhile.
 
-    When it returns control does not run any more, and signals are blocked: one that comes late, or again, must not end
-    this process by another code than the one that is returned.
-
-    Args:
+    Attributes:
         control: what it does, in the event loop of a process of its own; returns the exit code of the deployment.
         drain_s: how long requests may go on after SIGTERM: from then on control has `BEYOND_DRAIN_S` more.
         say: takes a line for the operator; what it raises of OSError is ignored.
@@ -135,44 +124,39 @@ def keep(
         take_down: ends what control had started, when it does not run any more. No signal interrupts it.
         owned: files that control is not to have.
         look: called every `LOOK_S` seconds with the sections of the state; says why all has to end, or "".
-
-    Returns:
-        The exit code that control has ended with, or ours where it has not.
-    """
-    return _Root(control, drain_s, say, was_ready, owned, look).serve(take_down)
-
-
-@dataclass
-class _Root:
-    """Attributes:
-    code: what to exit with, once it is over.
-    pid: of control; None between two lives. due: monotonic, when the next one is forked.
-    told: signals that have come. tell: descriptor of the pipe to control.
     """
 
     control: Control
+    _: KW_ONLY
     drain_s: float
-    say_line: Callable[[str], None]
+    say: Callable[[str], None]
     was_ready: Callable[[Mapping[str, bytes]], bool]
-    owned: Sequence[BinaryIO]
-    look: Callable[[Mapping[str, bytes]], str] | None
-    code: int | None = None
-    pid: int | None = None
-    due: float = 0.0
-    told: bytearray = field(default_factory=bytearray)
-    tell: int = -1
-    restarts: int = -1
-    failures: int = 0
-    begun: float = 0.0
-    deadline: float = float("inf")
+    take_down: Callable[[], None] = lambda: None
+    owned: Sequence[BinaryIO] = ()
+    look: Callable[[Mapping[str, bytes]], str] | None = None
 
     def __post_init__(self) -> None:
         self.root = os.getpid()
         be_root()
         self.exits = os.memfd_create("exits", os.MFD_CLOEXEC)
         self.state = StateFiles.make()
+        self.code: int | None = None  # to exit with, once it is over
+        self.pid: int | None = None  # of control; None between two lives
+        self.due = 0.0  # monotonic, when the next one is forked
+        self.told = bytearray()  # signals that have come
+        self.tell = -1  # descriptor of the pipe to control
+        self.restarts = -1
+        self.failures = 0
+        self.begun = 0.0
+        self.deadline = float("inf")
 
-    def serve(self, take_down: Callable[[], None]) -> int:
+    def serve(self) -> int:
+        """When it returns control does not run any more, and signals are blocked: one that comes late, or again, must
+        not end this process by another code than the one that is returned.
+
+        Returns:
+            The exit code that control has ended with, or ours where it has not.
+        """
         signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever has started us may have ignored it
         while self.code is None:
@@ -187,7 +171,7 @@ class _Root:
             if self.look is not None and (why := self.look(self.state.sections())):
                 self._end(1, why)
         self._end_control()
-        take_down()
+        self.take_down()
         return self.code
 
     def _wait_s(self) -> float:
@@ -239,7 +223,7 @@ class _Root:
         self.restarts += 1
 
     def _be_control(self, heard: int) -> NoReturn:
-        """Whatever the callers of `keep` have to undo is the root's to undo."""
+        """Whatever the callers of `serve` have to undo is the root's to undo."""
         code = CRASHED
         try:
             os.setsid()  # Ctrl-C in the terminal is the root's to hear, also one that has just been heard here
@@ -304,7 +288,7 @@ class _Root:
     def _say(self, line: str) -> None:
         if line:
             with contextlib.suppress(OSError):  # the terminal has gone
-                self.say_line(line)
+                self.say(line)
 
 
 def _ended_child() -> int | None:

@@ -1,7 +1,7 @@
 """The run directory of a launch: its identity, logs and sockets, and what is needed to clean up after kill -9.
 
     <run root>/<launch id>/launcher.json    pid and PID namespace of the launcher
-                           held             locked while the launcher lives, see held.py
+                           held             locked while the launcher lives
                            groups.jsonl     one line per process group that was ever started: stages, Mooncake's master
                            peers.json       who is there, for the stages, see epd_serve/peers.py
                            pool.json        addresses of the MM Store's second tier, where there is one
@@ -21,10 +21,15 @@
     /dev/shm/epd-<launch id>-held           locked while the launcher lives
 
 A launch removes its own directory when it ends. `reap_dead` does it for launches whose launcher has gone.
+
+The kernel lets go of the lock of a file that is `held` however the process ends, and it is seen from every PID
+namespace, which no pid is. The lock lies where that lies whose owner it tells: a directory in /tmp and memory in
+/dev/shm may be shared by different containers.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -35,9 +40,41 @@ from typing import Any, BinaryIO
 
 from deploy.host import processes
 from deploy.host.environment import run_root, shm_root
-from deploy.host.held import hold
 from deploy.host.logs import read_log
 from epd_serve.errors import ConfigError
+
+
+def hold(path: Path) -> BinaryIO:
+    """Makes the file, locked from the moment it has its name. Closing it lets go; children that exec do not inherit it.
+
+    Raises:
+        OSError: it exists, or cannot be made.
+    """
+    unnamed = path.with_name(f".{path.name}")
+    file = unnamed.open("xb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(path)
+    except OSError:
+        file.close()
+        unnamed.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def is_held(path: Path) -> bool | None:
+    """Whether somebody holds it; None where there is no such file of this user's."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                return None
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
+
 
 HELD = "held"
 MAX_SOCKET_PATH = 105

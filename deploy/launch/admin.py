@@ -17,9 +17,13 @@ from epd_serve.key_files import read_key
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from proxy.page.observed import Doors
+    from deploy.front.all_doors import AllDoors
+    from deploy.front.doors import FrontDoors
+    from deploy.options.config import EndpointConfig
     from proxy.page.routes import Page
     from proxy.registry.table import InstanceTable
+
+    Fronts = FrontDoors | AllDoors
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,8 @@ async def serve_admin(
     await serve(app, sockets=[admin.listening], grace_s=grace_s, ends=page.end)
 
 
-def admin_page(admin: Admin, doors: Doors, clients_port: int, *, tls: bool) -> Page:
-    """The page there: all but the playground, which is where models are asked, by HTTPS with `tls`. Whoever changes the
+async def serve_page(admin: Admin, doors: Fronts, config: EndpointConfig, *, grace_s: float, **more: Any) -> None:
+    """As `serve_admin`, with the page: all but the playground, which is where models are asked. Whoever changes the
     deployment by it has to have a key."""
     from proxy.http.admin import check_key
     from proxy.page.observed import Observed
@@ -86,8 +90,11 @@ def admin_page(admin: Admin, doors: Doors, clients_port: int, *, tls: bool) -> P
 
     key = "admin" if admin.key else ""
     changes = bool(key) and doors.deployment is not None
-    about = About(key=key, changes=changes, asks=False, clients_port=clients_port, clients_tls=tls)
-    return Page(about, Observed(doors), everything)
+    about = About(
+        key=key, changes=changes, asks=False, clients_port=config.port, clients_tls=bool(config.tls_cert_file)
+    )
+    page = Page(about, Observed(doors), everything)
+    await serve_admin(admin, doors.table, doors.metrics, grace_s=grace_s, page=page, **more)
 
 
 def _is_loopback(host: str) -> bool:

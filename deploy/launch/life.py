@@ -4,7 +4,7 @@ It may die: stages and front doors go on meanwhile, and the next life takes in w
 of the runtime) before it says anything to anybody. It decides when the deployment is over, and ends front doors and
 stages gracefully before it says so; a defect of its own ends nothing.
 
-What differs from machine to machines is said by `controller.py` here and by `deploy/ray/controller.py`.
+What differs from machine to machines is said by `launcher.py` here and by `deploy/ray/controller.py`.
 """
 
 from __future__ import annotations
@@ -22,35 +22,34 @@ import msgspec
 from deploy.agent.waits import Patience
 from deploy.change.types import Wanted
 from deploy.control.aim import Aim
-from deploy.control.changes import Journal
-from deploy.control.controller import Controller, PartJson
-from deploy.control.doors import Doors
-from deploy.control.failure import Deadlines
+from deploy.control.changes import Deadlines, Journal
+from deploy.control.controller import Controller
 from deploy.control.metrics import ControlMetrics
 from deploy.control.reconciler import Reconciler
 from deploy.front.key_watch import KeyMetrics, KeyWatch, Read, api_keys_of, of_this_machine, read_key_text
-from deploy.front.traced import NodeTrace
-from deploy.host.ending import Draining, Ending
+from deploy.host.ending import Ending
 from deploy.host.event_loop import together
 from deploy.host.state import State
-from deploy.launch.screen import Shown
-from deploy.launch.stage_news import StageNews
+from deploy.launch.screen import Shown, StageNews
 from deploy.options.config import proxy_values
 from deploy.plan.blueprint import Blueprint
 from deploy.plan.proxy_settings import build_proxy_settings
-from deploy.runtime.protocol import Order, Runtime, Spec
+from deploy.runtime.protocol import Order, Spec
 from epd_serve.errors import EpdError
 from proxy.config.tree import changed
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
-    from prometheus_client import CollectorRegistry
 
+    from deploy.agent.agent import Agent
+    from deploy.front.all_doors import AllDoors
+    from deploy.front.doors import FrontDoors
+    from deploy.runtime.many import ManyNodes
     from proxy.config.keys import ApiKeys
     from proxy.config.settings import ProxySettings
-    from proxy.page.observed import Status
-    from proxy.records.records import Question, RecordsAnswer
-    from proxy.registry.table import InstanceTable
+
+    Fronts = FrontDoors | AllDoors
+    Host = Agent | ManyNodes
 
 GRACE_S = 2.0
 """How long requests in flight may go on when all is taken down; with the stages' 8 s the end is below 15 s away."""
@@ -65,56 +64,6 @@ being taken down, with which exit code."""
 
 KILLED = 130
 """The exit code after a second Ctrl-C."""
-
-
-class Host(Runtime, Protocol):
-    """What runs the instances, all of it."""
-
-    async def groups(self) -> Mapping[str, int]:
-        """Process groups that run now, by name."""
-
-    async def close(self) -> None:
-        """End everything."""
-
-
-class Fronts(Doors, Draining, Protocol):
-    """All front doors, from their start to their end.
-
-    Attributes:
-        deployment: says what the deployment is, for the page; set by whoever knows.
-    """
-
-    deployment: Status | None
-
-    @property
-    def table(self) -> InstanceTable: ...
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        """Metrics of the deployment, which are in every scrape."""
-
-    async def serve(self) -> None:
-        """Until cancelled, which leaves the processes as they are. Raises EpdError: one does not start."""
-
-    async def ready(self) -> None:
-        """Wait until all of them serve, and know what has been said."""
-
-    async def end(self) -> None:
-        """All of them, gracefully."""
-
-    async def metrics(self) -> bytes: ...
-
-    async def look(self, question: Question) -> RecordsAnswer:
-        """What they know of requests."""
-
-    async def traced(self, subjects: Sequence[str]) -> list[NodeTrace]:
-        """What is stamped about these, by node."""
-
-    async def configure(self, settings: ProxySettings) -> None:
-        """Of those that start from now on."""
-
-    def go_by(self, keys: ApiKeys) -> None:
-        """From now on these are the clients' keys."""
 
 
 class Process(Protocol):
@@ -134,7 +83,6 @@ class Deployment:
     Attributes:
         id: of the launch. arena: where the features of a host's stages lie, or come to lie; None where none is shared
             with its front doors.
-        observed: front doors answer `/metrics` and `/instances`, too.
         api_keys: those of clients, as the life before this one knew them.
     """
 
@@ -142,15 +90,13 @@ class Deployment:
     blueprint: Blueprint
     patience: Patience
     arena: Path | None = None
-    observed: bool = True
     api_keys: ApiKeys | None = None
 
     def settings(self, options: Sequence[str] = ()) -> ProxySettings:
         """Of its front doors, with these `--proxy` options beside its own. Raises ConfigError."""
         config = self.blueprint.config
         config = changed(config, proxy_values(options))
-        settings = build_proxy_settings(replace(self.blueprint, config=config), self.arena, self.api_keys)
-        return replace(settings, observed=self.observed)
+        return build_proxy_settings(replace(self.blueprint, config=config), self.arena, self.api_keys)
 
 
 def front_options(notes: State) -> tuple[str, ...]:
@@ -177,6 +123,7 @@ class Life(ABC):
 
     Attributes:
         ready: the deployment has been ready, in this life or before it.
+        restarts: of those of its processes whose lives are counted, by name.
     """
 
     def __init__(
@@ -193,6 +140,7 @@ class Life(ABC):
         self.ready = notes.read(READY) is not None
         self.first: tuple[Order, ...] = ()
         self.news = StageNews(screen, ())
+        self.restarts: Mapping[str, int] = {}
         config = self.blueprint.config
         self.ending = Ending(config.lame_duck_s, config.drain_s, screen.line, self._kill)
         self.ending.serves(doors)
@@ -214,8 +162,8 @@ class Life(ABC):
         """Why it has not become ready, for the operator."""
 
     @abstractmethod
-    async def parts(self) -> Mapping[str, PartJson]:
-        """The processes that are no stages, by name."""
+    async def own_parts(self) -> dict[str, int]:
+        """Pids of the processes that are no stages, beside front doors and what stages share, by name."""
 
     def key_file(self, path: str) -> Read:
         """What reads the file of the clients' keys."""
@@ -261,7 +209,9 @@ class Life(ABC):
             self.screen.open([order.id for order in self.first])
         for order in self.first:
             await self.host.start(order)
-        controller = Controller(self.deployment.id, reconciler, self.doors, self.aim, self.parts, self._configure)
+        controller = Controller(
+            self.deployment.id, reconciler, self.doors, self.aim, self._parts, self._configure, self.restarts
+        )
         self.doors.registry.register(ControlMetrics(reconciler))
         self.doors.deployment = controller.status
         await together(
@@ -336,13 +286,14 @@ class Life(ABC):
         await self.notes.kept()
         await self.doors.configure(settings)
 
-    async def groups(self) -> dict[str, int]:
-        """Process groups of the host that are no instances, by name; none where it does not say so in time."""
+    async def _parts(self) -> dict[str, int]:
+        """Pids of the processes that are no stages; without those of a host that does not say so in time."""
         groups: Mapping[str, int] = {}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PARTS_S):
                 groups = await self.host.groups()
-        return {name: pid for name, pid in groups.items() if name.rpartition("/")[2] not in self.news.seen}
+        shared = {name: pid for name, pid in groups.items() if name.rpartition("/")[2] not in self.news.seen}
+        return {**await self.own_parts(), **shared, **self.doors.pids}
 
     async def _say_ready(self, reconciler: Reconciler) -> None:
         """Once every stage has answered, none waits for its KV links, and the front doors know."""

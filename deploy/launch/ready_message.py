@@ -13,6 +13,7 @@ from deploy.memory.placement_table import placement_rows, table
 from deploy.plan.blueprint import Blueprint
 from epd_serve.endpoint import for_http, socket_path
 from epd_serve.instances import Instance
+from store.addresses import authority
 
 SAMPLE = Path(epd_serve.demo.__path__[0]) / "samples" / "red_circle.png"
 
@@ -65,8 +66,8 @@ def _server(url: str) -> str:
 
 def _admin_lines(blueprint: Blueprint) -> list[str]:
     config = blueprint.config
-    host = f"[{config.admin_host}]" if ":" in config.admin_host else config.admin_host
-    return [f"  admin     http://{host}:{config.admin_port}/metrics, /instances"] if config.admin_port else []
+    address = authority(config.admin_host, config.admin_port)
+    return [f"  admin     http://{address}/metrics, /instances"] if config.admin_port else []
 
 
 def _core_lines(instances: Mapping[str, Instance]) -> list[str]:
@@ -85,7 +86,7 @@ def endpoint_url(blueprint: Blueprint) -> str:
     if host in ("0.0.0.0", "::", ""):
         host = "127.0.0.1"
     scheme = "https" if blueprint.config.tls_cert_file else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{blueprint.config.port}"
+    return f"{scheme}://{authority(host, blueprint.config.port)}"
 
 
 def curl(blueprint: Blueprint, endpoint: str) -> str:

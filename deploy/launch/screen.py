@@ -1,12 +1,21 @@
-"""Live progress, one line per stage: redrawn in place on a terminal, one line per change elsewhere (logs, CI)."""
+"""Live progress, one line per stage: redrawn in place on a terminal, one line per change elsewhere (logs, CI).
+
+What is shown of the instances follows from how their runtime sees them (`StageNews`). `Screen` is where it is shown; a
+deployment on many machines keeps it for terminals elsewhere (`deploy/ray/news.py`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TextIO
+
+from deploy.runtime.protocol import Observed, Runtime
+from epd_serve.errors import StageError
+from epd_serve.instances import Instance
 
 
 class Shown(Protocol):
@@ -18,19 +27,73 @@ class Shown(Protocol):
 
     def tick(self) -> None: ...
 
-    def started(self, stage: str) -> None: ...
-
-    def phase(self, stage: str, phase: str) -> None: ...
-
-    def up(self, stage: str, seconds: float) -> None: ...
-
-    def down(self, stage: str, reason: str, retry_in_s: float) -> None: ...
-
-    def over(self, stage: str, reason: str) -> None: ...
+    def row(self, stage: str, text: str, running: bool) -> None:
+        """How an instance is, in a few words. `running`: it starts, and its seconds are counted."""
 
     def gone(self, stage: str) -> None: ...
 
     def line(self, text: str) -> None: ...
+
+
+class StageNews:
+    """Shows what a runtime sees of the instances.
+
+    Args:
+        first: ids of the instances that the launch begins with; none where it began before this process did, and
+            nothing is news that is so from the start.
+
+    Attributes:
+        all_up: set when each of them has answered once, or what there is is known.
+        seen: all instances, by id.
+    """
+
+    def __init__(self, screen: Shown, first: Iterable[str]) -> None:
+        self.all_up = asyncio.Event()
+        self.seen: Mapping[str, Observed] = {}
+        self._screen = screen
+        self._missing = set(first)
+        self._silent = not self._missing
+        self._shown: dict[str, tuple[int, str]] = {}
+
+    def instances(self) -> dict[str, Instance]:
+        """What is told of their present lives."""
+        return {name: one.instance for name, one in self.seen.items() if one.instance is not None}
+
+    async def follow(self, runtime: Runtime) -> None:
+        """Until cancelled.
+
+        Raises:
+            StageError: a first start failed, before all had answered.
+        """
+        async for item in runtime.watch():
+            was, self.seen = self.seen, {one.order.id: one for one in item}
+            for gone in was.keys() - self.seen.keys():
+                self._shown.pop(gone, None)
+                self._screen.gone(gone)
+            for one in item:
+                self._show(one)
+            self._silent = False
+            self._missing -= {name for name, one in self.seen.items() if one.ever_up}
+            if not self._missing:
+                self.all_up.set()
+
+    def _show(self, one: Observed) -> None:
+        name, text = one.order.id, _text(one)
+        if one.over and name in self._missing:
+            raise StageError(f"stage {name} did not start: {one.reason}", stage=name)
+        if text and self._shown.get(name) != (one.restarts, text):
+            self._shown[name] = one.restarts, text
+            if not self._silent:
+                self._screen.row(name, text, bool(one.progress))
+
+
+def _text(one: Observed) -> str:
+    """How it is; "" where it is on its way from one state to another."""
+    if one.over:
+        return f"is not started again: {one.reason}"
+    if one.retry_in_s is not None:
+        return f"down: {one.reason}; restart in {one.retry_in_s:.0f} s"
+    return f"ready in {one.start_s:.1f} s" if one.serves else one.progress
 
 
 @dataclass
@@ -65,22 +128,17 @@ class Screen:
         """Redraw the elapsed seconds."""
         self._draw()
 
-    def started(self, stage: str) -> None:
-        self._set(stage, _Row("starting", time.monotonic(), running=True), quiet=True)
-
-    def phase(self, stage: str, phase: str) -> None:
-        row = self._row(stage)
-        if row.text != phase:
-            self._set(stage, _Row(phase, row.since, running=True))
-
-    def up(self, stage: str, seconds: float) -> None:
-        self._set(stage, _Row(f"ready in {seconds:.1f} s", self._row(stage).since))
-
-    def down(self, stage: str, reason: str, retry_in_s: float) -> None:
-        self._set(stage, _Row(f"down: {reason}; restart in {retry_in_s:.0f} s", self._row(stage).since))
-
-    def over(self, stage: str, reason: str) -> None:
-        self._set(stage, _Row(f"is not started again: {reason}", self._row(stage).since))
+    def row(self, stage: str, text: str, running: bool) -> None:
+        row = self._rows.setdefault(stage, _Row())
+        if running and not row.running:
+            row.since = time.monotonic()
+        row.text, row.running = text, running
+        if self._live:
+            self._draw()
+        else:
+            elapsed = f" ({time.monotonic() - row.since:.1f} s)" if running else ""
+            self._out.write(f"[{stage}] {text}{elapsed}\n")
+            self._out.flush()
 
     def gone(self, stage: str) -> None:
         """It is no part of the deployment any more."""
@@ -95,18 +153,6 @@ class Screen:
         self._out.write(text + "\n")
         self._draw()
         self._out.flush()
-
-    def _row(self, stage: str) -> _Row:
-        return self._rows.get(stage, _Row(since=time.monotonic()))
-
-    def _set(self, stage: str, row: _Row, *, quiet: bool = False) -> None:
-        self._rows[stage] = row
-        if self._live:
-            self._draw()
-        elif not quiet:
-            elapsed = f" ({time.monotonic() - row.since:.1f} s)" if row.running else ""
-            self._out.write(f"[{stage}] {row.text}{elapsed}\n")
-            self._out.flush()
 
     def _draw(self) -> None:
         if not self._live:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deploy.memory.fix import clip_fix, first_fix
-from deploy.memory.plan import MemoryPlan, Neighbours, groups_of, plan_memory
+from deploy.memory.plan import MemoryPlan, Neighbours, gib, groups_of, memory_table, plan_memory
 from deploy.memory.sizing import Sizing
-from deploy.memory.table import gib, memory_table
 from deploy.options.stage_args import StageArgs
 from epd_serve.errors import ConfigError
 from epd_serve.memory_shares import Need, divide, fixed_shares

@@ -1,17 +1,20 @@
 """What each process of a launch gets of its device's memory, before any of them starts.
 
-Owns the plan as data: which instances share which devices, and how these are divided. What is needed comes from
-`deploy/memory/sizing.py`, the division from `epd_serve.memory_shares`; refusals are `deploy/memory/check.py`'s, the
-table `deploy/memory/table.py`'s. The estimates have never been held against a card.
+Owns the plan, as data and as a table: which instances share which devices, and how these are divided. What is needed
+comes from `deploy/memory/sizing.py`, the division from `epd_serve.memory_shares`; refusals are
+`deploy/memory/check.py`'s. The estimates have never been held against a card.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from deploy.memory.placement_table import table
 from deploy.memory.sizing import Sizing
-from epd_serve.memory_shares import Division, Grant
+from epd_serve.memory_shares import ENGINE_DEFAULT_SHARE, Division, Grant
 from epd_serve.placement import InstancePlan
 
 
@@ -75,3 +78,65 @@ def plan_memory(plans: Sequence[InstancePlan], sizing: Sizing) -> MemoryPlan | N
             return None
         found.append(Neighbours(group, division, sizing.host_bytes if kind == "cpu" else 0))
     return MemoryPlan(kind, tuple(found))
+
+
+_GIB = 1 << 30
+
+
+def gib(size: int) -> str:
+    return f"{size / _GIB:.1f} GiB" if abs(size) >= _GIB else f"{size / (1 << 20):.0f} MiB"
+
+
+def memory_table(plan: MemoryPlan) -> str:
+    """Rows of all instances, and a line for each set of devices."""
+    header = ("instance", plan.kind, "weights", "activations", "runtime", "KV cache", "tokens", "share")
+    rows: list[tuple[str, ...]] = [header]
+    for group in plan.groups:
+        for one, grant in zip(group.plans, group.division.grants, strict=True):
+            need = grant.need
+            sizes = (gib(need.weights), gib(need.activations + grant.longest), gib(need.runtime))
+            cache = (gib(grant.kv), str(grant.tokens)) if need.kv_token else ("-", "-")
+            rows.append((one.id, group.devices(one), *sizes, *cache, _share(grant, plan.kind)))
+    return "\n".join((table(rows), *(f"  {_summary(group, plan.kind)}" for group in plan.groups)))
+
+
+def show_memory(plan: MemoryPlan, folder: Path, say: Callable[[str], None]) -> None:
+    """Into `memory.txt` of the run directory; said, too, where instances share a device."""
+    text = memory_table(plan)
+    (folder / "memory.txt").write_text(text + "\n", encoding="utf-8")
+    if plan.shared_devices:
+        say(f"memory of the devices:\n{text}")
+
+
+def memory_json(plan: MemoryPlan) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": one.id,
+            "devices": list(one.devices),
+            "weights_bytes": grant.need.weights,
+            "activation_bytes": grant.need.activations + grant.longest,
+            "runtime_bytes": grant.need.runtime,
+            "kv_bytes": grant.kv,
+            "kv_tokens": grant.tokens,
+            "memory_share": grant.share,
+        }
+        for group in plan.groups
+        for one, grant in zip(group.plans, group.division.grants, strict=True)
+    ]
+
+
+def _share(grant: Grant, kind: str) -> str:
+    if kind == "cpu":
+        return "-"
+    if grant.share is not None:
+        return f"{grant.share:.4f}".rstrip("0")
+    return f"{ENGINE_DEFAULT_SHARE:g} (engine)" if grant.need.kv_token else "-"
+
+
+def _summary(group: Neighbours, kind: str) -> str:
+    division = group.division
+    free = f", {gib(division.free)} free now" if division.free < division.total else ""
+    if kind == "cpu":
+        host = f"host {group.node}".rstrip()
+        return f"{host}: {gib(division.taken + group.shared)} of {gib(division.total)}{free}, shared memory included"
+    return f"{kind} {group.devices(group.plans[0])}: {gib(division.taken)} of {gib(division.total)}{free}"

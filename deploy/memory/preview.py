@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deploy.memory.check import share_memory
-from deploy.memory.table import memory_json, memory_table
+from deploy.memory.plan import memory_json, memory_table
 from deploy.options.stage_args import parse_stage_args
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
@@ -20,7 +19,7 @@ from deploy.doctor.preflight import preflight
 from deploy.host.environment import environment, module_command, module_environment, module_path
 from deploy.node.start import Failed, NodeError
 from deploy.options.config import DeployConfig
-from deploy.options.versions import numbers
+from deploy.options.versions import installed, numbers
 from deploy.plan.machines import Machine
 from epd_serve import __version__
 from epd_serve.errors import ConfigError
@@ -121,13 +120,7 @@ def _weights_differ(one: NodeFacts, other: NodeFacts) -> bool:
 
 def vllm_version() -> str:
     """Of the installed vLLM, whichever distribution it is, without importing it; "none" without one."""
-    found = []
-    for name in ENGINES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found) or "none"
+    return ", ".join(f"{name} {version}" for name, version in installed(ENGINES).items()) or "none"
 
 
 # --- in an environment of its own ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,8 +21,6 @@ from deploy.host.rundir import RunDir
 from deploy.host.state import State
 from deploy.runtime.node_api import FrontState, FrontStatus, Leases
 from epd_serve.errors import EpdError
-from proxy.registry.warm_links import GRACE_S
-from proxy.workers.shared_counters import Asked
 
 if TYPE_CHECKING:
     from proxy.config.settings import ProxySettings
@@ -31,25 +29,8 @@ STATE, ENDED = "front state", "front ended"
 """Sections of the state: what was told last, and that there are to be no front doors any more."""
 
 RETRY_S = 1.0
-
-
-@dataclass(frozen=True)
-class FrontSetup:
-    """Attributes:
-    settings: to begin with. What is the node's own in them it sets itself.
-    host, port: where clients come in, for a node that is not handed a socket that is bound already.
-    workers: how many front doors.
-    grace_s: how long requests in flight may go on at the end. drain_s: at the end of one of them.
-    link_grace_s: as of `InstanceTable`.
-    """
-
-    settings: ProxySettings
-    host: str = "127.0.0.1"
-    port: int = 8000
-    workers: int = 1
-    grace_s: float = 2.0
-    drain_s: float = 30.0
-    link_grace_s: float = GRACE_S
+GRACE_S = 2.0
+"""How long requests in flight may go on when all of them end."""
 
 
 class _Noted(msgspec.Struct):
@@ -64,6 +45,8 @@ class _Noted(msgspec.Struct):
 
 class NodeFront:
     """Args:
+        settings: to begin with. What is the node's own in them it sets itself.
+        drain_s: how long requests in flight may go on when one of them ends.
         key_file: of the deployment's key, here.
         say: takes a line for the operator.
 
@@ -73,7 +56,8 @@ class NodeFront:
 
     def __init__(
         self,
-        setup: FrontSetup,
+        settings: ProxySettings,
+        drain_s: float,
         run: RunDir,
         shared: Shared,
         key_file: str,
@@ -81,7 +65,8 @@ class NodeFront:
         state: State,
         say: Callable[[str], None],
     ) -> None:
-        self._setup = setup
+        self._settings = settings
+        self._drain_s = drain_s
         self._run = run
         self._shared = shared
         self._key_file = key_file
@@ -97,15 +82,14 @@ class NodeFront:
         self._packed_settings = b""
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.doors = FrontDoors(
-            self._own(self._setup.settings),
+            self._own(self._settings),
             replace(self._shared, feed=self._shared.feed.dup()),  # each closes its own
             self._children,
             self._state,
-            grace_s=self._setup.grace_s,
-            drain_s=self._setup.drain_s,
+            grace_s=GRACE_S,
+            drain_s=self._drain_s,
             say=self._say,
             launch_id=self._run.launch_id,
-            link_grace_s=self._setup.link_grace_s,
         )
 
     async def serve(self) -> None:
@@ -193,23 +177,19 @@ class NodeFront:
         doors, before = self.doors, self.doors.leaving
         if state.api_keys is not None:  # first of all: once front doors know of instances, they serve
             doors.go_by(state.api_keys)
-        doors.publish(state.instances, state.wanted)
-        for id in before - set(state.leaving):
-            doors.take_back(id)
-        for id in set(state.leaving) - before:
-            doors.drain(id)
+        doors.tell(state.rows, state.wanted)
+        for id in before ^ set(state.leaving):
+            doors.drain(id, id not in before)
         if state.paused_s or doors.paused_s:
             doors.pause(state.paused_s)
-        if state.asked is Asked.LEAVE:
-            doors.announce()
-        elif state.asked is Asked.DRAIN:
-            doors.begin()
+        doors.ask(state.asked)
         if state.settings != self._packed_settings:
-            from proxy.workers.wire import unpacked_settings
+            from proxy.config.settings import ProxySettings
+            from proxy.workers.wire import unpacked
 
-            await doors.configure(self._own(unpacked_settings(state.settings)))
+            await doors.configure(self._own(unpacked(state.settings, ProxySettings)))
             self._packed_settings = state.settings
 
     def _own(self, settings: ProxySettings) -> ProxySettings:
         """No arena of this machine is all that there is."""
-        return replace(settings, arena=None, key_file=self._key_file)
+        return replace(settings, arena="", key_file=self._key_file)

@@ -1,4 +1,4 @@
-"""`python -m deploy.node [--owner FD] [--listening FD] <SETUP`: the node process, which runs what others decide.
+"""`python -m deploy.node.process [--owner FD] [--listening FD] <SETUP`: the node process runs what others decide.
 
 It leaves whoever starts it behind: in a session of its own, a child of nobody, found again by its run directory. Below
 it is, as in a launch of one machine, a process that may die (`deploy/host/root.py`), with agent and front doors. Once
@@ -32,15 +32,14 @@ from deploy.agent.setup import AgentSetup
 from deploy.agent.wiring import Net
 from deploy.front.shared import Shared
 from deploy.host import root
-from deploy.host.environment import run_root
+from deploy.host.environment import run_root, say
 from deploy.host.event_loop import together
+from deploy.host.launches import kill_leftovers, reap_dead
 from deploy.host.ports import BACKLOG, address_of, listen, private_socket
-from deploy.host.reaper import kill_leftovers, reap_dead
 from deploy.host.rundir import RunDir
-from deploy.node.front import FrontSetup, NodeFront
+from deploy.node.front import NodeFront
 from deploy.node.routes import NodeWatch, serve_node
-from deploy.node.setup import NodeSetup
-from deploy.node.start import LOOK_S, START_S, Failed, NodeError, NodeRun, end_node, find_node
+from deploy.node.start import LOOK_S, START_S, Failed, NodeError, NodeRun, NodeSetup, end_node, find_node
 from deploy.runtime.node_api import NODE_SOCKET
 from epd_serve.errors import ConfigError, EpdError
 
@@ -54,7 +53,7 @@ NOBODY = 1
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m deploy.node")
+    parser = argparse.ArgumentParser(prog="python -m deploy.node.process")
     parser.add_argument("--owner", type=int)
     parser.add_argument("--listening", type=int)
     given = parser.parse_args()
@@ -173,15 +172,15 @@ class _Node:
     def _keep(self, stack: contextlib.ExitStack, run: RunDir, setup: AgentSetup, told: NodeRun) -> int:
         asked = stack.enter_context(private_socket(run.socket(NODE_SOCKET)))
         asked.listen(BACKLOG)
-        shared = self._shared(stack, run, self._setup.front) if self._setup.front is not None else None
+        shared = self._shared(stack, run) if self._setup.front is not None else None
 
         async def control(life: root.Life) -> int:
             children, watch = life.children(), NodeWatch()
             agent = Agent(setup, children, life.state, say=watch.say)
             front = None
             if self._setup.front is not None and shared is not None:
-                key_file = str(run.path / KEY)
-                front = NodeFront(self._setup.front, run, shared, key_file, children, life.state, watch.say)
+                drain_s, key_file = setup.blueprint.config.drain_s, str(run.path / KEY)
+                front = NodeFront(self._setup.front, drain_s, run, shared, key_file, children, life.state, watch.say)
             async with agent.running():
                 serving = serve_node(asked, life.state, watch, agent, front)
                 await root.crash_only(together(serving, self._until_signalled(life, agent)))
@@ -195,7 +194,7 @@ class _Node:
                 self._last += f"; its log: {run.keep_log(LOG)}"
             run.remove()
 
-        code = root.keep(
+        kept = root.Root(
             control,
             drain_s=0.0,
             say=self._say,
@@ -204,6 +203,7 @@ class _Node:
             owned=[*run.held, self._answers],
             look=partial(self._look, replace(told, ready=True), time.monotonic() + START_S),
         )
+        code = kept.serve()
         if not self._answers.closed:
             raise NodeError(f"node {self._setup.node}: {self._last}")
         return code
@@ -235,16 +235,15 @@ class _Node:
         await agent.close()
         root.end_now(0)
 
-    def _shared(self, stack: contextlib.ExitStack, run: RunDir, front: FrontSetup) -> Shared:
-        listening = self._listening or listen(front.host, front.port)
-        stack.enter_context(listening)
-        return Shared.of(listening, stack.enter_context(private_socket(run.feed)), front.workers)
+    def _shared(self, stack: contextlib.ExitStack, run: RunDir) -> Shared:
+        config = self._setup.blueprint.config
+        listening = stack.enter_context(self._listening or listen(config.host, config.port))
+        return Shared.of(listening, stack.enter_context(private_socket(run.feed)), config.workers)
 
     def _say(self, line: str) -> None:
-        """To the log. A disk that is full holds nobody up."""
+        """To the log."""
         self._last = line
-        if select.select([], [2], [], 0)[1]:
-            os.write(2, f"{line}\n".encode())
+        say(line)
 
 
 def _take_after(owner_pid: int) -> tuple[str, ...]:
@@ -301,3 +300,7 @@ def _log_to(path: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

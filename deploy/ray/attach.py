@@ -35,6 +35,7 @@ from deploy.ray.cluster import (
     deployments,
     here,
     node_name,
+    question_of,
     require_token,
 )
 from deploy.ray.controller import Asked, ControllerActor
@@ -232,8 +233,7 @@ class _ThroughActor(httpx.BaseTransport):
         self._actor = actor
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        headers = [(name.decode(), value.decode()) for name, value in request.headers.raw]
-        asked = self._actor.ask.remote(request.method, request.url.raw_path.decode(), headers, request.read())
+        asked = self._actor.ask.remote(*question_of(request), request.read())
         timeouts: dict[str, Any] = request.extensions.get("timeout", {})
         try:
             status, told, content = ray.get(asked, timeout=timeouts.get("read") or ANSWER_S)

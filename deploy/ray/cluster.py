@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import ray
 from ray.exceptions import RayError
 
@@ -23,6 +24,10 @@ NAMESPACE = "epd-serve"
 
 Actor = Any
 """A handle: `actor.method.remote(…)`."""
+
+Headers = list[tuple[str, str]]
+HttpAnswer = tuple[int, Headers, bytes]
+"""HTTP by way of an actor: status, headers and body of an answer."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,18 @@ def require_token() -> None:
         )
     if "InvalidAuthToken" not in asked.stdout:
         raise EpdError(f"the Ray cluster does not say whether it wants a token: {asked.stdout[-400:].strip()}")
+
+
+async def asked_of(http: httpx.AsyncClient, method: str, path: str, headers: Headers, content: bytes) -> HttpAnswer:
+    """In an actor. Raises httpx.TransportError."""
+    answer = await http.request(method, path, headers=headers, content=content)
+    return answer.status_code, list(answer.headers.items()), answer.content
+
+
+def question_of(request: httpx.Request) -> tuple[str, str, Headers]:
+    """What an actor is told of a request, beside its body."""
+    headers = [(name.decode(), value.decode()) for name, value in request.headers.raw]
+    return request.method, request.url.raw_path.decode(), headers
 
 
 def nodes_alive() -> list[RayNode]:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,15 +22,15 @@ import ray
 
 from deploy.agent.waits import Patience
 from deploy.control.aim import Aim
-from deploy.control.controller import PartJson
 from deploy.front.all_doors import AllDoors
 from deploy.front.key_watch import Read
-from deploy.launch.admin import admin_page, open_admin, serve_admin
+from deploy.launch.admin import open_admin, serve_page
 from deploy.launch.life import API_KEYS, GRACE_S, READY, Deployment, Life, noted_keys
 from deploy.launch.ready_message import ready_message
-from deploy.memory.table import memory_table
+from deploy.memory.plan import memory_table
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
+from deploy.ray.cluster import Headers, HttpAnswer, asked_of
 from deploy.ray.leases import RayLeases, release_all
 from deploy.ray.news import Event, News
 from deploy.ray.nodes import INSTANCES, Nodes, end_nodes
@@ -101,14 +101,11 @@ class ControllerActor:
     async def version(self) -> str:
         return __version__
 
-    async def ask(
-        self, method: str, path: str, headers: list[tuple[str, str]], content: bytes
-    ) -> tuple[int, list[tuple[str, str]], bytes]:
+    async def ask(self, method: str, path: str, headers: Headers, content: bytes) -> HttpAnswer:
         """An HTTP request to the admin application, as soon as there is one."""
         transport = httpx.ASGITransport(await asyncio.shield(self._app))
         async with httpx.AsyncClient(transport=transport, base_url="http://deployment") as http:
-            answer = await http.request(method, path, headers=headers, content=content)
-        return answer.status_code, list(answer.headers.items()), answer.content
+            return await asked_of(http, method, path, headers, content)
 
     async def news(self, life: str, number: int, wait_s: float) -> tuple[str, int, list[Event]]:
         """As `News.after`."""
@@ -229,7 +226,6 @@ class ControllerActor:
             config.name,
             blueprint,
             Patience(),
-            observed=not config.admin_port,
             api_keys=noted_keys(notes, config.api_key_file),
         )
         doors = AllDoors(say=self._news.line, key_file=_key_file(nodes.key), goes_on=notes.read(READY) is not None)
@@ -279,10 +275,7 @@ class RayLife(Life):
         config = self.blueprint.config
         with open_admin(config.admin_host, config.admin_port, config.admin_key_file) as admin:
             if admin is not None:
-                page = admin_page(admin, self.doors, config.port, tls=bool(config.tls_cert_file))
-                await serve_admin(
-                    admin, self.doors.table, self.doors.metrics, grace_s=GRACE_S, page=page, more=[routes]
-                )
+                await serve_page(admin, self.doors, config, grace_s=GRACE_S, more=[routes])
             await asyncio.get_running_loop().create_future()  # until cancelled
 
     async def announce(self) -> None:
@@ -298,13 +291,8 @@ class RayLife(Life):
             return f"{error}; the end of its log:\n{tail}"
         return str(error)
 
-    async def parts(self) -> Mapping[str, PartJson]:
-        others = {**await self.groups(), **self.doors.pids}
-        return {
-            "controller": {"pid": os.getpid(), "restarts": None},
-            **await self.nodes.parts(),
-            **{name: {"pid": pid, "restarts": None} for name, pid in others.items()},
-        }
+    async def own_parts(self) -> dict[str, int]:
+        return {"controller": os.getpid(), **await self.nodes.parts()}
 
 
 async def _superseded(life: RayLife) -> None:

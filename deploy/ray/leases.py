@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from deploy.host.state import State
 from deploy.ray.cluster import nodes_alive
 from deploy.ray.private import available_resources_per_node, placement_group
-from deploy.runtime.leases import LeaseError, Place, Wish
+from deploy.runtime.leases import LeaseError, Place
 
 RESOURCES = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 """What Ray calls a device of each kind."""
@@ -69,15 +69,15 @@ class RayLeases:
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
 
-    async def acquire(self, wishes: Sequence[Wish]) -> tuple[Place, ...]:
+    async def acquire(self, widths: Sequence[int]) -> tuple[Place, ...]:
         async with self._one_at_a_time:
             made: list[Place] = []
             until, free = time.monotonic() + self._acquire_s, dict(await self.free())
             try:
-                for wish in wishes:
-                    place = await self._acquire(wish, made, free, until)
+                for width in widths:
+                    place = await self._acquire(width, made, free, until)
                     made.append(place)
-                    free[place.node] = free.get(place.node, 0) - wish.devices
+                    free[place.node] = free.get(place.node, 0) - width
             except BaseException:
                 await asyncio.shield(self._tidy())
                 raise
@@ -119,8 +119,7 @@ class RayLeases:
 
     # --- one lease ------------------------------------------------------------------------------------------------
 
-    async def _acquire(self, wish: Wish, made: Sequence[Place], free: Mapping[str, int], until: float) -> Place:
-        assert wish.kind == self._kind, "a deployment has devices of one kind"
+    async def _acquire(self, width: int, made: Sequence[Place], free: Mapping[str, int], until: float) -> Place:
         others = [*self._places.values(), *made]
         numbers = [int(place.lease.removeprefix(self._prefix)) for place in others]
         name = f"{self._prefix}{max(numbers, default=-1) + 1}"
@@ -128,43 +127,42 @@ class RayLeases:
         not_on = {*self._left_out, *(ours if self._placement == "strict_spread" else ())}
         group = await asyncio.to_thread(
             placement_group,
-            [{self._resource: wish.devices}],
+            [{self._resource: width}],
             strategy="STRICT_PACK",
             name=name,
             lifetime="detached",
             bundle_label_selector=[{NODE_LABEL: f"!in({','.join(sorted(not_on))})"}] if not_on else None,
-            _soft_target_node_id=self._rather(wish, ours, free),
+            _soft_target_node_id=self._rather(width, ours, free),
         )
         if not await asyncio.to_thread(group.wait, max(0.1, until - time.monotonic())):
-            raise LeaseError(self._kind, [wish.devices], await self.free())
-        return await self._placed(name, wish, (await self._groups())[name], others)
+            raise LeaseError(self._kind, [width], await self.free())
+        return await self._placed(name, width, (await self._groups())[name], others)
 
-    def _rather(self, wish: Wish, ours: Mapping[str, int], free: Mapping[str, int]) -> str | None:
+    def _rather(self, width: int, ours: Mapping[str, int], free: Mapping[str, int]) -> str | None:
         """The node that Ray takes if it still has room when it is asked, and again when it moves the bundle.
 
         Args:
             ours: leases of each node that has any.
         """
-        able = [node for node, count in free.items() if count >= wish.devices]
+        able = [node for node, count in free.items() if count >= width]
         if self._placement == "pack":
             return max(able, key=lambda node: (node in ours, free[node]), default=None)
         return max(able, key=lambda node: (-ours.get(node, 0), free[node]), default=None)
 
-    async def _placed(self, lease: str, wish: Wish, row: Row, others: Iterable[Place]) -> Place:
+    async def _placed(self, lease: str, width: int, row: Row, others: Iterable[Place]) -> Place:
         """Where a lease's bundle is now."""
-        count = wish.devices
         node = _node(row)
         if not node:
-            return Place(lease, wish, "", (), f"{count} free {self._resource} on one node")
+            return Place(lease, width, "", (), f"{width} free {self._resource} on one node")
         if self._kind == "cpu":
             taken = {device for place in others if place.node == node for device in place.devices}
-            free = [device for device in range(len(taken) + count) if device not in taken]
-            return Place(lease, wish, node, tuple(free[:count]))
+            free = [device for device in range(len(taken) + width) if device not in taken]
+            return Place(lease, width, node, tuple(free[:width]))
         try:
             async with asyncio.timeout(IDS_S):
-                return Place(lease, wish, node, await self._ids(row, count))
+                return Place(lease, width, node, await self._ids(row, width))
         except TimeoutError:
-            return Place(lease, wish, "", (), f"which {self._resource} it has on node {node}")
+            return Place(lease, width, "", (), f"which {self._resource} it has on node {node}")
 
     async def _ids(self, row: Row, count: int) -> tuple[int, ...]:
         asking = ray.remote(_device_ids).options(
@@ -188,7 +186,7 @@ class RayLeases:
                 now[name] = place
             else:
                 others = [now.get(one.lease, one) for one in self._places.values() if one.lease != name]
-                now[name] = await self._placed(name, place.wish, row, others)
+                now[name] = await self._placed(name, place.width, row, others)
         if now != self._places:
             self._note(now)
 

@@ -73,20 +73,8 @@ class News:
     def tick(self) -> None:
         """Terminals have their own clocks."""
 
-    def started(self, stage: str) -> None:
-        self.add("started", stage)
-
-    def phase(self, stage: str, phase: str) -> None:
-        self.add("phase", stage, phase)
-
-    def up(self, stage: str, seconds: float) -> None:
-        self.add("up", stage, seconds)
-
-    def down(self, stage: str, reason: str, retry_in_s: float) -> None:
-        self.add("down", stage, reason, retry_in_s)
-
-    def over(self, stage: str, reason: str) -> None:
-        self.add("over", stage, reason)
+    def row(self, stage: str, text: str, running: bool) -> None:
+        self.add("row", stage, text, running)
 
     def gone(self, stage: str) -> None:
         self.add("gone", stage)

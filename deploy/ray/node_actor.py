@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,16 +18,14 @@ import httpx
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deploy.control.controller import PartJson
 from deploy.front.key_watch import read_key_text
 from deploy.host.logs import read_log
 from deploy.host.ports import listen
 from deploy.host.processes import environment_of, running
 from deploy.node.facts import NodeFacts, read_facts
-from deploy.node.setup import NodeSetup
-from deploy.node.start import NodeRun, end_node, find_node, start_node
+from deploy.node.start import NodeRun, NodeSetup, end_node, find_node, start_node
 from deploy.options.config import DeployConfig
-from deploy.ray.cluster import NAMESPACE, Actor, here, node_name
+from deploy.ray.cluster import NAMESPACE, Actor, Headers, HttpAnswer, asked_of, here, node_name
 from deploy.runtime.node_api import NODE_SOCKET
 from deploy.runtime.node_client import ANSWER_S, unix_transport
 from epd_serve.errors import EpdError
@@ -78,7 +76,7 @@ class NodeActor:
                     run = None
                 if run is None:
                     if setup.front is not None and self._listening is None:
-                        self._listening = listen(setup.front.host, setup.front.port)
+                        self._listening = listen(setup.blueprint.config.host, setup.blueprint.config.port)
                     run = await asyncio.to_thread(
                         start_node,
                         replace(setup, owner_pid=pid),
@@ -90,9 +88,7 @@ class NodeActor:
                 self._run = run
                 return run
 
-    async def ask(
-        self, method: str, path: str, headers: list[tuple[str, str]], content: bytes
-    ) -> tuple[int, list[tuple[str, str]], bytes] | None:
+    async def ask(self, method: str, path: str, headers: Headers, content: bytes) -> HttpAnswer | None:
         """An HTTP request to the node's API (`deploy/runtime/node_api.py`), or None where nobody answers."""
         run = await self._found()
         if run is None:
@@ -102,11 +98,9 @@ class NodeActor:
                 await self._http[1].aclose()
             transport = unix_transport(run.path / NODE_SOCKET)
             self._http = run.path, httpx.AsyncClient(transport=transport, base_url="http://node", timeout=ANSWER_S)
-        try:
-            answer = await self._http[1].request(method, path, headers=headers, content=content)
-        except httpx.TransportError:
-            return None
-        return answer.status_code, list(answer.headers.items()), answer.content
+        with contextlib.suppress(httpx.TransportError):
+            return await asked_of(self._http[1], method, path, headers, content)
+        return None
 
     async def log(self, name: str, offset: int) -> tuple[bytes, int]:
         """A piece of a log from there on, and where it ends. A negative offset is one from its end."""
@@ -117,14 +111,14 @@ class NodeActor:
         """The text of the clients' keys. Raises ConfigError."""
         return await asyncio.to_thread(read_key_text, path)
 
-    async def parts(self) -> Mapping[str, PartJson]:
-        """Processes of the deployment on this node that are no stages."""
-        found: dict[str, PartJson] = {"actor": {"pid": os.getpid(), "restarts": None}}
+    async def parts(self) -> dict[str, int]:
+        """Pids of the processes of the deployment on this node that are no stages, by name."""
+        found = {"actor": os.getpid()}
         if (run := await self._found()) is not None:
-            found["node"] = {"pid": run.pid, "restarts": None}
+            found["node"] = run.pid
             for child in await asyncio.to_thread(lambda: [one for one in running() if one.parent == run.pid]):
                 if child.name.startswith("epd "):
-                    found[child.name.removeprefix("epd ")] = {"pid": child.pid, "restarts": None}
+                    found[child.name.removeprefix("epd ")] = child.pid
         return found
 
     async def end(self) -> None:

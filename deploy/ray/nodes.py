@@ -20,20 +20,17 @@ import ray
 from ray.exceptions import RayError
 
 from deploy.control.aim import Aim
-from deploy.control.controller import PartJson
 from deploy.front.all_doors import AllDoors
 from deploy.front.remote import RemoteDoors
 from deploy.host.state import State
 from deploy.launch.life import Deployment, front_options
 from deploy.memory.placement_table import short_node
 from deploy.node.facts import NodeFacts, differences
-from deploy.node.front import FrontSetup
-from deploy.node.setup import NodeSetup
-from deploy.node.start import NodeRun
+from deploy.node.start import NodeRun, NodeSetup
 from deploy.options.addresses import port_range
 from deploy.options.config import DeployConfig
 from deploy.plan.machines import Machines
-from deploy.ray.cluster import NAMESPACE, Actor, RayNode, node_name, nodes_alive
+from deploy.ray.cluster import NAMESPACE, Actor, HttpAnswer, RayNode, node_name, nodes_alive, question_of
 from deploy.ray.leases import RESOURCES
 from deploy.ray.node_actor import hire
 from deploy.ray.private import tokens
@@ -185,10 +182,9 @@ class Nodes:
         if self._has_front(node):
             self._doors.join(node, RemoteDoors(transport, self._epoch))
 
-    async def _ask(self, node: str, *request: Any) -> tuple[int, list[tuple[str, str]], bytes] | None:
+    async def _ask(self, node: str, *request: Any) -> HttpAnswer | None:
         """As `NodeActor.ask`; has the node process run where it does not. Raises EpdError."""
-        answer: tuple[int, list[tuple[str, str]], bytes] | None
-        answer = await self._call(node, "ask", *request, wait_s=ANSWER_S + ASK_S)
+        answer: HttpAnswer | None = await self._call(node, "ask", *request, wait_s=ANSWER_S + ASK_S)
         if answer is None:
             await self._ensure(node)
         return answer
@@ -207,11 +203,7 @@ class Nodes:
 
     def _setup(self, node: str) -> NodeSetup:
         assert self._deployment is not None, "open() has been called"
-        config = self._config
-        front = None
-        if self._has_front(node):
-            settings = self._deployment.settings(front_options(self._notes))
-            front = FrontSetup(settings, config.host, config.port, config.workers, drain_s=config.drain_s)
+        config, options = self._config, front_options(self._notes)
         return NodeSetup(
             deployment=config.name,
             node=node,
@@ -220,7 +212,7 @@ class Nodes:
             ports=port_range(config.node_ports),
             master="" if node == self._master.node else self._master.address,
             blueprint=replace(self._deployment.blueprint, machines=self.machines).at(node),
-            front=front,
+            front=self._deployment.settings(options) if self._has_front(node) else None,
             run_root=config.run_root,
         )
 
@@ -285,15 +277,15 @@ class Nodes:
         self._actors.clear()
         await self.many.disconnect()
 
-    async def parts(self) -> dict[str, PartJson]:
-        """Processes that are no stages, by node and name."""
+    async def parts(self) -> dict[str, int]:
+        """Pids of processes that are no stages, by node and name."""
         nodes = tuple(self._actors)
         told = await asyncio.gather(*(self._call(node, "parts") for node in nodes), return_exceptions=True)
         return {
-            f"{node}/{name}": part
+            f"{node}/{name}": pid
             for node, parts in zip(nodes, told, strict=True)
             if not isinstance(parts, BaseException)
-            for name, part in parts.items()
+            for name, pid in parts.items()
         }
 
     async def api_keys(self, path: str) -> str:
@@ -314,13 +306,12 @@ class Nodes:
 class ThroughActor(httpx.AsyncBaseTransport):
     """HTTP to a node by way of its actor."""
 
-    def __init__(self, ask: Callable[..., Awaitable[tuple[int, list[tuple[str, str]], bytes] | None]]) -> None:
+    def __init__(self, ask: Callable[..., Awaitable[HttpAnswer | None]]) -> None:
         self._ask = ask
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        headers = [(name.decode(), value.decode()) for name, value in request.headers.raw]
         try:
-            answer = await self._ask(request.method, request.url.raw_path.decode(), headers, await request.aread())
+            answer = await self._ask(*question_of(request), await request.aread())
         except EpdError as error:
             raise httpx.ConnectError(str(error), request=request) from error
         if answer is None:

@@ -15,26 +15,18 @@ from epd_serve.errors import EpdError
 
 
 @dataclass(frozen=True)
-class Wish:
-    """So many whole devices, all on one node. `kind`: `npu`, `cuda` or `cpu`, where they are virtual."""
-
-    kind: str
-    devices: int
-
-
-@dataclass(frozen=True)
 class Place:
-    """What was leased for a wish.
+    """So many whole devices that were leased together.
 
     Attributes:
-        lease: its id, also when it has moved. wish: what it was leased for.
+        lease: its id, also when it has moved. width: how many devices.
         node: that has the devices; "" while none has.
         devices: under the numbers that they have there; empty while it is nowhere.
         waits: what it waits for then, in a few words.
     """
 
     lease: str
-    wish: Wish
+    width: int
     node: str
     devices: tuple[int, ...]
     waits: str = ""
@@ -45,7 +37,7 @@ class LeaseError(EpdError):
 
     Attributes:
         lacks: what is not there, in a few words.
-        missing: devices of each wish that nobody could give. free: devices that could be leased now, by node.
+        missing: devices of each place that nobody could give. free: devices that could be leased now, by node.
     """
 
     status = 409
@@ -64,8 +56,9 @@ class LeaseError(EpdError):
 class Leases(Protocol):
     """Of one deployment. Every call has a deadline of its own."""
 
-    async def acquire(self, wishes: Sequence[Wish]) -> tuple[Place, ...]:
-        """A place for each, in this order, or none at all; nothing stays leased after an error or a cancellation.
+    async def acquire(self, widths: Sequence[int]) -> tuple[Place, ...]:
+        """A place with so many devices for each, all on one node, in this order, or none at all; nothing stays leased
+        after an error or a cancellation.
 
         Raises:
             LeaseError: they are not there, or did not come in time.

@@ -12,10 +12,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import partial
 
-from deploy.runtime.lost import LostError, SilentError, SupersededError, until_lost
-from deploy.runtime.node_api import NodeStatus, Seen
+from deploy.runtime.node_api import Following, LostError, NodeStatus, Seen, SilentError, until_lost
+from deploy.runtime.node_client import NodeClient
 from deploy.runtime.protocol import Node, Observed, Order, Phase
 from epd_serve.errors import EpdError
 from epd_serve.peers import Peer, peer_of
@@ -25,34 +25,10 @@ SILENT_S = 10.0
 """The way to an agent may be interrupted for a few seconds while its stages serve on."""
 
 FIRST_WORD_S = 10.0
-RETRY_S = 1.0
 ASK_S = 1.0
 """How long whoever asks all nodes waits for each."""
 
 LEFTOVER_GRACE_S = 8.0
-
-
-class NodeAgent(Protocol):
-    """That of one node (`node_client.py`). Its calls are those of `Runtime`, but for the watch."""
-
-    async def start(self, order: Order) -> None: ...
-
-    async def flip(self, id: str, role: Role) -> None: ...
-
-    async def drain(self, id: str) -> None: ...
-
-    async def stop(self, id: str, grace_s: float) -> None: ...
-
-    async def status(self, after: int = 0) -> Seen[NodeStatus] | None:
-        """What is there that is newer than what had this number. None, soon: there is nothing. 0: whatever is there."""
-
-    async def know(self, peers: tuple[Peer, ...]) -> None: ...
-
-    async def groups(self) -> dict[str, int]: ...
-
-    async def close(self) -> None: ...
-
-    async def disconnect(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -62,16 +38,18 @@ class _Member:
     Attributes:
         agent: None while it is only remembered.
         instances: its last word, or what is remembered of it.
-        heard: the number of that.
+        heard: the number of that. watched: that of the last word that was waited for. told: who is on other nodes.
         away: set while it does not answer, and when it is lost.
         nodes: what it said of itself.
         leftovers: instances that are being stopped because others have their names.
     """
 
     id: str
-    agent: NodeAgent | None = None
+    agent: NodeClient | None = None
     instances: tuple[Observed, ...] = ()
     heard: int = 0
+    watched: int = 0
+    told: tuple[Peer, ...] | None = None
     nodes: tuple[Node, ...] = ()
     away: asyncio.Event = field(default_factory=asyncio.Event)
     spoken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -92,16 +70,13 @@ class _Member:
         self.keeping, self.leftovers = [], {}
 
 
-class ManyNodes:
+class ManyNodes(Following):
     """A `Runtime`, in one event loop. Whoever begins to watch it has told of all nodes there are by `join`. Calls about
     a node that is silent, or falls silent meanwhile, raise SilentError; all but `start` do nothing where it is lost.
 
     Args:
         say: takes a line for the operator.
         remembered: what ran when somebody before us watched last. Its nodes are silent until they join or are lost.
-
-    Attributes:
-        superseded: set when an agent has heard of somebody who has followed us.
     """
 
     def __init__(
@@ -112,29 +87,27 @@ class ManyNodes:
         silent_s: float = SILENT_S,
         first_word_s: float = FIRST_WORD_S,
     ) -> None:
-        self.superseded = asyncio.Event()
-        self._say = say
+        super().__init__(say)
         self._silent_s = silent_s
         self._first_word_s = first_word_s
         self._members: dict[str, _Member] = {}
         self._homes: dict[str, str] = {}  # the node of each id
         self._changed = asyncio.Event()
-        self._parting: set[asyncio.Task[None]] = set()
         for one in remembered:
             member = self._members.setdefault(one.order.spec.node, _Member(one.order.spec.node))
             member.instances = (*member.instances, one)
             member.away.set()
             self._homes[one.order.id] = member.id
 
-    def join(self, node: str, agent: NodeAgent) -> None:
+    def join(self, node: str, agent: NodeClient) -> None:
         """It is a part of the deployment, from its first word on. One that is already has another agent now."""
         member = self._members.setdefault(node, _Member(node))
         self._part_from(member)
-        member.agent, member.heard = agent, 0
+        member.agent, member.heard, member.watched, member.told = agent, 0, 0, None
         member.away.clear()
         member.keeping = [
-            asyncio.create_task(self._follow(member, agent), name=f"watch {node}"),
-            asyncio.create_task(self._inform(member, agent), name=f"peers of {node}"),
+            asyncio.create_task(self.repeat(partial(self._follow, member, agent), f"node {node} cannot be watched")),
+            asyncio.create_task(self._keep_informed(member, agent)),
         ]
         self._tell()
 
@@ -160,7 +133,7 @@ class ManyNodes:
         if (member := self._members.get(node)) is None:
             raise LostError(f"{order.id} is to run on {node}, which is not there")
 
-        async def begin(agent: NodeAgent) -> None:
+        async def begin(agent: NodeClient) -> None:
             await agent.start(order)
             self._homes[order.id] = node
 
@@ -188,7 +161,7 @@ class ManyNodes:
     async def groups(self) -> dict[str, int]:
         """Process groups that run now, as `node/name`, of the nodes that answer within a second."""
 
-        async def of(member: _Member, agent: NodeAgent) -> dict[str, int]:
+        async def of(member: _Member, agent: NodeClient) -> dict[str, int]:
             with contextlib.suppress(TimeoutError, EpdError):
                 async with asyncio.timeout(ASK_S):
                     return {f"{member.id}/{name}": pid for name, pid in (await agent.groups()).items()}
@@ -210,18 +183,17 @@ class ManyNodes:
         """Nothing more is asked. What runs goes on."""
         for node in tuple(self._members):
             self.lose(node)
-        if self._parting:
-            await asyncio.wait(self._parting)
+        await self.parted()
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
-    async def _at_home(self, id: str, call: Callable[[NodeAgent], Awaitable[None]]) -> None:
+    async def _at_home(self, id: str, call: Callable[[NodeClient], Awaitable[None]]) -> None:
         """Where it is; where that is unknown, at all that have not said yet what they have."""
         home = self._homes.get(id)
         members = [one for one in self._members.values() if one.id == home or not (home or one.spoken.is_set())]
         await asyncio.gather(*(self._unless_lost(self._carry_out(one, call)) for one in members))
 
-    async def _carry_out(self, member: _Member, call: Callable[[NodeAgent], Awaitable[None]]) -> None:
+    async def _carry_out(self, member: _Member, call: Callable[[NodeClient], Awaitable[None]]) -> None:
         """Returns when its effect is seen by all who watch. Raises LostError, SilentError."""
 
         async def called() -> None:
@@ -245,35 +217,28 @@ class ManyNodes:
 
     # --- what the nodes say ---------------------------------------------------------------------------------------
 
-    async def _follow(self, member: _Member, agent: NodeAgent) -> None:
-        number = 0
-        while True:
-            try:
-                async with asyncio.timeout(self._silent_s):
-                    seen = await agent.status(number)
-            except TimeoutError:
-                if not member.away.is_set():
-                    member.away.set()
-                    self._say(f"node {member.id} does not answer for {self._silent_s:g} s")
-                    self._tell()
-            except SupersededError:
-                self.superseded.set()
-                return
-            except EpdError as error:
-                self._say(f"node {member.id} cannot be watched: {error}")
-                await asyncio.sleep(RETRY_S)
-            else:
-                if member.away.is_set():
-                    member.away.clear()
-                    self._say(f"node {member.id} answers again")
-                    self._tell()
-                if seen is not None:
-                    number = seen.number
-                    for line in seen.value.lines:
-                        self._say(line)
-                    self._take_in(member, agent, seen)
+    async def _follow(self, member: _Member, agent: NodeClient) -> None:
+        """Its next word, or that there is none."""
+        try:
+            async with asyncio.timeout(self._silent_s):
+                seen = await agent.status(member.watched)
+        except TimeoutError:
+            if not member.away.is_set():
+                member.away.set()
+                self._say(f"node {member.id} does not answer for {self._silent_s:g} s")
+                self._tell()
+            return
+        if member.away.is_set():
+            member.away.clear()
+            self._say(f"node {member.id} answers again")
+            self._tell()
+        if seen is not None:
+            member.watched = seen.number
+            for line in seen.value.lines:
+                self._say(line)
+            self._take_in(member, agent, seen)
 
-    def _take_in(self, member: _Member, agent: NodeAgent, seen: Seen[NodeStatus] | None) -> None:
+    def _take_in(self, member: _Member, agent: NodeClient, seen: Seen[NodeStatus] | None) -> None:
         if seen is None or seen.number <= member.heard or member.agent is not agent:  # answers may overtake each other
             return
         had, instances = {one.order.id for one in member.instances}, seen.value.instances
@@ -289,7 +254,7 @@ class ManyNodes:
         member.spoken.set()
         self._tell()
 
-    async def _end_leftover(self, member: _Member, agent: NodeAgent, id: str) -> None:
+    async def _end_leftover(self, member: _Member, agent: NodeClient, id: str) -> None:
         try:
             await agent.stop(id, LEFTOVER_GRACE_S)
         except EpdError as error:
@@ -297,25 +262,18 @@ class ManyNodes:
         finally:
             member.leftovers.pop(id, None)
 
-    async def _inform(self, member: _Member, agent: NodeAgent) -> None:
+    async def _keep_informed(self, member: _Member, agent: NodeClient) -> None:
         """Of the instances of other nodes. Not before these have spoken: it would part its own from them."""
         await self._first_words(self._first_word_s)
-        told: tuple[Peer, ...] | None = None
-        while True:
-            changed, peers = self._changed, self._beyond(member)
-            if peers == told:
-                await changed.wait()
-                continue
-            try:
-                await agent.know(peers)
-            except SupersededError:
-                self.superseded.set()
-                return
-            except EpdError as error:
-                self._say(f"node {member.id} is not told who is there: {error}")
-                await asyncio.sleep(RETRY_S)
-            else:
-                told = peers
+        await self.repeat(partial(self._inform, member, agent), f"node {member.id} is not told who is there")
+
+    async def _inform(self, member: _Member, agent: NodeClient) -> None:
+        changed, peers = self._changed, self._beyond(member)
+        if peers == member.told:
+            await changed.wait()
+        else:
+            await agent.know(peers)
+            member.told = peers
 
     def _beyond(self, member: _Member) -> tuple[Peer, ...]:
         return tuple(
@@ -342,7 +300,7 @@ class ManyNodes:
 
     # --- the table ------------------------------------------------------------------------------------------------
 
-    def _joined(self) -> list[tuple[_Member, NodeAgent]]:
+    def _joined(self) -> list[tuple[_Member, NodeClient]]:
         return [(one, one.agent) for one in self._in_order() if one.agent is not None]
 
     def _in_order(self) -> list[_Member]:
@@ -359,6 +317,4 @@ class ManyNodes:
         """Ask its agent of now nothing more."""
         member.end_tasks()
         if member.agent is not None:
-            parting = asyncio.create_task(member.agent.disconnect())
-            self._parting.add(parting)
-            parting.add_done_callback(self._parting.discard)
+            self.part(member.agent.disconnect())

@@ -7,19 +7,25 @@ when what it asks for has happened: with 202 where that takes longer than `WAIT_
 which epoch it is made (`EPOCH_HEADER`): of several controllers, one that is cut off and the one that has followed it,
 the one of the latest epoch counts, and others get 409. Both ends come from one version of one program, so there are no
 versions here.
+
+How a call ends that has not happened is said here, too, and how one waits for a node that may be said to have gone.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Generic, TypeVar
 
 import msgspec
 
 from deploy.runtime.protocol import Node, Observed
+from epd_serve.errors import ConfigError, EpdError
 from epd_serve.roles import Role
 from proxy.config.keys import ApiKeys
 from proxy.registry.ledger import Tally, Work
 from proxy.workers.shared_counters import Asked
+from proxy.workers.wire import Row
 
 NODE_SOCKET = "node.sock"
 """In the run directory."""
@@ -71,6 +77,7 @@ class FrontState(msgspec.Struct, frozen=True):
 
     Attributes:
         number: of this state; a later one of the same controller has a larger one.
+        rows: of all instances that have a life.
         leaving: instances that are given nothing new although their runtime says nothing of the kind.
         paused_s: for how long new requests wait, counted from when this arrives; 0: they do not.
         asked: what all front doors are to do.
@@ -79,7 +86,7 @@ class FrontState(msgspec.Struct, frozen=True):
     """
 
     number: int
-    instances: tuple[Observed, ...]
+    rows: tuple[Row, ...]
     wanted: tuple[Role, ...]
     leaving: tuple[str, ...] = ()
     paused_s: float = 0.0
@@ -108,3 +115,70 @@ class FrontStatus(msgspec.Struct, frozen=True):
     pids: dict[str, int] = {}
     running: int = 0
     replacing: bool = False
+
+
+RETRY_S = 1.0
+
+
+class LostError(ConfigError):
+    """It is no part of the deployment, or is none any more."""
+
+
+class SilentError(EpdError):
+    """It does not answer now. Whether it has been told nobody knows: it may be told again."""
+
+    retryable = True
+
+
+class SupersededError(EpdError):
+    """Whoever asks decides no more: another controller does, in a later epoch."""
+
+
+async def until_lost(doing: Awaitable[T], lost: asyncio.Event) -> T:
+    """Its outcome. Raises LostError when `lost` is set first; what was under way is cancelled then."""
+    under_way, gone = asyncio.ensure_future(doing), asyncio.create_task(lost.wait())
+    try:
+        await asyncio.wait((under_way, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not under_way.done():
+            raise LostError("it is not there any more")
+        return under_way.result()
+    finally:
+        under_way.cancel()
+        gone.cancel()
+
+
+class Following:
+    """What is done for each of several nodes again and again, until another controller has followed this one.
+
+    Args:
+        say: takes a line for the operator.
+
+    Attributes:
+        superseded: set when a node has heard of a later controller.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.superseded = asyncio.Event()
+        self._say = say
+        self._parting: set[asyncio.Task[None]] = set()
+
+    async def repeat(self, once: Callable[[], Awaitable[None]], complaint: str) -> None:
+        """Where it fails, that is said after the complaint, and it is tried again a moment later."""
+        while not self.superseded.is_set():
+            try:
+                await once()
+            except SupersededError:
+                self.superseded.set()
+            except EpdError as error:
+                self._say(f"{complaint}: {error}")
+                await asyncio.sleep(RETRY_S)
+
+    def part(self, disconnecting: Coroutine[None, None, None]) -> None:
+        """Nobody waits for that but `parted`."""
+        parting = asyncio.create_task(disconnecting)
+        self._parting.add(parting)
+        parting.add_done_callback(self._parting.discard)
+
+    async def parted(self) -> None:
+        if self._parting:
+            await asyncio.wait(self._parting)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from deploy.runtime.lost import SupersededError
 from deploy.runtime.node_api import (
     EPOCH_HEADER,
     JSON,
@@ -26,6 +25,7 @@ from deploy.runtime.node_api import (
     NodeStatus,
     Refusal,
     Seen,
+    SupersededError,
 )
 from deploy.runtime.protocol import Order
 from epd_serve.errors import ConfigError, EpdError
@@ -111,7 +111,7 @@ class NodeHttp:
 
 
 class NodeClient:
-    """The runtime of one node: a `deploy.runtime.many.NodeAgent`. Calls raise what those of `NodeHttp` do."""
+    """The agent of one node: calls of `Runtime` but for the watch, which raise what those of `NodeHttp` do."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport, epoch: int = 0) -> None:
         self._http = NodeHttp("/agent", transport, epoch)
@@ -131,7 +131,7 @@ class NodeClient:
         await self._http.call("stop", NoneType, id, grace_s)
 
     async def status(self, after: int = 0) -> Seen[NodeStatus] | None:
-        """As of `NodeHttp.newer`."""
+        """As of `NodeHttp.newer`; soon where there is nothing newer, and whatever there is by default."""
         seen = await self._http.newer(NodeStatus, after)
         if seen is not None and seen.life != self._life:
             if self._peers is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from epd_serve.errors import ConfigError
@@ -166,7 +165,7 @@ class ProxySettings(ProxyOptions):
         tls_cert_file, tls_key_file: of the clients' port, PEM; "": it talks plain HTTP.
         modalities: what the model takes (`image`, `video`, `audio`), or None to leave it to the stages to refuse.
         image_tokens: how many tokens the model's encoder makes of an image, by its size.
-        arena: the arena of this host where all stages of the layout use it, else None.
+        arena: path of this host's arena where all stages of the layout use it, else "".
         vllm_version: of the stages, which decides what fields there are; empty where it is not known or not one.
         observed: `/metrics` and `/instances` are on the clients' port, for want of an admin listener.
         stage_key: bearer token that the stages want which somebody else runs, or "".
@@ -181,7 +180,7 @@ class ProxySettings(ProxyOptions):
     tls_key_file: str = ""
     modalities: frozenset[str] | None = None
     image_tokens: ImageTokens = field(default_factory=ByArea)
-    arena: Path | None = None
+    arena: str = ""
     vllm_version: str = ""
     observed: bool = True
     stage_key: str = field(default="", repr=False)

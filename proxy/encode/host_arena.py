@@ -25,8 +25,8 @@ ASK_AGAIN_S = 1.0
 class HostArena:
     """`holds(key)` for `FeatureDirectory`. Without a path it never knows."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: str) -> None:
+        self._path = Path(path) if path else None
         self._arena: Arena | None = None
         self._not_before = 0.0
         self._complained = False

@@ -39,8 +39,7 @@ from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_deadline import DeadlineLapsed, deadline_s
 from proxy.request.client_sink import CHOICE, DELTA, ClientSink
 from proxy.request.parse import Endpoint
-from proxy.server.client_disconnect import DisconnectWatch
-from proxy.server.http_protocol import BODY_IS_HERE
+from proxy.server.http_protocol import BODY_IS_HERE, DisconnectWatch
 
 logger = logging.getLogger(__name__)
 LAST_WORD_S = 1.0

@@ -1,7 +1,8 @@
 """Feeds several proxy processes: tells them of the deployment, answers what they cannot know, adds up what they count.
 
-An HTTP server on a socket in the run directory: `GET /watch` of a worker is answered for as long as it stays, with
-everything at first and again after each change; `GET /metrics` and `POST /seen` are answered for all workers together.
+An HTTP server on a socket in the run directory: `GET /watch` of a worker is answered with everything, once that is
+another than what the worker knows, or with nothing after a while; `GET /metrics` and `POST /seen` are answered for all
+workers together.
 What a worker has counted and knows of requests it is asked on a socket of its own (`worker.py`). Leaves starting and
 ending processes to `deploy/front`. It holds no client's connection: a worker that stops costs the others nothing but a
 wait of `TELL_S` for whoever scrapes metrics.
@@ -10,8 +11,10 @@ wait of `TELL_S` for whoever scrapes metrics.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +22,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from proxy.background import Background
@@ -33,20 +36,13 @@ from proxy.server.uvicorn_server import serve
 from proxy.workers.ask import TooLargeError, ask
 from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed
 from proxy.workers.roster import Publisher
-from proxy.workers.wire import Family, Keys, Setup, frame
+from proxy.workers.wire import NO_KEYS, WATCH_S, Family, Setup, Told, packed
 
 TELL_EVERY_S = 2.0
 TELL_S = 1.0
 MAX_ANSWER_BYTES = 16 << 20
 
 T = TypeVar("T")
-
-
-class SeenQuestion(msgspec.Struct, frozen=True):
-    """`POST /seen`, as of `proxy.page.observed.Observe`."""
-
-    question: Question
-    whole: bool
 
 
 async def _no_more() -> bytes:
@@ -117,9 +113,10 @@ class WorkerHub:
         self._background = background
         self._observe = observe
         self._more_metrics = more_metrics
-        self._api_keys = api_keys
+        self._keys = NO_KEYS if api_keys is None else msgspec.Raw(packed(api_keys))
         self._workers: dict[int, Worker] = {}
-        self._stale: set[asyncio.Event] = set()  # of those that watch
+        self._number = time.monotonic_ns()  # of what is told; later lives have larger numbers
+        self._news = asyncio.Event()
         self._ending = False
         self._tasks: list[asyncio.Task[None]] = []
         self._past: list[Family] = []
@@ -132,6 +129,7 @@ class WorkerHub:
 
     async def start(self) -> None:
         routes = [
+            Route("/setup", self._on_setup),
             Route("/watch", self._on_watch),
             Route("/metrics", self._on_metrics),
             Route("/seen", self._on_seen, methods=["POST"]),
@@ -149,8 +147,10 @@ class WorkerHub:
 
     def go_by(self, keys: ApiKeys) -> None:
         """From now on these are the clients' keys, for all workers that there are, and that come."""
-        self._api_keys = keys
-        self._changed()
+        raw = msgspec.Raw(packed(keys))
+        if raw != self._keys:
+            self._keys = raw
+            self._changed()
 
     def expect(self, row: int, url: str, setup: Setup) -> Worker:
         """A worker is about to start, which counts in this row, is asked there and is to be told `setup`."""
@@ -166,38 +166,42 @@ class WorkerHub:
 
     # --- what workers ask ----------------------------------------------------------------------------------------
 
-    async def _on_watch(self, request: Request) -> Response:
-        worker = self._workers.get(int(request.query_params["row"]))
-        return Response(status_code=404) if worker is None else StreamingResponse(self._watched(worker))
+    async def _on_setup(self, request: Request) -> Response:
+        worker = self._asking(request)
+        return Response(packed(worker.setup)) if worker is not None else Response(status_code=404)
 
-    async def _watched(self, worker: Worker) -> AsyncIterator[bytes]:
-        """Everything, at once and after each change; only the latest is ever waiting to be sent."""
-        stale, keys = asyncio.Event(), None
-        self._stale.add(stale)
-        try:
-            yield frame(worker.setup)
-            while not self._ending:
-                stale.clear()
-                if self._api_keys is not None and self._api_keys is not keys:  # before instances: with those it serves
-                    keys = self._api_keys
-                    yield frame(Keys(keys))
-                if self._published.number:  # or nothing is known yet: what a worker goes by is better than nothing
-                    worker.told = True
-                    yield frame(self._published.roster(self._background.down))
-                await stale.wait()
-        finally:
-            self._stale.discard(stale)
+    async def _on_watch(self, request: Request) -> Response:
+        """Whoever asks late, or takes long to, is told the latest only."""
+        if (worker := self._asking(request)) is None:
+            return Response(status_code=404)
+        after, roster = int(request.query_params["after"]), None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WATCH_S):
+                while self._number == after and not self._ending:
+                    await self._news.wait()
+        if self._ending:
+            return Response(status_code=503)
+        if self._number == after:
+            return Response()
+        if self._published.number:
+            worker.told = True
+            roster = self._published.roster(self._background.down)
+        return Response(packed(Told(self._number, roster, self._keys)))
+
+    def _asking(self, request: Request) -> Worker | None:
+        return self._workers.get(int(request.query_params["row"]))
 
     async def _on_metrics(self, request: Request) -> Response:
         return Response(await self.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     async def _on_seen(self, request: Request) -> Response:
-        asked = msgspec.msgpack.decode(await request.body(), type=SeenQuestion)
-        return Response(msgspec.msgpack.encode(await self._observe(asked.question, asked.whole)))
+        question, whole = msgspec.msgpack.decode(await request.body(), type=tuple[Question, bool])
+        return Response(msgspec.msgpack.encode(await self._observe(question, whole)))
 
     def _changed(self) -> None:
-        for stale in self._stale:
-            stale.set()
+        self._number += 1
+        self._news.set()
+        self._news = asyncio.Event()
 
     def _end_watches(self) -> None:
         self._ending = True

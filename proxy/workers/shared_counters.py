@@ -2,7 +2,7 @@
 
 One row per process, and only that process writes there, so nothing is locked:
 
-    cell 0      what is asked of all         row r, cells 0 to 6    requests, connections, roster … : see below
+    cell 0      what is asked of all         row r, first      what its process says of itself: `Cell`
                                              then SLOTS × COUNTS    counts of each slot
 
 What is asked is written by the parent alone. It stands here, and is no message, so that a process that starts late, or
@@ -11,6 +11,11 @@ whose parent does not answer, knows of it all the same. What a slot stands for t
 A cell is an aligned 64-bit integer and is written in one store, so a writer that is killed leaves the old or the new
 value and never half of one, whatever the processor's memory order. Cells belong together nowhere: a count only grows,
 and a reader takes each for itself.
+
+The ledger in them: which slot an incarnation is counted in, the parent says to all (`place`). A process that was killed
+holds nothing any more. Whoever collected it says so with `settle`, before another one gets the row, and lets it look as
+if everything acquired had been released: what was counted stays, so that sums never fall, and the successor goes on
+counting there.
 """
 
 from __future__ import annotations
@@ -18,20 +23,19 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from operator import add
 
 from epd_serve.errors import ConfigError
+from epd_serve.instances import IncarnationId
+from proxy.registry.ledger import NO_TALLY, NOTHING, Tally, Work
 
 SLOTS = 2048
 """Incarnations of instances that are counted at a time; a deployment has dozens."""
 
 CELL_BYTES = 8
 _HEADER = 1
-_MOVES, _CONNECTIONS, _REQUESTS, _ROSTER, _OBEYED, _ARRIVED = range(6)
-_ARRIVALS = 2  # kinds of requests
-_ROW_HEADER = _ARRIVED + _ARRIVALS
 
 
 class Asked(IntEnum):
@@ -40,6 +44,21 @@ class Asked(IntEnum):
     SERVE = 0
     LEAVE = 1  # be ready no more, and go on serving
     DRAIN = 2  # take on nothing more
+
+
+class Cell(IntEnum):
+    """What the process of a row says of itself."""
+
+    MOVES = 0  # how often it has acquired something
+    TAKES = 1  # its connections, and 1 more; 0: it takes none
+    REQUESTS = 2  # that it has
+    ROSTER = 3  # number of the one that it goes by (`roster.py`); 0: of none yet
+    OBEYED = 4  # what of `Asked` it does
+    TEXTS = 5  # requests of this kind that have come since it began
+    MEDIA = 6
+
+
+_ROW_HEADER = len(Cell)
 
 
 class SharedCounters:
@@ -72,57 +91,25 @@ class SharedCounters:
     def asked(self) -> Asked:
         return Asked(self._cells[0])
 
-    def moves(self) -> int:
-        """Another number after somebody has said that it moved."""
-        return sum(self._cells[start + _MOVES] for start in self._starts)
+    def say(self, row: int, cell: Cell, value: int) -> None:
+        self._cells[self._starts[row] + cell] = value
+
+    def said(self, row: int, cell: Cell) -> int:
+        return self._cells[self._starts[row] + cell]
+
+    def total(self, cell: Cell) -> int:
+        """Of all processes."""
+        return sum(self._cells[start + cell] for start in self._starts)
 
     def say_moved(self, row: int) -> None:
-        self._cells[self._starts[row] + _MOVES] += 1
-
-    def say_connections(self, row: int, connections: int | None) -> None:
-        """How many the row's process has; None: it takes none."""
-        self._cells[self._starts[row] + _CONNECTIONS] = 0 if connections is None else connections + 1
-
-    def connections(self, row: int) -> int | None:
-        cell = self._cells[self._starts[row] + _CONNECTIONS]
-        return cell - 1 if cell else None
+        """Its process has acquired something."""
+        self._cells[self._starts[row]] += 1
 
     def least_connections(self, but: int) -> int | None:
         """Returns the fewest that any process takes but that of row `but`; None without others."""
-        others = (self.connections(row) for row in range(self.rows) if row != but)
-        return min((connections for connections in others if connections is not None), default=None)
-
-    def say_obeyed(self, row: int, asked: Asked, requests: int) -> None:
-        """The row's process does what is asked, and has so many requests."""
-        self._cells[self._starts[row] + _REQUESTS] = requests
-        self._cells[self._starts[row] + _OBEYED] = asked
-
-    def obeyed(self, row: int) -> Asked:
-        return Asked(self._cells[self._starts[row] + _OBEYED])
-
-    def requests(self, row: int) -> int:
-        return self._cells[self._starts[row] + _REQUESTS]
-
-    @property
-    def running(self) -> int:
-        """Requests that all processes have."""
-        return sum(map(self.requests, range(self.rows)))
-
-    def say_arrived(self, row: int, arrived: Sequence[int]) -> None:
-        """So many requests of each kind have come to the row's process since it began."""
-        for at, count in enumerate(arrived):
-            self._cells[self._starts[row] + _ARRIVED + at] = count
-
-    def all_arrived(self) -> list[int]:
-        """Requests of each kind that have come to all processes there are."""
-        return [sum(self._cells[start + _ARRIVED + kind] for start in self._starts) for kind in range(_ARRIVALS)]
-
-    def say_roster(self, row: int, number: int) -> None:
-        """The row's process goes by this roster (`proxy/workers/roster.py`); 0: by none yet."""
-        self._cells[self._starts[row] + _ROSTER] = number
-
-    def roster(self, row: int) -> int:
-        return self._cells[self._starts[row] + _ROSTER]
+        others = (self.said(row, Cell.TAKES) for row in range(self.rows) if row != but)
+        least = min(filter(None, others), default=0)
+        return least - 1 if least else None
 
     def add(self, row: int, slot: int, count: int, value: int) -> None:
         """Only the row's own process may, and only what is not below 0."""
@@ -166,3 +153,75 @@ def shared_memory(size_bytes: int) -> int:
     except OSError as error:
         raise ConfigError(f"no shared memory for {size_bytes} bytes of counts: {error.strerror}") from error
     return descriptor
+
+
+_ACQUIRED, _RELEASED, _ACQUIRED_WEIGHT, _RELEASED_WEIGHT = range(4)
+_CELLS = 4
+COUNTS = _CELLS * len(Work)
+_AT = {work: _CELLS * number for number, work in enumerate(Work)}
+"""The first count of each kind of work."""
+
+
+class SharedLedger:
+    """A `proxy.registry.ledger.Ledger` of one of several processes: it counts in its own row, and reads all.
+
+    Args:
+        row: the one this process counts in, or None for one that only reads.
+    """
+
+    def __init__(self, counters: SharedCounters, row: int | None) -> None:
+        self._counters = counters
+        self._row = row
+        self._slots: dict[IncarnationId, int] = {}
+
+    def place(self, incarnation_id: IncarnationId, slot: int) -> None:
+        """It is counted there, by all processes."""
+        self._slots[incarnation_id] = slot
+
+    def acquire(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
+        self._add(incarnation_id, _AT[work] + _ACQUIRED, weight)
+        assert self._row is not None, "it has counted"
+        self._counters.say_moved(self._row)
+
+    def release(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
+        self._add(incarnation_id, _AT[work] + _RELEASED, weight)
+
+    def tallies(self, incarnation_id: IncarnationId) -> Mapping[Work, Tally]:
+        if (slot := self._slots.get(incarnation_id)) is None:
+            return NOTHING
+        sums = self._counters.sums(slot)
+        return {work: _tally(sums[at : at + _CELLS]) for work, at in _AT.items()}
+
+    def total(self, incarnation_id: IncarnationId) -> Tally:
+        if (slot := self._slots.get(incarnation_id)) is None:
+            return NO_TALLY
+        a, r, aw, rw, b, s, bw, sw, c, t, cw, tw = self._counters.sums(slot)  # of encode, prefill, decode
+        return _tally((a + b + c, r + s + t, aw + bw + cw, rw + sw + tw))
+
+    def forget(self, incarnation_id: IncarnationId) -> None:
+        self._slots.pop(incarnation_id, None)
+
+    def moves(self) -> int:
+        """Another number after some process has acquired something: a cheap look at whether there is news."""
+        return self._counters.total(Cell.MOVES)
+
+    def _add(self, incarnation_id: IncarnationId, count: int, weight: int) -> None:
+        assert self._row is not None, "a process without a row counts nothing"
+        slot = self._slots[incarnation_id]
+        self._counters.add(self._row, slot, count + 2, weight)
+        self._counters.add(self._row, slot, count, 1)
+
+
+def settle(counters: SharedCounters, row: int) -> None:
+    """Release everything that is acquired in a row whose process has ended, and forget what it said of itself."""
+    for cell in (Cell.TAKES, Cell.REQUESTS, Cell.OBEYED, Cell.ROSTER):
+        counters.say(row, cell, 0)
+    for at in _AT.values():
+        counters.copy(row, at + _ACQUIRED, at + _RELEASED)
+        counters.copy(row, at + _ACQUIRED_WEIGHT, at + _RELEASED_WEIGHT)
+
+
+def _tally(cells: Sequence[int]) -> Tally:
+    """Cells were read one by one, while others wrote: nobody holds less than nothing."""
+    acquired, released, acquired_weight, released_weight = cells
+    return Tally(acquired, min(released, acquired), acquired_weight, min(released_weight, acquired_weight))

@@ -1,14 +1,17 @@
-"""What proxy workers are told by whoever feeds them, and the frames it travels in: the answer to `GET /watch`.
+"""What proxy workers are told by whoever feeds them: the answers to `GET /setup` and `GET /watch`.
 
 Both ends come from one start of one program, so there are no versions here. Nothing is pickled: settings and instances
 are checked again where they are decoded.
+
+Limits that are counted by each worker are divided among them (`share_of`). What is with the stages at once is divided
+by `proxy/admission/capacity.py`, which is told how many processes there are. Connections are spread evenly over them
+(`proxy/server/shared_listener.py`), so an equal part each is what they need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 
@@ -18,8 +21,12 @@ from epd_serve.roles import Role
 from proxy.config.keys import ApiKeys
 from proxy.config.settings import ProxySettings
 
-MAX_FRAME_BYTES = 16 << 20
-_LENGTH_BYTES = 4
+WATCH_S = 10.0
+"""For which a watch waits for news, at most; then its answer is empty."""
+
+NO_KEYS = msgspec.Raw(msgspec.msgpack.encode(None))
+
+T = TypeVar("T")
 
 
 class FeedError(EpdError):
@@ -53,8 +60,8 @@ class Row(msgspec.Struct, frozen=True):
     slot: int = 0
 
 
-class Setup(msgspec.Struct, tag=True, frozen=True):
-    """Comes first. What a worker is told so the first time holds as long as it lives.
+class Setup(msgspec.Struct, frozen=True):
+    """What a worker is told at first, which holds as long as it lives.
 
     Attributes:
         rows: of the shared counters.
@@ -69,8 +76,8 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     link_grace_s: float
 
 
-class Roster(msgspec.Struct, tag=True, frozen=True):
-    """All instances there are. Replaces what was said before.
+class Roster(msgspec.Struct, frozen=True):
+    """All instances there are.
 
     Attributes:
         number: a later one has a larger one. From 1.
@@ -86,73 +93,54 @@ class Roster(msgspec.Struct, tag=True, frozen=True):
     down: dict[str, str] = {}
 
 
-class Keys(msgspec.Struct, tag=True, frozen=True):
-    """Those of clients from now on. Told before the first roster, too."""
+class Told(msgspec.Struct, frozen=True):
+    """Answers a watch: everything. Replaces what was said before.
 
-    keys: ApiKeys
+    Attributes:
+        number: of the answer, larger than that of what was told before, also by another life of whoever feeds.
+        roster: None while nothing is known yet: what a worker goes by is better.
+        keys: `ApiKeys` of clients, as they are packed: thousands are not read again with each roster. Or `NO_KEYS`:
+            those of its settings.
+    """
 
-
-Message = TypeVar("Message")
-Told = Setup | Roster | Keys
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    raise NotImplementedError(f"{type(value).__name__} cannot be told to a worker")
-
-
-def _restored(kind: type, value: Any) -> Any:
-    if kind is Path:
-        return Path(value)
-    raise NotImplementedError(f"{kind.__name__} cannot be told to a worker")
+    number: int
+    roster: Roster | None = None
+    keys: msgspec.Raw = NO_KEYS
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_told: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told, dec_hook=_restored)
-_settings: msgspec.msgpack.Decoder[ProxySettings] = msgspec.msgpack.Decoder(ProxySettings, dec_hook=_restored)
+def packed(value: Setup | Told | ProxySettings | ApiKeys) -> bytes:
+    """For a process of the same version of this program."""
+    return msgspec.msgpack.encode(value)
 
 
-def frame(message: Told) -> bytes:
-    """The bytes of one message, its length before it. Raises FeedError when it is too large."""
-    raw = _encoder.encode(message)
-    if len(raw) > MAX_FRAME_BYTES:
-        raise FeedError(f"a {type(message).__name__} of {len(raw):,} bytes; {MAX_FRAME_BYTES:,} may travel")
-    return len(raw).to_bytes(_LENGTH_BYTES, "big") + raw
-
-
-class Frames:
-    """Puts messages together from the pieces in which they come."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def take(self, piece: bytes) -> Iterator[Told]:
-        """Those that are whole now. Raises FeedError."""
-        self._rest += piece
-        while len(self._rest) >= _LENGTH_BYTES:
-            length = int.from_bytes(self._rest[:_LENGTH_BYTES], "big")
-            if length > MAX_FRAME_BYTES:
-                raise FeedError(f"a frame of {length:,} bytes; {MAX_FRAME_BYTES:,} may travel")
-            if len(self._rest) < _LENGTH_BYTES + length:
-                return
-            raw, self._rest = self._rest[_LENGTH_BYTES : _LENGTH_BYTES + length], self._rest[_LENGTH_BYTES + length :]
-            yield decoded(raw, _told)
-
-
-def decoded(raw: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
+def unpacked(raw: bytes | msgspec.Raw, kind: type[T]) -> T:
     """Raises FeedError."""
     try:
-        return decoder.decode(raw)
+        return msgspec.msgpack.decode(raw, type=kind)
     except msgspec.DecodeError as error:
-        raise FeedError(f"not a message: {error}") from error
+        raise FeedError(f"not a {kind.__name__}: {error}") from error
 
 
-def packed_settings(settings: ProxySettings) -> bytes:
-    """For a process of the same version of this program."""
-    return _encoder.encode(settings)
+def share_of(settings: ProxySettings, processes: int) -> ProxySettings:
+    """The settings of each of `processes`. A limit never becomes 0, which would mean something else."""
+    return replace(
+        settings,
+        max_in_flight=part(settings.max_in_flight, processes),
+        key_limits=settings.key_limits.shared_by(processes),
+        admission=replace(
+            settings.admission,
+            text_queue=part(settings.admission.text_queue, processes),
+            media_queue=part(settings.admission.media_queue, processes),
+        ),
+        retry=replace(
+            settings.retry,
+            floor_per_s=settings.retry.floor_per_s / processes,
+            burst=part(settings.retry.burst, processes),
+        ),
+        processes=processes,
+    )
 
 
-def unpacked_settings(packed: bytes) -> ProxySettings:
-    """Raises FeedError."""
-    return decoded(packed, _settings)
+def part(limit: int, processes: int) -> int:
+    """Rounded up."""
+    return -(-limit // processes)

@@ -1,8 +1,8 @@
 """One of several proxy processes behind one listening socket: the same application as a proxy that is alone.
 
 What differs is handed in: the status table counts in counters that all workers share, instances come from the parent's
-feed, and `/metrics` speaks for all workers. When the feed ends it serves on by the last roster, and connects again: it
-ends when it is told to, and when its parent has gone.
+feed, and `/metrics` speaks for all workers. When the feed ends it serves on by the last roster, and asks again: it ends
+when it is told to, and when its parent has gone.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import logging
 import mmap
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 from starlette.applications import Starlette
@@ -26,9 +25,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from epd_serve.endpoint import connect, unix_url
+from epd_serve.endpoint import unix_url
 from epd_serve.errors import DeadlineError
 from proxy.background import Background
+from proxy.config.keys import ApiKeys
 from proxy.errors import most_telling
 from proxy.http.app import create_app
 from proxy.page.observed import Seen
@@ -39,13 +39,11 @@ from proxy.registry.table import InstanceTable
 from proxy.server.shared_listener import SharedListener, most_connections
 from proxy.server.tls import Certificate
 from proxy.server.uvicorn_server import serve
-from proxy.stages.connection import Connection
 from proxy.workers.ask import TooLargeError, ask
 from proxy.workers.metrics_aggregation import own_counts
 from proxy.workers.roster import WorkerRoster
-from proxy.workers.shared_counters import Asked, SharedCounters
-from proxy.workers.shared_ledger import COUNTS, SharedLedger
-from proxy.workers.wire import FeedError, Frames, Keys, Roster, Setup, Told
+from proxy.workers.shared_counters import COUNTS, Asked, Cell, SharedCounters, SharedLedger
+from proxy.workers.wire import NO_KEYS, WATCH_S, FeedError, Roster, Setup, Told, unpacked
 
 logger = logging.getLogger(__name__)
 SUM_S = 5.0
@@ -74,77 +72,61 @@ class Feed:
         self._url = unix_url(path)
         self._row = row
         self._parent = os.getppid()
-        self._connection: Connection | None = None
-        self._frames = Frames()
-        self._messages: deque[Told] = deque()
+        self._keys = NO_KEYS
 
-    async def connect(self) -> Setup:
-        """Connect, however long it takes.
+    async def setup(self) -> Setup:
+        """What this worker is to be like, however long it takes.
 
         Raises:
             FeedError: the parent has gone, which where the kernel says so has ended this process before, or says what
                 no parent says.
         """
-        head = f"GET /watch?row={self._row} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()
-        while os.getppid() == self._parent:
-            self._frames, self._messages = Frames(), deque()
-            with contextlib.suppress(OSError):
-                _, self._connection = await connect(self._url, partial(Connection, _forget))
-                await self._connection.send(head, b"")
-                if await self._connection.head() == 200 and (message := await self._next()) is not None:
-                    if not isinstance(message, Setup):
-                        raise FeedError(f"the first message is a {type(message).__name__}")
-                    return message
-            self.close()
+        while (answer := await self._answer("setup")) is None:  # noqa: ASYNC110 - of another process
             await asyncio.sleep(RECONNECT_S)
-        raise FeedError("the parent has gone")
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        return unpacked(answer, Setup)
 
     async def listen(self, roster: Callable[[Roster], None], pipeline: Pipeline) -> None:
-        """Take in what the parent says, for ever; once connected.
+        """Take in what the parent says, for ever.
 
         Args:
             roster: takes one in.
 
         Raises:
-            FeedError: it says what no parent says.
+            FeedError: as of `setup`.
         """
+        number, ended = 0, False
         while True:
-            while (message := await self._next()) is not None:
-                with pipeline.background.handling(type(message).__name__):
-                    self._take_in(message, roster, pipeline)
-            self.close()
-            logger.warning("the feed has ended; requests go by what was said last")
-            await self.connect()  # what it is to be like was said when it began
-            logger.warning("the feed is back")
+            answer = await self._answer("watch", after=number)
+            if ended is not (answer is None):
+                ended = not ended
+                logger.warning("the feed has ended; requests go by what was said last" if ended else "the feed is back")
+            if answer is None:
+                await asyncio.sleep(RECONNECT_S)
+            elif answer:
+                told = unpacked(answer, Told)
+                number = told.number
+                self._take_in(told, roster, pipeline)
 
-    async def _next(self) -> Told | None:
-        """None when the other end has gone. Raises FeedError."""
-        assert self._connection is not None, "connected"
-        while not self._messages:
-            try:
-                piece = await self._connection.read()
-            except ConnectionError:
-                return None
-            if not piece:
-                return None
-            self._messages.extend(self._frames.take(piece))
-        return self._messages.popleft()
+    async def _answer(self, question: str, **more: int) -> bytes | None:
+        """None where nobody answers now, or with more than can be said. Raises FeedError."""
+        if os.getppid() != self._parent:
+            raise FeedError("the parent has gone")
+        path = f"/{question}?{urlencode({'row': self._row, **more})}"
+        with contextlib.suppress(OSError, TooLargeError):
+            return await ask(self._url, path, within_s=WATCH_S + SUM_S, most_bytes=MAX_ANSWER_BYTES)
+        return None
 
-    def _take_in(self, message: Told, roster: Callable[[Roster], None], pipeline: Pipeline) -> None:
-        match message:
-            case Roster():
-                pipeline.background.elsewhere = message.down
-                roster(message)
+    def _take_in(self, told: Told, roster: Callable[[Roster], None], pipeline: Pipeline) -> None:
+        handling = pipeline.background.handling
+        with handling("Keys"):
+            if told.keys != self._keys:  # before instances: with those it serves
+                pipeline.callers.go_by(unpacked(told.keys, ApiKeys))
+                self._keys = told.keys.copy()  # and not what it came in
+        with handling("Roster"):
+            if told.roster is not None:
+                pipeline.background.elsewhere = told.roster.down
+                roster(told.roster)
                 self.informed.set()
-            case Keys(keys):
-                pipeline.callers.go_by(keys)
-            case Setup():
-                raise FeedError("a second setup")
 
     async def metrics(self, pipeline: Pipeline) -> bytes:
         """Prometheus text of all workers together. Raises as `observe`."""
@@ -156,7 +138,7 @@ class Feed:
         Raises:
             DeadlineError: the parent does not answer.
         """
-        asked = msgspec.msgpack.encode({"question": question, "whole": whole})
+        asked = msgspec.msgpack.encode((question, whole))
         return msgspec.msgpack.decode(await self._asked("/seen", asked), type=Seen)
 
     async def _asked(self, path: str, body: bytes | None = None) -> bytes:
@@ -166,45 +148,26 @@ class Feed:
             raise DeadlineError(f"the launcher cannot be asked ({error or 'too late'}); try again later") from error
 
 
-def _forget(_: Connection) -> None:
-    """It is looked at where it is read."""
-
-
-class Answering:
+def own_app(pipeline: Pipeline, serves: asyncio.Event) -> Starlette:
     """What this worker answers on a socket of its own: how it is, what it has counted, what it knows of requests.
 
-    Attributes:
-        serving: it takes clients' connections.
+    Args:
+        serves: set once it takes clients' connections.
     """
 
-    def __init__(self) -> None:
-        self.serving = False
-        self._pipeline: Pipeline | None = None
+    async def health(request: Request) -> Response:
+        return Response(status_code=200 if serves.is_set() else 503)
 
-    async def serve(self, pipeline: Pipeline, own: socket.socket) -> None:
-        """Until cancelled."""
-        self._pipeline = pipeline
-        routes = [
-            Route("/health", self._health),
-            Route("/counts", self._counts),
-            Route("/records", self._records, methods=["POST"]),
-        ]
-        await serve(Starlette(routes=routes), sockets=[own])
+    async def counts(request: Request) -> Response:
+        return Response(msgspec.msgpack.encode(own_counts(pipeline.metrics.registry)))
 
-    def serves(self) -> None:
-        self.serving = True
-
-    async def _health(self, request: Request) -> Response:
-        return Response(status_code=200 if self.serving else 503)
-
-    async def _counts(self, request: Request) -> Response:
-        assert self._pipeline is not None
-        return Response(msgspec.msgpack.encode(own_counts(self._pipeline.metrics.registry)))
-
-    async def _records(self, request: Request) -> Response:
-        assert self._pipeline is not None
+    async def records(request: Request) -> Response:
         question = msgspec.msgpack.decode(await request.body(), type=Question)
-        return Response(msgspec.msgpack.encode(self._pipeline.records.look(question)))
+        return Response(msgspec.msgpack.encode(pipeline.records.look(question)))
+
+    return Starlette(
+        routes=[Route("/health", health), Route("/counts", counts), Route("/records", records, methods=["POST"])]
+    )
 
 
 class OwnRow:
@@ -223,14 +186,16 @@ class OwnRow:
     def look(self) -> bool:
         """Returns whether there are others."""
         counters, drain = self._counters, self._pipeline.drain
-        counters.say_connections(self._row, self._shared.connections if self._shared.takes else None)
+        counters.say(self._row, Cell.TAKES, self._shared.connections + 1 if self._shared.takes else 0)
         asked = counters.asked
         if asked >= Asked.LEAVE:
             drain.announce()
         if asked >= Asked.DRAIN:
             drain.begin()
-        counters.say_obeyed(self._row, asked, drain.running)
-        counters.say_arrived(self._row, list(self._pipeline.gate.queue.arrived.values()))
+        counters.say(self._row, Cell.REQUESTS, drain.running)
+        counters.say(self._row, Cell.OBEYED, asked)
+        for cell, arrived in zip((Cell.TEXTS, Cell.MEDIA), self._pipeline.gate.queue.arrived.values(), strict=True):
+            counters.say(self._row, cell, arrived)
         alone = counters.least_connections(self._row) is None
         if not alone and self._moves != (moves := self._ledger.moves()):
             # What an instance reports is held against what had been acquired by then: by all workers.
@@ -268,14 +233,12 @@ async def run_worker(
         FeedError: the parent says what no parent says, or has gone.
     """
     feed = Feed(path, row)
+    setup = await feed.setup()
+    shared = SharedCounters(mmap.mmap(counters, 0), setup.rows, COUNTS)
     try:
-        setup = await feed.connect()
-        shared = SharedCounters(mmap.mmap(counters, 0), setup.rows, COUNTS)
         await _serve(feed, setup, own, listening, shared, row, signals)
     except ExceptionGroup as failed:
         raise most_telling(failed) from None
-    finally:
-        feed.close()
 
 
 async def _serve(
@@ -301,20 +264,20 @@ async def _serve(
     shared = SharedListener(listening, lambda: counters.least_connections(row), certificate, most_connections())
     own_row = OwnRow(counters, row, ledger, shared, pipeline)
     worker_roster = WorkerRoster(table)
-    answers = Answering()
+    serves = asyncio.Event()
 
     def take_in(roster: Roster) -> None:
         for one in roster.rows:
             ledger.place(one.instance.incarnation_id, one.slot)
         worker_roster.take_in(roster)
-        counters.say_roster(row, roster.number)
+        counters.say(row, Cell.ROSTER, roster.number)
 
     async def front() -> None:
         await feed.informed.wait()
         own_row.look()  # what is asked may have been asked before this process was there
         background.start("notes on the board", own_row.keep)
         grace_s = max(setup.grace_s, setup.drain_s)
-        await serve(app, shared=shared, grace_s=grace_s, started=answers.serves, ends=page.end, background=background)
+        await serve(app, shared=shared, grace_s=grace_s, started=serves.set, ends=page.end, background=background)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -325,7 +288,7 @@ async def _serve(
             serving, fed, answering = (
                 start(front()),
                 start(feed.listen(take_in, pipeline)),
-                start(answers.serve(pipeline, own)),
+                start(serve(own_app(pipeline, serves), sockets=[own])),
             )
             leave, stop = start(signals.leave.wait()), start(signals.stop.wait())
             await asyncio.wait((serving, leave, stop), return_when=asyncio.FIRST_COMPLETED)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.host.launches import reap_dead
 from deploy.host.ports import free_ports
-from deploy.host.reaper import reap_dead
 from tests.deploy.launched import FakeLaunch
 
 

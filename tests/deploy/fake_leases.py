@@ -10,7 +10,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from deploy.runtime.leases import LeaseError, Place, Wish
+from deploy.runtime.leases import LeaseError, Place
 
 
 class FakeLeases:
@@ -37,9 +37,9 @@ class FakeLeases:
         self._places: dict[str, Place] = {}
         self._changed = asyncio.Event()
 
-    async def acquire(self, wishes: Sequence[Wish]) -> tuple[Place, ...]:
-        self.calls.append(f"acquire {[wish.devices for wish in wishes]}")
-        made = [Place(f"lease{next(self._numbers)}", wish, "", (), "room") for wish in wishes]
+    async def acquire(self, widths: Sequence[int]) -> tuple[Place, ...]:
+        self.calls.append(f"acquire {[*widths]}")
+        made = [Place(f"lease{next(self._numbers)}", width, "", (), "room") for width in widths]
         self._places |= {one.lease: one for one in made}  # in the queue, as a placement group that is pending
         try:
             self._settle()
@@ -48,7 +48,7 @@ class FakeLeases:
                     self._changed.clear()
                     await self._changed.wait()
         except BaseException as error:
-            missing = [one.wish.devices for one in made if not self._places[one.lease].node]
+            missing = [one.width for one in made if not self._places[one.lease].node]
             await self.release([one.lease for one in made])
             if isinstance(error, TimeoutError):
                 raise LeaseError(self._kind, missing, await self.free()) from None
@@ -118,7 +118,7 @@ class FakeLeases:
         """Whoever has waited longest comes first."""
         for lease, one in self._places.items():
             if not one.node:
-                count = one.wish.devices
+                count = one.width
                 fitting = [node for node in self.nodes if len(self._free(node)) >= count]
                 if not fitting:
                     continue

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from deploy.runtime.node_api import NodeStatus, Seen
+from deploy.runtime.node_client import NodeClient
 from deploy.runtime.protocol import Node, Observed, Order
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
@@ -15,8 +16,8 @@ from tests.deploy.fake_runtime import FakeRuntime
 WATCH_S = 0.02
 
 
-class FakeNode:
-    """A `deploy.runtime.many.NodeAgent`.
+class FakeNode(NodeClient):
+    """A node without HTTP.
 
     Attributes:
         runtime: of its present life. known: what it was told of others; None before the first time.

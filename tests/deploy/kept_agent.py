@@ -129,13 +129,14 @@ def main() -> int:
             return 1
 
         _write(folder / "run_path", str(run.path))
-        code = root.keep(
+        kept = root.Root(
             control,
             drain_s=0.0,
             say=lambda line: None,
             was_ready=lambda sections: True,
             owned=run.held,
         )
+        code = kept.serve()
     for group in read_groups(run.path):
         signal_group(group, signal.SIGKILL)
     run.remove()

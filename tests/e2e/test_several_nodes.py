@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deploy.host import processes
-from deploy.host.listeners import exposed
+from deploy.host.ports import exposed
 from deploy.host.rundir import read_groups
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw

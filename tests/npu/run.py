@@ -23,8 +23,8 @@ import uuid
 from pathlib import Path
 
 from deploy.host import processes
+from deploy.host.launches import reap_dead
 from deploy.host.parent_death_exec import parent_death_exec
-from deploy.host.reaper import reap_dead
 from npu_ops.discovery import discover
 from npu_ops.properties import read_properties
 from tests.npu.card import EAGER, Card, read_card

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from deploy.agent.health import health_status
+from deploy.agent.waits import health_status
 from tests.waiting import PATIENCE_S
 
 

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from deploy.agent.instances import INSTANCES, Instances, Kept
-from deploy.agent.record import Record
 from deploy.agent.specs import orders
+from deploy.agent.stage_life import Record
 from deploy.agent.wiring import instance_of, wire
 from deploy.host.state import SharedState, State, StateFiles
 from deploy.runtime.node_api import NodeStatus, Seen
@@ -112,15 +111,3 @@ async def _watch(instances: Instances, seen: list[int]) -> None:
     async with contextlib.aclosing(instances.watch()) as items:
         async for item in items:
             seen.append(len(item))
-
-
-def test_a_process_that_has_been_made_is_written_down_before_it_goes_on(tmp_path: Path) -> None:
-    files = StateFiles.make()
-    world = wired("(E-P)-D")
-    (one, *_) = kept("(E-P)-D")
-    instances = Instances(replace(world.site, run=replace(world.site.run, path=tmp_path)), print, SharedState(files))
-    instances.kept[one.order.id] = one
-    one.record.pid, one.record.born_ticks = 4711, 815
-    instances.spawned(one.order.id, 4711)
-    (again,) = instances_of("(E-P)-D", SharedState(files)).kept.values()
-    assert (again.record.pid, again.record.born_ticks) == (4711, 815)

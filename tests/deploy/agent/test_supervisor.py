@@ -11,12 +11,12 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
-from deploy.agent.record import Record
-from deploy.agent.stage_life import Spawn, Start, executed
-from deploy.agent.supervisor import StageSpec, Supervisor
+from deploy.agent.stage_life import Noted, Record, Spawn, Start, executed
+from deploy.agent.supervisor import StageEvents, StageSpec, Supervisor
 from deploy.agent.waits import Patience
 from deploy.host import processes
 from deploy.host.children import Child, Children
@@ -42,15 +42,18 @@ def started() -> Start:
 
 
 @dataclass
-class Recorder:
+class Recorder(StageEvents):
     """Takes the events down."""
 
     lines: list[tuple[str, ...]] = field(default_factory=list)
     pids: dict[str, list[int]] = field(default_factory=dict)
     spawned_at: list[float] = field(default_factory=list)
 
-    def before_spawn(self, stage: str, incarnation: str) -> None:
-        self.lines.append(("before", stage, incarnation))
+    def note(self) -> None:
+        """Nobody goes on with these."""
+
+    def before_spawn(self, stage: str) -> None:
+        self.lines.append(("before", stage))
 
     def spawned(self, stage: str, pid: int) -> None:
         self.pids.setdefault(stage, []).append(pid)
@@ -59,14 +62,14 @@ class Recorder:
     def phase(self, stage: str, phase: str) -> None:
         self.lines.append(("phase", stage, phase))
 
-    def up(self, stage: str, incarnation: str, seconds: float) -> None:
-        self.lines.append(("up", stage, incarnation))
+    def up(self, stage: str) -> None:
+        self.lines.append(("up", stage))
 
-    def down(self, stage: str, incarnation: str, reason: str, retry_in_s: float | None) -> None:
-        self.lines.append(("down", stage, incarnation, reason, "" if retry_in_s is None else f"{retry_in_s:g}"))
+    def down(self, stage: str, reason: str, retry_in_s: float | None) -> None:
+        self.lines.append(("down", stage, reason, "" if retry_in_s is None else f"{retry_in_s:g}"))
 
     def over(self, stage: str, reason: str) -> None:
-        self.lines.append(("over", stage, "", reason))
+        self.lines.append(("over", stage, reason))
 
     def of(self, kind: str) -> list[tuple[str, ...]]:
         return [line for line in self.lines if line[0] == kind]
@@ -76,7 +79,7 @@ def spec(folder: Path, name: str = "E0", *flags: str, turns: Sequence[str] = ())
     port = free_ports(1)[0]
     argv = (sys.executable, FAKE_STAGE, str(port), *flags)
     url = f"http://127.0.0.1:{port}"
-    return StageSpec(name, url, folder / f"{name}.log", lambda _: Spawn(argv, os.environ), turns=turns)
+    return StageSpec(name, url, folder / f"{name}.log", lambda: Spawn(argv, os.environ), turns=turns)
 
 
 @contextlib.asynccontextmanager
@@ -103,18 +106,42 @@ async def test_a_stage_is_up_when_it_answers_and_its_phases_are_told(tmp_path: P
     assert not processes.group_members(events.pids["E0"][0])
 
 
-async def test_a_killed_stage_is_reported_and_restarted_with_a_new_incarnation(tmp_path: Path) -> None:
-    events = Recorder()
-    async with running(Supervisor(events, QUICK, start=started()), spec(tmp_path, "E0", "--child")):
+async def test_a_process_is_written_down_before_it_goes_on(tmp_path: Path) -> None:
+    record, written, first_noted = Record(), list[int](), list[bool]()
+    really_start = started()
+
+    class Noting(Recorder):
+        def note(self) -> None:
+            written.append(record.pid)
+
+    async def start(command: Spawn, log: BinaryIO, noted: Noted) -> Child:
+        def told(child: Child) -> None:
+            noted(child)
+            first_noted.append(written[-1:] == [child.pid])
+
+        return await really_start(command, log, told)
+
+    events = Noting()
+    supervisor = Supervisor(events, QUICK, start=start)
+    async with running(supervisor):
+        supervisor.add(spec(tmp_path), record)
         await until(lambda: events.of("up"))
-        first = events.pids["E0"][0]
+    assert first_noted == [True]
+
+
+async def test_a_killed_stage_is_reported_and_restarted_with_a_new_incarnation(tmp_path: Path) -> None:
+    events, record = Recorder(), Record()
+    supervisor = Supervisor(events, QUICK, start=started())
+    async with running(supervisor):
+        supervisor.add(spec(tmp_path, "E0", "--child"), record)
+        await until(lambda: events.of("up"))
+        first, incarnation = events.pids["E0"][0], record.incarnation
         os.kill(first, signal.SIGKILL)
         await until(lambda: events.of("down"))
         await until(lambda: len(events.of("up")) == 2)
         assert not processes.group_members(first), "what the dead leader left is killed before the restart"
-    one, two = events.of("up")
-    assert one[2] != two[2]
-    assert events.of("down")[0][3].startswith("killed by SIGKILL")
+        assert record.incarnation != incarnation
+    assert events.of("down")[0][2].startswith("killed by SIGKILL")
 
 
 async def test_restarts_back_off_and_go_on(tmp_path: Path) -> None:
@@ -124,7 +151,7 @@ async def test_restarts_back_off_and_go_on(tmp_path: Path) -> None:
             await until(lambda life=life: len(events.of("up")) > life)
             os.kill(events.pids["E0"][-1], signal.SIGKILL)
         await until(lambda: len(events.of("up")) == 4)
-    assert [line[4] for line in events.of("down") if line[4]] == ["0.1", "0.2", "0.4"]
+    assert [line[3] for line in events.of("down") if line[3]] == ["0.1", "0.2", "0.4"]
 
 
 async def test_a_stage_that_was_healthy_for_long_is_restarted_at_once(tmp_path: Path) -> None:
@@ -134,7 +161,7 @@ async def test_a_stage_that_was_healthy_for_long_is_restarted_at_once(tmp_path: 
             await until(lambda life=life: len(events.of("up")) > life)
             os.kill(events.pids["E0"][-1], signal.SIGKILL)
         await until(lambda: len(events.of("up")) == 3)
-    assert [line[4] for line in events.of("down") if line[4]] == ["0", "0"]
+    assert [line[3] for line in events.of("down") if line[3]] == ["0", "0"]
 
 
 async def test_a_first_start_that_fails_is_over_with_the_reason_and_concerns_no_other(tmp_path: Path) -> None:
@@ -158,7 +185,7 @@ async def test_a_start_beyond_its_deadline_is_a_failure(tmp_path: Path) -> None:
 
 
 async def test_an_executable_that_is_missing_is_a_failure_with_its_name(tmp_path: Path) -> None:
-    missing = replace(spec(tmp_path), command=lambda _: Spawn(("/no/such/python",), {}))
+    missing = replace(spec(tmp_path), command=lambda: Spawn(("/no/such/python",), {}))
     supervisor = Supervisor(Recorder(), QUICK, start=started())
     async with running(supervisor, missing):
         with pytest.raises(StageError, match="/no/such/python"):
@@ -234,7 +261,7 @@ async def test_a_retired_stage_is_not_started_again_unless_it_is_taken_back(tmp_
             os.kill(events.pids[name][0], signal.SIGKILL)
         await until(lambda: events.of("over") and len(events.of("up")) == 3)
         assert [line[1] for line in events.of("over")] == ["P0"]
-        assert events.of("over")[0][3].startswith("killed by SIGKILL")
+        assert events.of("over")[0][2].startswith("killed by SIGKILL")
         supervisor.add(one)
         await until(lambda: len(events.pids["P0"]) == 2)
 
@@ -248,7 +275,7 @@ async def test_a_stage_that_turns_sick_is_restarted(tmp_path: Path) -> None:
         await until(lambda: events.of("down"))
         sick.unlink()
         await until(lambda: len(events.of("up")) == 2)
-    assert events.of("down")[0][3] == "unhealthy: /health answers 503"
+    assert events.of("down")[0][2] == "unhealthy: /health answers 503"
 
 
 async def test_stages_of_one_turn_start_one_after_the_other(tmp_path: Path) -> None:
@@ -275,16 +302,16 @@ async def test_a_command_that_cannot_be_made_any_more_is_tried_again(tmp_path: P
     """A program that is uninstalled (and installed again) under a running launch."""
     one, events, there = spec(tmp_path), Recorder(), True
 
-    def command(incarnation: str) -> Spawn:
+    def command() -> Spawn:
         if not there:
             raise ConfigError("mooncake_master is not on PATH")
-        return one.command(incarnation)
+        return one.command()
 
     async with running(Supervisor(events, QUICK, start=started()), replace(one, command=command)):
         await until(lambda: events.of("up"))
         there = False
         os.kill(events.pids["E0"][0], signal.SIGKILL)
-        await until(lambda: any("not on PATH" in line[3] for line in events.of("down")))
+        await until(lambda: any("not on PATH" in line[2] for line in events.of("down")))
         there = True
         await until(lambda: len(events.of("up")) == 2)
 
@@ -319,7 +346,7 @@ async def test_a_life_that_was_never_told_to_go_is_begun_again_without_being_cou
         raise OSError("here it ends")
 
     with pytest.raises(OSError, match="here it ends"):
-        await root.children.spawn(stage.command("").argv, os.environ, output=2, noted=killed)
+        await root.children.spawn(stage.command().argv, os.environ, output=2, noted=killed)
     (process,) = root.children.known
     assert await asyncio.wait_for(process.exited(), PATIENCE_S) == NOT_BEGUN
     stage.log_path.touch()
@@ -337,7 +364,7 @@ async def test_a_life_that_was_never_told_to_go_is_begun_again_without_being_cou
 async def test_a_stage_that_ends_with_the_code_of_one_that_was_not_told_has_failed(tmp_path: Path) -> None:
     """If it has been told: it is its own code then."""
     events = Recorder()
-    stage = replace(spec(tmp_path), command=lambda _: Spawn(("/bin/sh", "-c", f"exit {NOT_BEGUN}"), os.environ))
+    stage = replace(spec(tmp_path), command=lambda: Spawn(("/bin/sh", "-c", f"exit {NOT_BEGUN}"), os.environ))
     supervisor = Supervisor(events, QUICK, start=started())
     async with running(supervisor, stage):
         with pytest.raises(StageError, match=f"exited with code {NOT_BEGUN}"):
@@ -347,12 +374,12 @@ async def test_a_stage_that_ends_with_the_code_of_one_that_was_not_told_has_fail
 
 async def test_first_starts_that_a_signal_ends_are_tried_again_as_often_as_patience_says(tmp_path: Path) -> None:
     events, patience = Recorder(), replace(QUICK, first_starts=3)
-    stage = replace(spec(tmp_path), command=lambda _: Spawn(("/bin/sh", "-c", "kill -9 $$"), os.environ))
+    stage = replace(spec(tmp_path), command=lambda: Spawn(("/bin/sh", "-c", "kill -9 $$"), os.environ))
     async with running(Supervisor(events, patience, start=started()), stage):
         await until(lambda: events.of("over"))
-    assert len(events.pids["E0"]) == 3 and "killed by SIGKILL" in events.of("over")[0][3]
+    assert len(events.pids["E0"]) == 3 and "killed by SIGKILL" in events.of("over")[0][2]
     events = Recorder()
-    stage = replace(stage, command=lambda _: Spawn(("/bin/sh", "-c", "exit 3"), os.environ))
+    stage = replace(stage, command=lambda: Spawn(("/bin/sh", "-c", "exit 3"), os.environ))
     async with running(Supervisor(events, patience, start=started()), stage):
         await until(lambda: events.of("over"))
     assert len(events.pids["E0"]) == 1, "one that fails by itself would again"
@@ -378,7 +405,7 @@ async def test_a_stage_may_say_otherwise_how_it_is(tmp_path: Path) -> None:
 
     events = Recorder()
     command = Spawn(("/bin/sleep", "600"), os.environ)
-    stage = StageSpec("E0", "anywhere", tmp_path / "E0.log", lambda _: command, health=health)
+    stage = StageSpec("E0", "anywhere", tmp_path / "E0.log", lambda: command, health=health)
     async with running(Supervisor(events, QUICK, start=started()), stage):
         await until(lambda: events.of("phase"))
         assert not events.of("up")

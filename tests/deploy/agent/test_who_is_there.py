@@ -27,8 +27,10 @@ def test_the_file_of_peers_follows_the_instances_that_are_to_run(tmp_path: Path)
     assert seen_by_p.takers_of_kv() == [(run.ipc("D0.kvw0"),)]
     assert seen_by_p.encoders() == {run.ipc("E0.events")}
 
-    instances.before_spawn("D0", "life1")
-    instances.down("D0", "life1", "ended", 1.0)
+    instances.before_spawn("D0")
+    instances.note()
+    instances.down("D0", "ended", 1.0)
+    instances.note()
     assert not seen_by_p.changed(), "whoever is between two lives is there"
 
     d0 = instances.kept["D0"]

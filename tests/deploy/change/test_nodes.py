@@ -8,10 +8,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.change.plan import diff
-from deploy.change.serving import required
+from deploy.change.limits import required
 from deploy.change.types import Actual, Plan, Start, Wanted
-from deploy.change.wave import wave
+from deploy.change.wave import diff, wave
 from deploy.runtime.protocol import Observed, Phase
 from tests.deploy.change.worlds import Nodes, World, kinds_of, node, up, wanted
 

@@ -10,12 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from deploy.change import wave as rules
-from deploy.change.match import match
-from deploy.change.plan import diff, settled
-from deploy.change.room import shortage
-from deploy.change.serving import required, served
+from deploy.change.limits import required, served, shortage
 from deploy.change.types import Actual, Drain, Plan, Shortage, Start, Stop, Wanted, carried_out
-from deploy.change.wave import reached, wave
+from deploy.change.wave import diff, match, reached, settled, wave
 from deploy.runtime.protocol import HOST_MEMORY, SHARED_MEMORY, Observed, Phase
 from epd_serve.roles import Role
 from tests.deploy.change.worlds import GIB, World, kinds_of, node, up, wanted

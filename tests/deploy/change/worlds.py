@@ -6,9 +6,8 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from deploy.change.limits import required, served, shortage
 from deploy.change.place import place
-from deploy.change.room import shortage
-from deploy.change.serving import required, served
 from deploy.change.types import Action, Actual, Drain, Flip, Leave, Pause, Resume, Start, Stop, Wanted, carried_out
 from deploy.change.wave import reached, wave
 from deploy.plan.machines import Machine, Machines

@@ -9,7 +9,7 @@ import pytest
 
 from deploy.cli import which
 from deploy.cli.command import FAILED, main
-from deploy.host.running_launches import ADMIN_SOCKET, RunningLaunch
+from deploy.host.launches import ADMIN_SOCKET, RunningLaunch
 
 
 def test_a_launch_that_ends_meanwhile_is_one_line_and_no_traceback(

@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from deploy.agent.pool_report import Segment, parse_metrics
 from deploy.agent.second_tier import recorded_pool
 from deploy.cli.command import main
-from deploy.cli.store_command import NAMESPACE, size
+from deploy.cli.store_command import NAMESPACE, Segment, parse_metrics, size
 from deploy.host.environment import module_command, module_environment
-from deploy.host.listeners import exposed, listeners
 from deploy.host.parent_death_exec import parent_death_exec
+from deploy.host.ports import exposed, listeners
 from store.arena import Arena
 from store.mooncake.client import MooncakeConfig
 from tests.deploy import fake_master

@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.change.serving import kinds
+from deploy.change.limits import kinds
 from deploy.control.aim import Aim
-from deploy.control.changes import Journal
+from deploy.control.changes import Deadlines, Journal
 from deploy.control.controller import Controller
-from deploy.control.failure import Deadlines
 from deploy.control.reconciler import Reconciler
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
@@ -251,7 +250,7 @@ class Cluster:
             await asyncio.sleep(0.005)
 
 
-async def _no_parts() -> dict[str, dict[str, int | None]]:
+async def _no_parts() -> dict[str, int]:
     return {}
 
 

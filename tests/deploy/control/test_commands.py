@@ -17,9 +17,9 @@ from deploy.cli.command import main
 from deploy.control.aim import Aim
 from deploy.control.controller import Controller
 from deploy.control.routes import control_routes
+from deploy.host.launches import ADMIN_SOCKET
 from deploy.host.ports import free_ports, listen, private_socket
 from deploy.host.rundir import RunDir
-from deploy.host.running_launches import ADMIN_SOCKET
 from deploy.launch.admin import Admin, serve_admin
 from deploy.runtime.protocol import Spec
 from epd_serve.errors import ConfigError

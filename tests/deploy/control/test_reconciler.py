@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.control.changes import RECORD, State
-from deploy.control.failure import Deadlines
+from deploy.control.changes import RECORD, Deadlines, State
 from deploy.front.occupancy import until_quiet
 from epd_serve.errors import StageError
 from epd_serve.roles import Role
@@ -297,7 +296,7 @@ async def test_a_prefill_of_which_nothing_was_heard_yet_is_not_quiet(tmp_path: P
         await world.over()
         instance = world.doors.table.instance("P0")
         world.doors.table.apply(replace(instance, incarnation="another"))
-        quiet = asyncio.create_task(until_quiet(world.doors, "P0"))
+        quiet = asyncio.create_task(until_quiet(world.doors.table, world.doors.seen, "P0"))
         world.doors.report = lambda: None  # type: ignore[method-assign]
         await _stays(lambda: not quiet.done())
         del world.doors.report  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.host.running_launches import ADMIN_SOCKET
+from deploy.host.launches import ADMIN_SOCKET
 from tests.deploy.launch.test_sim_launch import launched
 from tests.deploy.launched import FakeLaunch
 from tests.deploy.sim_load import load, more

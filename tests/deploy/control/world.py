@@ -12,8 +12,7 @@ from typing import Any
 
 from deploy.change.place import place
 from deploy.change.types import Wanted
-from deploy.control.changes import Journal, State
-from deploy.control.failure import Deadlines
+from deploy.control.changes import Deadlines, Journal, State
 from deploy.control.reconciler import Reconciler
 from deploy.front.occupancy import until_empty, until_quiet
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec
@@ -167,29 +166,29 @@ class FakeDoors:
                     self.table.mark_down(name, one.reason)
         self._there = now
 
-    def drain(self, id: str) -> None:
-        self.given_nothing.add(id)
-
-    def take_back(self, id: str) -> None:
-        self.given_nothing.discard(id)
+    def drain(self, id: str, draining: bool = True) -> None:
+        if draining:
+            self.given_nothing.add(id)
+        else:
+            self.given_nothing.discard(id)
 
     def pause(self, seconds: float) -> None:
-        self.paused.append(seconds)
+        if seconds:
+            self.paused.append(seconds)
+        else:
+            self.resumed += 1
 
     async def pausable_s(self) -> float:
         return self.room_s
-
-    def resume(self) -> None:
-        self.resumed += 1
 
     async def seen(self) -> None:
         await asyncio.sleep(0)
 
     async def until_empty(self, id: str) -> None:
-        await until_empty(self, id)
+        await until_empty(self.table, self.seen, id)
 
     async def until_quiet(self, id: str) -> None:
-        await until_quiet(self, id)
+        await until_quiet(self.table, self.seen, id)
 
     async def restart(self) -> None:
         if self.fails:

@@ -12,7 +12,7 @@ from typing import Any
 
 from deploy.doctor.ascend_files import AscendFiles
 from deploy.doctor.check import Finding
-from deploy.doctor.checks import examine
+from deploy.doctor.command import examine
 from deploy.doctor.facts import Facts, LinkFacts, MachineFacts, MasterFacts, PackageFacts, Wanted
 from epd_serve.layout_parser import parse
 from epd_serve.placement import lower

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.command import main
-from deploy.doctor.checks import examine
-from deploy.doctor.report import document, summary, text, tidy
+from deploy.doctor.command import document, examine, summary, text, tidy
 from npu_ops import vendor_tool
 from npu_ops.properties import DeviceUser
 from tests.deploy.doctor.machines import CPU, NPU, serving, used_by, with_packages

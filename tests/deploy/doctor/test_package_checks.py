@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.doctor.check import Level
-from deploy.doctor.checks import CHECKS, examine
+from deploy.doctor.command import CHECKS, examine
 from deploy.doctor.facts import Facts, MasterFacts, Namesake
 from deploy.doctor.gather import read_namesakes, try_import
 from tests.deploy.doctor.machines import CPU, CUDA, NPU, found, troubles, with_packages

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from deploy.doctor.check import Level
-from deploy.doctor.checks import examine
+from deploy.doctor.command import examine
 from deploy.doctor.facts import MEMORY_MONITOR, SUBREAPER, Facts, HostFacts, RayFacts
 from deploy.doctor.gather import read_ray
 from deploy.doctor.host_probe import HostProbe

@@ -25,10 +25,9 @@ from deploy.front.shared import Shared
 from deploy.front.traced import about_requests
 from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
-from deploy.node.front import STATE, FrontSetup, NodeFront
+from deploy.node.front import STATE, NodeFront
 from deploy.node.routes import NodeWatch, serve_node
-from deploy.runtime.lost import LostError, until_lost
-from deploy.runtime.node_api import NODE_SOCKET
+from deploy.runtime.node_api import NODE_SOCKET, LostError, until_lost
 from deploy.runtime.node_client import NodeCallError, NodeHttp, unix_transport
 from deploy.runtime.protocol import Observed, Order, Phase, Spec
 from epd_serve.instances import Instance
@@ -90,8 +89,7 @@ class Node:
     def live(self) -> None:
         """Another life of it."""
         shared, state, watch = replace(self.shared, feed=self.shared.feed.dup()), self.root.state(), NodeWatch()
-        setup = FrontSetup(self.config, grace_s=1.0, drain_s=PATIENCE_S)
-        front = NodeFront(setup, self.run, shared, "", self.root.children, state, watch.say)
+        front = NodeFront(self.config, PATIENCE_S, self.run, shared, "", self.root.children, state, watch.say)
         agent: Any = FakeNode(self.name)
         self.living = asyncio.create_task(serve_node(self.asked.dup(), state, watch, agent, front))
 
@@ -285,8 +283,8 @@ async def test_who_comes_late_or_again_is_told_everything() -> None:
         also_waiting = asyncio.create_task(late.ask())
         await asyncio.sleep(0.2)
         assert not waiting.done() and not also_waiting.done()
-        h.doors.take_back("PD0")
-        h.doors.resume()
+        h.doors.drain("PD0", False)
+        h.doors.pause(0.0)
         assert {(await one).status_code for one in (waiting, also_waiting)} == {200}
 
 

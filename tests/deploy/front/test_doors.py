@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import pytest
 
-from deploy.agent.record import Record
+from deploy.agent.stage_life import Record
 from deploy.front import doors as front_doors
 from deploy.front import lives as front_lives
 from deploy.front import shared as front_shared
@@ -36,7 +36,7 @@ from epd_serve.roles import Role
 from proxy.config.limits import AdmissionLimits, Timeouts
 from proxy.config.settings import ProxySettings
 from proxy.registry.instance_state import Work
-from proxy.workers.shared_counters import Asked
+from proxy.workers.shared_counters import Asked, Cell
 from tests.deploy.rooted_here import RootHere, root_here
 from tests.proxy.fakes import FakeStage, answer, bound, once, served, settings, text_body
 from tests.waiting import PATIENCE_S, until
@@ -99,6 +99,11 @@ class House:
     def pid(self, number: int = 0) -> int:
         return self.doors.pids[f"front.{number}"]
 
+    def leases(self, name: str) -> Mapping[Work, int]:
+        """What all of them have under way on an instance; nothing of one that is not known."""
+        views = (view for view in self.doors.table.snapshot() if view.instance.id == name)
+        return next((view.in_flight for view in views), {})
+
     def noted(self) -> list[Door]:
         return msgspec.msgpack.decode(self.root.state().read(SECTION) or b"", type=list[Door])
 
@@ -154,11 +159,11 @@ async def test_one_that_is_killed_leaves_the_others_serving_and_is_followed_by_a
         h.stages["PD0"].usual = once(released, answer)
         asked = [asyncio.create_task(h.is_answered()) for _ in range(8)]
         await until(lambda: h.stages["PD0"].active == 8)
-        assert h.doors.leases("PD0")[Work.DECODE] == 8
+        assert h.leases("PD0")[Work.DECODE] == 8
         victim, other = h.pid(0), h.pid(1)
         os.kill(victim, signal.SIGKILL)
         await until(lambda: any(one.done() for one in asked))
-        await until(lambda: h.doors.leases("PD0")[Work.DECODE] == 8 - sum(one.done() for one in asked))
+        await until(lambda: h.leases("PD0")[Work.DECODE] == 8 - sum(one.done() for one in asked))
         await until(lambda: h.doors.pids.get("front.0") not in (victim, None), "another one")
         released.set()
         answered = await asyncio.gather(*asked)
@@ -180,7 +185,7 @@ async def test_all_have_seen_what_was_said_when_seen_returns() -> None:
     async with house("PD0", "PD1", workers=2) as h:
         for _ in range(20):
             for drained, left in (("PD0", "PD1"), ("PD1", "PD0")):
-                h.doors.take_back(left)
+                h.doors.drain(left, False)
                 h.doors.drain(drained)
                 await h.doors.seen()
                 before = len(h.stages[drained].calls)
@@ -283,16 +288,16 @@ async def test_who_drains_is_given_nothing_and_finishes_what_it_has() -> None:
         h.phase("PD0", Phase.DRAINING)
         await h.doors.seen()
         assert {(await h.ask()).status_code for _ in range(4)} == {200}
-        assert h.doors.leases("PD0") == {Work.ENCODE: 0, Work.PREFILL: 0, Work.DECODE: 4}
-        await until(lambda: not h.doors.leases("PD1")[Work.DECODE])
+        assert h.leases("PD0") == {Work.ENCODE: 0, Work.PREFILL: 0, Work.DECODE: 4}
+        await until(lambda: not h.leases("PD1")[Work.DECODE])
         assert len(h.stages["PD1"].calls) == 4
         released.set()
         assert {(await one).status_code for one in held} == {200}
-        await until(lambda: not h.doors.leases("PD0")[Work.DECODE])
+        await until(lambda: not h.leases("PD0")[Work.DECODE])
         del h.observed["PD0"]
         h.publish()
         await h.doors.seen()
-        assert h.doors.leases("PD0") == {} and (await h.ask()).status_code == 200
+        assert h.leases("PD0") == {} and (await h.ask()).status_code == 200
 
 
 async def test_an_instance_that_was_drained_by_name_is_so_until_it_is_taken_back() -> None:
@@ -301,7 +306,7 @@ async def test_an_instance_that_was_drained_by_name_is_so_until_it_is_taken_back
         h.phase("PD0", Phase.DOWN, reason="died")
         h.phase("PD0", Phase.UP, instance=replace(h.doors.table.instance("PD0"), incarnation="two"))
         await h.in_all("/health", status="unavailable")
-        h.doors.take_back("PD0")
+        h.doors.drain("PD0", False)
         await h.in_all("/health", status="ok")
 
 
@@ -312,11 +317,11 @@ async def test_requests_wait_in_a_pause_through_a_change_and_are_answered_after_
         asked = [asyncio.create_task(h.ask()) for _ in range(8)]
         await until(lambda: h.doors.running == 8)
         instance = h.observed["PD0"].instance
-        assert instance is not None and h.doors.leases("PD0")[Work.DECODE] == 0
+        assert instance is not None and h.leases("PD0")[Work.DECODE] == 0
         h.phase("PD0", Phase.STOPPING)
         await h.in_all("/ready", status="paused")
         h.phase("PD0", Phase.UP, instance=replace(instance, incarnation="two"))
-        h.doors.resume()
+        h.doors.pause(0.0)
         assert {(await one).status_code for one in asked} == {200} and h.doors.paused_s == 0
 
 
@@ -348,7 +353,7 @@ async def test_they_are_replaced_one_by_one_and_nobody_notices() -> None:
         assert not set(h.doors.pids.values()) & set(before.values()) and len(h.doors.pids) == 2
         assert [one["id"] for one in (await h.ask("/v1/models")).json()["data"]] == ["demo", "another"]
         assert {(await h.ask()).status_code for _ in range(4)} == {200}
-        await until(lambda: not h.doors.leases("PD0")[Work.DECODE])
+        await until(lambda: not h.leases("PD0")[Work.DECODE])
 
 
 async def test_those_there_are_stay_where_another_one_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +361,7 @@ async def test_those_there_are_stay_where_another_one_does_not_start(monkeypatch
         before = dict(h.doors.pids)
         assert h.doors._lives is not None
         broken = {**os.environ, "PYTHONHOME": "/nonexistent"}
-        monkeypatch.setattr(h.doors._lives, "_house", replace(h.doors._lives._house, environment=broken))
+        monkeypatch.setattr(h.doors._lives, "environment", broken)
         with pytest.raises(EpdError, match="did not start: "):
             await h.doors.restart()
         assert h.doors.pids == before and (await h.ask()).status_code == 200
@@ -369,17 +374,17 @@ async def test_another_one_that_looks_after_them_finds_them_as_they_are() -> Non
         held = [asyncio.create_task(h.ask()) for _ in range(8)]
         await until(lambda: h.stages["PD0"].active + h.stages["PD1"].active == 8)
         before, counters = dict(h.doors.pids), h.shared.counters()
-        number, slots = counters.roster(0), h.root.state().read(SLOTS)
+        number, slots = counters.said(0, Cell.ROSTER), h.root.state().read(SLOTS)
         await h.die()
         assert (await h.ask("/health")).json() == {"status": "ok"}
         h.follow()
         await until(lambda: h.doors.pids == before)
-        assert counters.roster(0) == number and (await h.ask("/health")).json() == {"status": "ok"}
+        assert counters.said(0, Cell.ROSTER) == number and (await h.ask("/health")).json() == {"status": "ok"}
         h.phase("PD1", Phase.DRAINING)
         await h.doors.ready()
-        assert min(map(counters.roster, range(2))) > number and h.doors.pids == before
+        assert min(counters.said(row, Cell.ROSTER) for row in range(2)) > number and h.doors.pids == before
         assert slots and h.root.state().read(SLOTS) == slots
-        assert sum(h.doors.leases(name)[Work.DECODE] for name in h.observed) == 8
+        assert sum(h.leases(name)[Work.DECODE] for name in h.observed) == 8
         released.set()
         assert {(await one).status_code for one in held} == {200}
         calls = len(h.stages["PD1"].calls)
@@ -403,7 +408,7 @@ async def test_who_dies_while_nobody_looks_is_settled_and_followed_later() -> No
         h.publish()
         await h.doors.ready()
         assert (await waiting).status_code == 200 and not victims & set(h.doors.pids.values())
-        await until(lambda: not h.doors.leases("PD0")[Work.DECODE])
+        await until(lambda: not h.leases("PD0")[Work.DECODE])
 
 
 async def test_who_hangs_while_nobody_looks_goes_by_no_old_roster_later() -> None:
@@ -472,13 +477,15 @@ async def test_the_end_waits_for_what_is_under_way_in_all_of_them() -> None:
         h.stages["PD0"].usual = once(released, answer)
         held = [asyncio.create_task(h.ask()) for _ in range(4)]
         await until(lambda: h.stages["PD0"].active == 4)
-        h.doors.announce()
+        h.doors.ask(Asked.LEAVE)
         await h.in_all("/ready", status="draining")
-        h.doors.begin()
+        h.doors.ask(Asked.DRAIN)
         idle = asyncio.create_task(h.doors.idle())
         counters = h.shared.counters()
-        await until(lambda: all(counters.obeyed(row) is Asked.DRAIN for row in range(2)), "both take on nothing more")
-        os.kill(h.pid(min(range(2), key=counters.requests)), signal.SIGKILL)
+        await until(
+            lambda: all(counters.said(row, Cell.OBEYED) == Asked.DRAIN for row in range(2)), "both take on nothing more"
+        )
+        os.kill(h.pid(min(range(2), key=lambda row: counters.said(row, Cell.REQUESTS))), signal.SIGKILL)
         await until(lambda: h.doors.running == 4 - sum(one.done() for one in held))
         assert not idle.done()
         assert (await h.ask()).status_code == 503, "the one that follows knows of it, too"

@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from deploy.host import processes
 from deploy.host.environment import LAUNCHER_PID_ENV
+from deploy.host.launches import reap_dead
 from deploy.host.ports import free_ports
-from deploy.host.reaper import reap_dead
 from epd_serve.roles import Role
 from tests.deploy.launched import REPOSITORY, FakeLaunch
 from tests.proxy.fakes import FakeStage, answer, once, served, text_body

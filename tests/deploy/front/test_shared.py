@@ -14,8 +14,7 @@ from deploy.host.state import SharedState, StateFiles
 from epd_serve.errors import ConfigError
 from epd_serve.instances import IncarnationId
 from proxy.registry.ledger import Work
-from proxy.workers.shared_counters import SharedCounters
-from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
+from proxy.workers.shared_counters import COUNTS, SharedCounters, SharedLedger, settle
 
 FEW = 4
 

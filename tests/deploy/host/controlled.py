@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.host import processes, root
-from deploy.host.root import Life, crash_only, end_now, keep
+from deploy.host.root import Life, Root, crash_only, end_now
 
 FOLDER = Path(sys.argv[1])
 SOCKET, WHY, UNDONE, UNWOUND, HELD = (FOLDER / name for name in ("control.sock", "why", "undone", "unwound", "held"))
@@ -102,7 +102,7 @@ if __name__ == "__main__":
     owned = HELD.open("wb")
     with contextlib.ExitStack() as stack:
         stack.callback((FOLDER / "left").touch)
-        code = keep(
+        kept = Root(
             control,
             drain_s=0.5,
             say=say,
@@ -111,6 +111,7 @@ if __name__ == "__main__":
             owned=[owned],
             look=lambda sections: WHY.read_text() if WHY.exists() else "",
         )
+        code = kept.serve()
     assert threading.active_count() == 1
     for late in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(os.getpid(), late)

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from deploy.host.ending import Ending
+from proxy.workers.shared_counters import Asked
 from tests.waiting import PATIENCE_S, until
 
 
@@ -21,11 +22,9 @@ class Front:
         if not running:
             self._idle.set()
 
-    def announce(self) -> None:
-        self.announced = True
-
-    def begin(self) -> None:
-        self.began = True
+    def ask(self, asked: Asked) -> None:
+        self.announced |= asked is Asked.LEAVE
+        self.began |= asked is Asked.DRAIN
 
     async def idle(self) -> None:
         await self._idle.wait()

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from deploy.host.listeners import exposed, exposure_warnings, listeners, other_address
+from deploy.host.ports import exposed, exposure_warnings, listeners, other_address
 from store.port_filter import narrow
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.host import reaper, rundir
+from deploy.host import launches, rundir
 from deploy.host.environment import LAUNCH_ENV, run_root
-from deploy.host.reaper import reap_dead
+from deploy.host.launches import reap_dead
 from deploy.host.rundir import RunDir
 from epd_serve.errors import ConfigError
 from tests.waiting import PATIENCE_S, wait_for
@@ -42,7 +42,7 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """In the place of /dev/shm, where dead launches of others may lie."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    for module in (rundir, reaper):
+    for module in (rundir, launches):
         monkeypatch.setattr(module, "shm_root", lambda: folder)
     return folder
 

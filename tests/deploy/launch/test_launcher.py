@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.host.reaper import reap_dead
+from deploy.host.launches import reap_dead
 from tests.deploy.launched import DEADLINE_S, FakeLaunch, children
 from tests.waiting import wait_for
 

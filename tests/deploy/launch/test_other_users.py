@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from deploy.host.listeners import listeners
+from deploy.host.ports import listeners
 from epd_serve.endpoint import unix_url
 from tests.deploy.front.test_sim_front_doors import launch_id, members
 from tests.deploy.launch.test_sim_launch import launched

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.cli.command import main
 from deploy.memory.check import OneStage, Outcome, share_memory
-from deploy.memory.table import memory_table, show_memory
+from deploy.memory.plan import memory_table, show_memory
 from deploy.options.config import DeployConfig
 from deploy.options.stage_args import parse_stage_args
 from deploy.plan.blueprint import draw

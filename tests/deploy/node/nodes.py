@@ -21,9 +21,7 @@ from deploy.front.remote import RemoteDoors
 from deploy.host import processes
 from deploy.host.environment import LAUNCH_ENV
 from deploy.host.ports import free_ports
-from deploy.node.front import FrontSetup
-from deploy.node.setup import NodeSetup
-from deploy.node.start import NodeRun, end_node, find_node, start_node
+from deploy.node.start import NodeRun, NodeSetup, end_node, find_node, start_node
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.plan.proxy_settings import build_proxy_settings
@@ -66,6 +64,8 @@ class Deployment:
                 kv_staging_mib=4,
                 run_root=str(self.root),
                 stage_template="never",
+                port=self.port,
+                drain_s=5.0,
             )
         )
         self.nodes = ManyNodes(self.lines.append, silent_s=3.0)
@@ -81,9 +81,7 @@ class Deployment:
             host="127.0.0.1",
             key=KEY,
             blueprint=self.blueprint,
-            front=FrontSetup(build_proxy_settings(self.blueprint), port=self.port, grace_s=1.0, drain_s=5.0)
-            if front
-            else None,
+            front=build_proxy_settings(self.blueprint) if front else None,
             owner_pid=self.owner.pid,
             run_root=str(self.root),
             patience=QUICK,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deploy.host.environment import module_environment
-from deploy.host.reaper import reap_dead
+from deploy.host.launches import reap_dead
 from deploy.node.process import LOG
 from deploy.node.start import end_node, find_node, start_node
 from epd_serve.errors import ConfigError

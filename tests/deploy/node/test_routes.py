@@ -20,8 +20,7 @@ from deploy.node import routes
 from deploy.node.routes import NodeWatch, serve_node
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.runtime.lost import SupersededError
-from deploy.runtime.node_api import NODE_SOCKET, FrontStatus, NodeStatus, Seen
+from deploy.runtime.node_api import NODE_SOCKET, FrontStatus, NodeStatus, Seen, SupersededError
 from deploy.runtime.node_client import NodeCallError, NodeClient, unix_transport
 from deploy.runtime.protocol import Order
 from epd_serve.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.ray.leases import RayLeases, release_all
 from deploy.ray.notes import GcsNotes
-from deploy.runtime.leases import LeaseError, Place, Wish
+from deploy.runtime.leases import LeaseError, Place
 from tests.deploy.ray.nodes import RayNodes
 from tests.waiting import until
 
@@ -55,7 +55,7 @@ async def test_each_lease_has_devices_of_one_node_and_its_own(connected: RayNode
     each = EACH[kind]
     async with leases(kind) as held:
         before = dict.fromkeys(await held.free(), each)
-        places = await held.acquire([Wish(kind, 2), Wish(kind, 1), Wish(kind, 1)])
+        places = await held.acquire([2, 1, 1])
         assert [len(place.devices) for place in places] == [2, 1, 1]
         assert len(set(devices(places))) == 4
         assert all(0 <= device < each for _, device in devices(places))
@@ -70,9 +70,9 @@ async def test_each_lease_has_devices_of_one_node_and_its_own(connected: RayNode
 
 async def test_what_cannot_be_had_as_a_whole_is_not_had_at_all(connected: RayNodes) -> None:
     async with leases("cpu", acquire_s=3.0) as held:
-        first = await held.acquire([Wish("cpu", 1)])
+        first = await held.acquire([1])
         with pytest.raises(LeaseError) as refused:
-            await held.acquire([Wish("cpu", CPUS)] * 3)
+            await held.acquire([CPUS] * 3)
         assert refused.value.missing == (CPUS,)
         assert await held.places() == first
         await until(partial(_is_free, held, first[0].node, CPUS - 1), "what was not taken")
@@ -80,13 +80,13 @@ async def test_what_cannot_be_had_as_a_whole_is_not_had_at_all(connected: RayNod
 
 async def test_the_next_controller_finds_what_is_leased_and_gives_back_the_rest(connected: RayNodes) -> None:
     async with leases("cpu") as held:
-        places = await held.acquire([Wish("cpu", CPUS - 1), Wish("cpu", CPUS)])
+        places = await held.acquire([CPUS - 1, CPUS])
         await held._notes.kept()
         unnoted = RayLeases(
             "leases", "cpu", "pack", await GcsNotes("elsewhere").load()
         )  # its controller dies before it notes them
         unnoted._places = dict(held._places)
-        await unnoted.acquire([Wish("cpu", 1)])
+        await unnoted.acquire([1])
         after = RayLeases("leases", "cpu", "pack", await GcsNotes("leases").load())
         await after.tidy()
         assert await after.places() == places
@@ -94,38 +94,38 @@ async def test_the_next_controller_finds_what_is_leased_and_gives_back_the_rest(
 
 async def test_a_pack_takes_no_second_node_while_the_first_has_room(connected: RayNodes) -> None:
     async with leases("cpu") as held:
-        first = await held.acquire([Wish("cpu", 1)])
+        first = await held.acquire([1])
         await until(partial(_is_free, held, first[0].node, CPUS - 1), "that it is taken")
-        places = await held.acquire([Wish("cpu", CPUS - 1), Wish("cpu", CPUS)])
+        places = await held.acquire([CPUS - 1, CPUS])
         assert places[0].node == first[0].node != places[1].node
 
 
 @pytest.mark.parametrize("placement", ["spread", "strict_spread"])
 async def test_a_spread_takes_node_after_node(connected: RayNodes, placement: str) -> None:
     async with leases("cpu", placement, acquire_s=3.0) as held:
-        places = await held.acquire([Wish("cpu", 1)] * 3)
+        places = await held.acquire([1] * 3)
         assert len({place.node for place in places}) == 3
         if placement == "spread":
-            assert len((await held.acquire([Wish("cpu", 1)]))[0].devices) == 1
+            assert len((await held.acquire([1]))[0].devices) == 1
         else:
             with pytest.raises(LeaseError):
-                await held.acquire([Wish("cpu", 1)])
+                await held.acquire([1])
 
 
 async def test_nodes_that_are_left_out_are_not_leased(connected: RayNodes) -> None:
     out = [node.id for node in connected.nodes[:2]]
     async with leases("cpu", left_out=out, acquire_s=3.0) as held:
-        (place,) = await held.acquire([Wish("cpu", CPUS)])
+        (place,) = await held.acquire([CPUS])
         assert place.node == connected.nodes[2].id
         with pytest.raises(LeaseError):
-            await held.acquire([Wish("cpu", 1)])
+            await held.acquire([1])
 
 
 @pytest.mark.slow
 async def test_the_lease_of_a_node_that_dies_moves_to_one_that_comes(connected: RayNodes) -> None:
     dying = connected.add(num_gpus=0, resources={"NPU": 3})
     async with leases("npu") as held:
-        (place,) = await held.acquire([Wish("npu", 3)])
+        (place,) = await held.acquire([3])
         assert (place.node, place.devices) == (dying.id, (0, 1, 2))
         watched = held.watch()
         assert await anext(watched) == (place,)

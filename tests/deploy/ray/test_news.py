@@ -16,8 +16,8 @@ pytestmark = pytest.mark.asyncio
 async def test_a_terminal_shows_what_the_controller_was_told() -> None:
     news, out = News(), io.StringIO()
     news.open(["E0"])
-    news.started("E0")
-    news.up("E0", 2.0)
+    news.row("E0", "importing", True)
+    news.row("E0", "ready in 2.0 s", False)
     news.line("hello")
     news.close()
     _, number, events = await news.after("", 0, 1.0)

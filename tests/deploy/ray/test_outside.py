@@ -22,7 +22,7 @@ import httpx
 import pytest
 import zmq
 
-from deploy.host.listeners import listeners
+from deploy.host.ports import listeners
 from tests.deploy.ray.deployed import Deployed, deployed_on, load
 from tests.deploy.ray.nodes import RayNodes
 from tests.deploy.ray.on_ray import LAYOUT

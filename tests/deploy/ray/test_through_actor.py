@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from deploy.host.held import hold
-from deploy.host.rundir import HELD
+from deploy.host.rundir import HELD, hold
 from deploy.host.state import SharedState, StateFiles
 from deploy.node.routes import NodeWatch, serve_node
 from deploy.node.start import NodeRun

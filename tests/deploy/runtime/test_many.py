@@ -14,9 +14,8 @@ import pytest
 from deploy.agent.specs import orders
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.runtime.lost import LostError, SilentError
 from deploy.runtime.many import ManyNodes
-from deploy.runtime.node_api import NodeStatus
+from deploy.runtime.node_api import LostError, NodeStatus, SilentError
 from deploy.runtime.node_api import Seen as Answer
 from deploy.runtime.protocol import Observed, Order, Phase
 from epd_serve.roles import Role

@@ -27,8 +27,9 @@ from deploy.memory.shared_memory import SharedMemory
 from deploy.node.routes import NodeWatch, serve_node
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.runtime.many import ManyNodes, NodeAgent
+from deploy.runtime.many import ManyNodes
 from deploy.runtime.node_api import NODE_SOCKET
+from deploy.runtime.node_client import NodeClient
 from deploy.runtime.protocol import SHARED_MEMORY, Observed, Order, Phase, Runtime
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
@@ -219,7 +220,7 @@ async def dying(mortal: Mortal) -> AsyncIterator[Mortal]:
 
 
 @contextlib.asynccontextmanager
-async def several_with(agent: NodeAgent) -> AsyncIterator[ManyNodes]:
+async def several_with(agent: NodeClient) -> AsyncIterator[ManyNodes]:
     """Of nodes one of which has this agent."""
     nodes = ManyNodes(print)
     nodes.join("local", agent)

@@ -81,7 +81,7 @@ async def test_what_the_hosts_arena_holds_is_not_encoded_and_what_it_has_lost_is
     path = Path(f"/dev/shm/epd-test-{uuid4().hex}-arena")
     arena = Arena.create(path, 16 * 4096, slots=8, owners=4)
     try:
-        async with cluster("E0", "PD0", config=settings(arena=path)) as c:
+        async with cluster("E0", "PD0", config=settings(arena=str(path))) as c:
             assert (await c.ask()).status_code == 200
             [[key]] = c["E0"].keys
             arena.put(key, b"feature", shape=(7,), dtype="uint8")

@@ -19,7 +19,6 @@ from tests.waiting import PATIENCE_S
 
 DOOR = """
 import asyncio, socket, sys
-from pathlib import Path
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.config.settings import ModelIdentity, ProxySettings
@@ -31,7 +30,7 @@ arena, encoder, decoder = sys.argv[1:]
 table = InstanceTable()
 table.apply(Instance("E0", Role.E, encoder, "life"))
 table.apply(Instance("PD0", Role.PD, decoder, "life"))
-app = create_app(ProxySettings(served_models=("demo",), identity=ModelIdentity("demo"), arena=Path(arena)), table)
+app = create_app(ProxySettings(served_models=("demo",), identity=ModelIdentity("demo"), arena=arena), table)
 
 @app.get("/modules")
 async def modules():

@@ -89,8 +89,8 @@ def test_metadata_is_sent_as_flat_numeric_lists_or_not_at_all(raw_metadata: obje
 
 def test_the_hosts_arena_is_asked_once_it_is_there_and_never_raises() -> None:
     path = Path(f"/dev/shm/epd-test-{uuid.uuid4().hex}-arena")
-    host_arena = HostArena(path)
-    assert HostArena(None).holds("k" * 64) is None
+    host_arena = HostArena(str(path))
+    assert HostArena("").holds("k" * 64) is None
     assert host_arena.holds("k" * 64) is None, "not there yet"
     arena = Arena.create(path, 16 * 4096, slots=8, owners=4)
     try:

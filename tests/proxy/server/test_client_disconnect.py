@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from proxy.server.client_disconnect import EXTENSION, ClientDisconnect, DisconnectWatch
+from proxy.server.http_protocol import EXTENSION, ClientDisconnect, DisconnectWatch
 from tests.waiting import PATIENCE_S
 
 

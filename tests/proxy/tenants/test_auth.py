@@ -15,7 +15,7 @@ from proxy.config.limits import KeyLimits
 from proxy.config.settings import ProxySettings
 from proxy.request.parse import Endpoint
 from proxy.tenants.auth import DEFAULT_TENANT, AuthenticationError, Callers
-from proxy.workers.limit_shares import share_of
+from proxy.workers.wire import share_of
 from tests.proxy.fakes import Cluster, api_keys, cluster, encodes, hangs, image_body, settings, text_body
 
 CHAT = Endpoint.CHAT.value

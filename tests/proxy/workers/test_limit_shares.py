@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proxy.config.limits import AdmissionLimits, KeyLimits
-from proxy.workers.limit_shares import share_of
+from proxy.workers.wire import share_of
 from tests.proxy.fakes import settings
 
 

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from epd_serve.errors import ConfigError
 from proxy.registry.ledger import NO_TALLY, NOTHING, Ledger, OwnLedger, Work
-from proxy.workers.shared_counters import Asked, SharedCounters, shared_memory
-from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
+from proxy.workers.shared_counters import COUNTS, Asked, Cell, SharedCounters, SharedLedger, settle, shared_memory
 from tests.waiting import wait_for
 
 REPOSITORY = Path(__file__).parents[3]
@@ -115,13 +114,13 @@ def test_whatever_of_a_count_was_written_before_the_kill_is_released(done: int) 
 def test_a_process_that_ended_goes_by_no_roster_takes_no_connections_and_has_no_requests() -> None:
     shared = counters(2)
     shared.ask(Asked.DRAIN)
-    shared.say_connections(0, 7)
-    shared.say_obeyed(0, Asked.DRAIN, 5)
-    shared.say_roster(0, 9)
+    said = {Cell.TAKES: 8, Cell.OBEYED: Asked.DRAIN, Cell.REQUESTS: 5, Cell.ROSTER: 9}
+    for cell, value in said.items():
+        shared.say(0, cell, value)
     assert shared.least_connections(1) == 7
     settle(shared, 0)
-    assert (shared.connections(0), shared.requests(0), shared.roster(0)) == (None, 0, 0)
-    assert shared.obeyed(0) is Asked.SERVE and shared.asked is Asked.DRAIN and shared.least_connections(1) is None
+    assert [shared.said(0, cell) for cell in said] == [0, Asked.SERVE, 0, 0]
+    assert shared.asked is Asked.DRAIN and shared.least_connections(1) is None
 
 
 def test_a_life_that_nobody_has_placed_is_not_counted_and_one_that_is_forgotten_neither() -> None:
@@ -177,7 +176,7 @@ WRITER = """
 import mmap, random, sys
 from proxy.workers.shared_counters import SharedCounters
 from proxy.registry.ledger import Work
-from proxy.workers.shared_ledger import COUNTS, SharedLedger
+from proxy.workers.shared_counters import COUNTS, SharedLedger
 fd, row, rows, seed = map(int, sys.argv[1:])
 ledger = SharedLedger(SharedCounters(mmap.mmap(fd, 0), rows, COUNTS), row)
 draw, held = random.Random(seed), []

@@ -22,19 +22,20 @@ from epd_serve.endpoint import unix_url
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.background import Background
+from proxy.config.keys import ApiKeys
 from proxy.config.limits import Timeouts
 from proxy.page.observed import Observed
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import Lease, Work
 from proxy.registry.table import InstanceTable
+from proxy.tenants.auth import Callers
 from proxy.workers import hub as worker_hub
 from proxy.workers import worker as worker_room
 from proxy.workers.ask import ask
 from proxy.workers.hub import Worker, WorkerHub
 from proxy.workers.roster import Publisher, WorkerRoster
-from proxy.workers.shared_counters import Asked, SharedCounters, shared_memory
-from proxy.workers.shared_ledger import COUNTS, SharedLedger, settle
-from proxy.workers.wire import FeedError, Frames, Keys, Roster, Row, Setup, Told, frame
+from proxy.workers.shared_counters import COUNTS, Asked, Cell, SharedCounters, SharedLedger, settle, shared_memory
+from proxy.workers.wire import FeedError, Roster, Row, Setup, Told, packed, unpacked
 from proxy.workers.worker import Feed, WorkerSignals, run_worker
 from tests.proxy.fakes import FakeStage, answer, api_keys, bound, in_flight, once, served, settings, text_body
 from tests.waiting import until
@@ -136,7 +137,7 @@ class Crew:
 
     async def all_know(self) -> None:
         rows = [worker.row for worker in self.workers]
-        await until(lambda: {self.counters.roster(row) for row in rows} == {self.published.number})
+        await until(lambda: {self.counters.said(row, Cell.ROSTER) for row in rows} == {self.published.number})
 
     async def ask(self, path: str = "", **options: Any) -> httpx.Response:
         """On a connection of its own, so that any worker may take it."""
@@ -147,7 +148,7 @@ class Crew:
 
     def connections(self) -> list[int]:
         """Of each worker, as it says to the others."""
-        return [self.counters.connections(worker.row) or 0 for worker in self.workers]
+        return [max(0, self.counters.said(worker.row, Cell.TAKES) - 1) for worker in self.workers]
 
     async def metric(self, name: str) -> float:
         text = (await self.ask("/metrics")).text
@@ -205,23 +206,22 @@ async def crew(count: int, *, silent: bool = False) -> AsyncIterator[Crew]:
         await asyncio.gather(*crew.works, return_exceptions=True)
 
 
-@asynccontextmanager
-async def watching(path: Path, row: int) -> AsyncIterator[AsyncIterator[Told]]:
-    """What whoever says that it has this row is told."""
+async def watch(path: Path, row: int = 0, after: int = 0) -> bytes:
+    return await ask(unix_url(path), f"/watch?row={row}&after={after}", within_s=DEADLINE_S, most_bytes=1 << 20)
 
-    async def told(answer: httpx.Response) -> AsyncIterator[Told]:
-        frames = Frames()
-        async for piece in answer.aiter_raw():
-            for message in frames.take(piece):
-                yield message
 
-    transport = httpx.AsyncHTTPTransport(uds=str(path))
-    async with (
-        httpx.AsyncClient(transport=transport, timeout=DEADLINE_S, trust_env=False) as client,
-        client.stream("GET", f"http://feed/watch?row={row}") as answer,
-    ):
-        assert answer.status_code == 200
-        yield told(answer)
+async def watched(path: Path, row: int = 0) -> AsyncIterator[Told]:
+    """What whoever says that it has this row is told, each time that there is news."""
+    number = 0
+    while True:
+        if answered := await watch(path, row, number):
+            told = unpacked(answered, Told)
+            number = told.number
+            yield told
+
+
+def keys_of(told: Told) -> ApiKeys:
+    return unpacked(told.keys, ApiKeys)
 
 
 async def test_every_worker_says_the_same_of_instances_and_health() -> None:
@@ -337,18 +337,18 @@ async def test_draining_is_over_when_no_worker_has_a_request_left() -> None:
             while await c.metric("epd_proxy_draining ") < 2:
                 pass
         assert (await c.ask()).status_code == 503
-        await until(lambda: {c.counters.obeyed(row) for row in range(2)} == {Asked.DRAIN})
-        await until(lambda: sum(map(c.counters.requests, range(2))) == 4)
+        await until(lambda: {c.counters.said(row, Cell.OBEYED) for row in range(2)} == {Asked.DRAIN})
+        await until(lambda: c.counters.total(Cell.REQUESTS) == 4)
         released.set()
         assert {one.status_code for one in await asyncio.gather(*requests)} == {200}
-        await until(lambda: not any(map(c.counters.requests, range(2))))
+        await until(lambda: not c.counters.total(Cell.REQUESTS))
 
 
 async def test_who_starts_late_knows_of_what_was_asked_before() -> None:
     async with crew(1) as c:
         c.counters.ask(Asked.LEAVE)
         await c.begin(1)
-        assert c.counters.obeyed(1) is Asked.LEAVE, "before it took a connection"
+        assert c.counters.said(1, Cell.OBEYED) == Asked.LEAVE, "before it took a connection"
 
 
 async def test_a_worker_whose_feed_has_ended_serves_on_and_goes_on_with_who_is_there_next(
@@ -365,7 +365,7 @@ async def test_a_worker_whose_feed_has_ended_serves_on_and_goes_on_with_who_is_t
         with monkeypatch.context() as impatient:
             impatient.setattr(worker_room, "SUM_S", 0.2)
             assert (await c.ask("/metrics")).status_code == 504
-        c.parent = Parent.of(c.counters, c.feed, c.background, after=c.counters.roster(0))
+        c.parent = Parent.of(c.counters, c.feed, c.background, after=c.counters.said(0, Cell.ROSTER))
         found = c.hub.expect(0, worker.url, worker.setup)
         found.serving = True
         await c.hub.start()
@@ -387,7 +387,7 @@ async def test_a_worker_goes_on_with_its_parent_however_often_that_ends(caplog: 
             await c.all_know()
             await c.hub.stop()
             await until(lambda times=times: caplog.text.count("the feed has ended") == times)
-            c.parent = Parent.of(c.counters, c.feed, c.background, after=c.counters.roster(0))
+            c.parent = Parent.of(c.counters, c.feed, c.background, after=c.counters.said(0, Cell.ROSTER))
             c.hub.expect(0, c.workers[0].url, c.workers[0].setup).serving = True
             c.up()
             await c.hub.start()
@@ -396,20 +396,22 @@ async def test_a_worker_goes_on_with_its_parent_however_often_that_ends(caplog: 
 
 
 async def test_all_who_watch_a_row_are_told_the_same_and_none_holds_up_another() -> None:
-    async with crew(1) as c, watching(c.path, 0) as stays:
+    async with crew(1) as c:
+        stays, leaves = watched(c.path), watched(c.path)
 
-        async def latest(told: AsyncIterator[Told]) -> Roster:
-            async for one in told:
-                if isinstance(one, Roster) and one.number == c.published.number:
-                    return one
+        async def latest(several: AsyncIterator[Told]) -> Roster:
+            async for told in several:
+                if told.roster is not None and told.roster.number == c.published.number:
+                    return told.roster
             raise AssertionError("the watch has ended")
 
-        async with watching(c.path, 0) as leaves:
-            assert isinstance(await anext(stays), Setup) and isinstance(await anext(leaves), Setup)
-            c.down("killed")
-            heard = await latest(leaves)
-            assert heard == await latest(stays) and heard.rows[0].reason == "killed"
-            await c.all_know()
+        c.down("killed")
+        heard = await latest(leaves)
+        assert heard == await latest(stays) and heard.rows[0].reason == "killed"
+        await c.all_know()
+        waiting = asyncio.create_task(anext(leaves))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
         c.up()
         assert (await latest(stays)).rows[0].healthy
         await c.all_know()
@@ -419,30 +421,66 @@ async def test_all_who_watch_a_row_are_told_the_same_and_none_holds_up_another()
 async def test_whoever_takes_nothing_is_told_the_latest_only() -> None:
     async with crew(0) as c:
         c.expect(0)
-        async with watching(c.path, 0) as told:
-            assert isinstance(await anext(told), Setup) and isinstance(await anext(told), Roster)
-            for number in range(50):
-                c.down(str(number))
-            last = await anext(told)
-            assert isinstance(last, Roster) and last.number == c.published.number and last.rows[0].reason == "49"
+        several = watched(c.path)
+        assert (await anext(several)).roster is not None
+        for number in range(50):
+            c.down(str(number))
+        last = (await anext(several)).roster
+        assert last is not None and last.number == c.published.number and last.rows[0].reason == "49"
 
 
-async def test_clients_keys_are_told_before_the_instances_and_again_when_they_change() -> None:
-    async with crew(0) as c:
+async def test_clients_keys_are_told_with_the_instances_and_again_when_they_change() -> None:
+    async with crew(0, silent=True) as c:
         c.hub.go_by(api_keys("one"))
         c.expect(0)
-        async with watching(c.path, 0) as told:
-            heard = [await anext(told) for _ in range(3)]
-            assert [type(one) for one in heard] == [Setup, Keys, Roster] and heard[1] == Keys(api_keys("one"))
-            c.hub.go_by(api_keys("two"))
-            assert await anext(told) == Keys(api_keys("two"))
+        several = watched(c.path)
+        first = await anext(several)
+        assert keys_of(first) == api_keys("one") and first.roster is None
+        c.up()
+        second = await anext(several)
+        assert keys_of(second) == api_keys("one") and second.roster is not None
+        c.hub.go_by(api_keys("two"))
+        assert keys_of(await anext(several)) == api_keys("two")
+
+
+async def test_who_knows_everything_is_answered_with_nothing_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_hub, "WATCH_S", 0.05)
+    async with crew(0) as c:
+        c.expect(0)
+        first = unpacked(await watch(c.path), Told)
+        c.hub.go_by(api_keys("one"))
+        second = unpacked(await watch(c.path, after=first.number), Told)
+        assert second.number > first.number
+        c.hub.go_by(api_keys("one"))
+        assert await watch(c.path, after=second.number) == b"", "the same keys are no news"
+
+
+async def test_keys_that_cannot_be_gone_by_cost_no_roster(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with crew(1) as c:
+        refused = list[ApiKeys]()
+
+        def refuse(self: Callers, keys: ApiKeys) -> None:
+            refused.append(keys)
+            raise RuntimeError("a fault")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Callers, "go_by", refuse)
+            c.hub.go_by(api_keys("one"))
+            await until(lambda: refused)
+            assert (await c.ask()).status_code == 200, "by those that it had"
+            c.down("killed")
+            await c.all_know()
+        assert len(refused) > 1, "they are tried again with the next roster"
+        c.up()
+        await c.all_know()
+        assert (await c.ask()).status_code == 401
 
 
 async def test_a_roster_that_is_larger_than_any_read_is_taken_in_whole() -> None:
     async with crew(1) as c:
         rows = [Row(Instance(f"P{number}", Role.P, "http://h:1", "one"), False, "x" * 4000) for number in range(500)]
         c.published.publish([Row(c.instance, True), *rows], {Role.PD})
-        assert len(frame(c.published.roster({}))) > 1 << 20
+        assert len(packed(Told(1, c.published.roster({})))) > 1 << 20
         await c.all_know()
         told = (await c.ask("/instances")).json()["instances"]
         assert len(told) == 501 and (await c.ask()).status_code == 200
@@ -471,7 +509,7 @@ async def test_what_is_said_of_the_deployment_reaches_every_worker_in_order() ->
             (row,) = (await c.ask("/instances")).json()["instances"]
             assert row["draining"] and not row["up"]
         waiting = asyncio.create_task(c.ask())
-        await until(lambda: sum(map(c.counters.requests, range(2))) == 1)
+        await until(lambda: c.counters.total(Cell.REQUESTS) == 1)
         c.published.drain("PD0", False)
         c.published.pause(0)
         assert (await waiting).status_code == 200
@@ -596,19 +634,17 @@ async def test_who_is_not_expected_is_told_nothing() -> None:
     async with crew(1) as c:
         transport = httpx.AsyncHTTPTransport(uds=str(c.path))
         async with httpx.AsyncClient(transport=transport, timeout=DEADLINE_S, trust_env=False) as client:
-            for path in ("/watch?row=1", "/watch?row=-1", "/"):
+            for path in ("/watch?row=1&after=0", "/watch?row=-1&after=0", "/setup?row=1", "/"):
                 answered = await client.get(f"http://feed{path}")
                 assert answered.status_code == 404 and b"PD0" not in answered.content
         _, writer = await asyncio.open_unix_connection(c.path)
-        writer.write(frame(Roster(1, ())))
+        writer.write(packed(Told(1)))
         writer.close()
         assert (await c.ask()).status_code == 200
 
 
-def chunked(*pieces: bytes) -> bytes:
-    """An answer that does not end."""
-    body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
-    return b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + body
+def answered(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
 
 @asynccontextmanager
@@ -620,33 +656,24 @@ async def parent_that_says(folder: Path, *answers: bytes) -> AsyncIterator[Path]
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             await reader.readuntil(b"\r\n\r\n")
             writer.write(left.pop(0))
-            await reader.read()
         writer.close()
 
     async with await asyncio.start_unix_server(say, folder / "feed"):
         yield folder / "feed"
 
 
-@pytest.mark.parametrize(
-    "wrong", [frame(Roster(1, ())), (1 << 31).to_bytes(4, "big"), b"\0\0\0\1\xc1"], ids=["a roster", "much", "nonsense"]
-)
+@pytest.mark.parametrize("wrong", [packed(Told(1)), b"\xc1"], ids=["a roster", "nonsense"])
 async def test_a_parent_that_says_what_no_parent_says_is_not_gone_by(tmp_path: Path, wrong: bytes) -> None:
-    async with parent_that_says(tmp_path, chunked(wrong)) as path:
-        feed = Feed(path, 0)
+    async with parent_that_says(tmp_path, answered(wrong)) as path:
         with pytest.raises(FeedError):
-            await feed.connect()
-        feed.close()
+            await Feed(path, 0).setup()
 
 
 async def test_a_worker_asks_until_somebody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_room, "RECONNECT_S", 0.01)
     setup = Setup(settings(), 1, 1.0, 1.0, 1.0)
-    half = chunked(frame(setup)[:-1]) + b"0\r\n\r\n"
+    whole = answered(packed(setup))
     refused = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
-    raw = frame(setup)
-    whole = chunked(raw[:2], raw[2:9], raw[9:])
-    async with parent_that_says(tmp_path, refused, b"what?\r\n\r\n", half, whole) as path:
-        feed = Feed(path, 0)
+    async with parent_that_says(tmp_path, refused, b"what?\r\n\r\n", whole[:-1], whole) as path:
         async with asyncio.timeout(DEADLINE_S):
-            assert await feed.connect() == setup
-        feed.close()
+            assert await Feed(path, 0).setup() == setup
