@@ -40,6 +40,8 @@ def schedule(costs: Sequence[float], loads: Sequence[float], speeds: Sequence[fl
             they do per second (positive).
     """
     greedy = longest_first(costs, loads, speeds)
+    if len(costs) == 1:
+        return greedy
     shortest_s = shortest_possible_s(costs, loads, speeds)
     if len(costs) > MAX_SEARCHED or greedy.makespan_s <= GOOD_ENOUGH * shortest_s:
         return greedy
