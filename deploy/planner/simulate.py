@@ -123,12 +123,13 @@ def simulate(
     *,
     slos: Sequence[Slo] = (),
     options: Options = Options(),
-    misses: int | None = None,
+    until: Callable[[Served], bool] = lambda one: False,
 ) -> Simulated:
     """Serve `requests`, in the order of their arrival, on devices that all are the profile's.
 
     Args:
-        misses: of the first SLO, beyond which nobody wants to know more: the rest counts as never served.
+        until: called with each request that ends; once it is true nobody wants to know more, and the rest counts as
+            never served.
 
     Raises:
         ConfigError: see `check_simulated`.
@@ -137,7 +138,7 @@ def simulate(
     first_s = requests[0].at_s if requests else 0.0
     clock = Clock(first_s)
     served: dict[str, Served] = {}
-    missed, left = 0, iter(requests)
+    left = iter(requests)
 
     def arrivals() -> None:
         """One at a time: a day of them need not be on the clock at once."""
@@ -149,18 +150,14 @@ def simulate(
         arrivals()
 
     def ended(one: Served) -> None:
-        nonlocal missed
         served[one.id] = one
-        if misses is not None:
-            missed += not slos[0].attained(one.ttft_s, one.tpot_s, one.gaps, one.within[0])
-            if missed > misses:
-                clock.stop()
+        if until(one):
+            clock.stopped = True
 
     deployment = _Deployment(layout, profile, clock, slos, options, ended)
     arrivals()
     clock.run()
-    if missed <= (misses or 0):
-        assert len(served) == len(requests), f"{len(requests) - len(served)} requests never ended"
+    assert clock.stopped or len(served) == len(requests), f"{len(requests) - len(served)} requests never ended"
     span_s = max((one.last_s for one in served.values()), default=first_s) - first_s
     busy = {
         stage.name: {kind: s / span_s if span_s else 0.0 for kind, s in stage.busy_s.items()}

@@ -46,26 +46,26 @@ FEW = 32
 
 
 class Clock:
-    """Calls in order of their times; of one time, in the order in which they were asked for."""
+    """Calls in order of their times; of one time, in the order in which they were asked for.
+
+    Attributes:
+        stopped: set to end `run`, whatever is due.
+    """
 
     def __init__(self, begin_s: float = 0.0) -> None:
         self.now_s = self.begin_s = begin_s
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._stopped = False
+        self.stopped = False
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call it so many seconds from now, after what is due then already."""
         assert seconds >= 0, f"{seconds} s from now is over"
         heapq.heappush(self._due, (self.now_s + seconds, next(self._numbers), call))
 
-    def stop(self) -> None:
-        """Nothing more happens, whatever is due."""
-        self._stopped = True
-
     def run(self) -> None:
         """Until nothing is due any more."""
-        while self._due and not self._stopped:
+        while self._due and not self.stopped:
             self.now_s, _, call = heapq.heappop(self._due)
             call()
 
