@@ -121,13 +121,23 @@ def part_of(layout: Layout) -> tuple[Layout, int]:
 
 
 def goodput(
-    goal: Goal, layout: Layout, profile: DeviceProfile, start_rps: float, seed: int, options: Options = Options()
+    goal: Goal,
+    layout: Layout,
+    profile: DeviceProfile,
+    start_rps: float,
+    seed: int,
+    options: Options = Options(),
+    least_rps: float = 0.0,
 ) -> float:
     """Requests a second. Goes up or down from `start_rps`, by larger steps each time, until one rate meets the goal and
-    one does not, then halves between them; 0 where no rate down to a thousandth of it does."""
+    one does not, then halves between them; 0 where no rate down to a thousandth of it does.
+
+    Args:
+        least_rps: what is less is of no interest: a rate up to this that does not meet the goal ends the search.
+    """
     part, times = part_of(layout)
     met, missed, rate, step = 0.0, math.inf, start_rps, STEP
-    while missed > CLOSE * met and start_rps / 1024 <= rate <= 1024 * start_rps:
+    while missed > max(CLOSE * met, least_rps) and start_rps / 1024 <= rate <= 1024 * start_rps:
         if goal.met(part, profile, rate / times, seed, options):
             met = rate
         else:
