@@ -96,13 +96,11 @@ def _calibrated(arguments: dict[str, Any]) -> Any:
 
 def _measured(arguments: dict[str, Any]) -> Any:
     import os
-    import sys
 
-    from deploy.host.environment import is_terminal
     from deploy.plan.blueprint import DEMO_NAME
     from deploy.planner.about import about
     from deploy.planner.assemble import assembled
-    from deploy.planner.measure import Progress, measure_part, measured
+    from deploy.planner.measure import measure_part, measured, progress_bar
     from deploy.planner.sweep import QUICK, Extent, launches
     from epd_serve.demo.presets import builtin_model_dir
     from epd_serve.model_facts import read_model_facts
@@ -131,9 +129,9 @@ def _measured(arguments: dict[str, Any]) -> Any:
         multimodal=multimodal,
         interference=arguments["interference"],
     )
-    progress = Progress(sys.stderr, terminal=is_terminal())
+    progress = progress_bar()
     if unknown:
-        progress.line(f"memory is unknown: {unknown}")
+        progress.print(f"memory is unknown: {unknown}")
     flags = [*filter(None, (arguments["model"],)), "--device", inventory.kind, "--engine", arguments["engine"]]
     flags += ["--sim-profile", arguments["sim_profile"]] if arguments["sim_profile"] else []
     flags += [word for text in arguments["stage_args"] for word in ("--stage-args", text)]
@@ -150,7 +148,7 @@ def _measured(arguments: dict[str, Any]) -> Any:
         _parts_file(arguments["out"]),
         identity,
         plans,
-        lambda one: measure_part(one, extent, flags, progress, multimodal=multimodal),
+        lambda one, report: measure_part(one, extent, flags, report, multimodal=multimodal),
         progress,
     )
     return assembled(bare, parts, cpu=inventory.kind == "cpu")
