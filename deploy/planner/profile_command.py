@@ -53,7 +53,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def profile(arguments: dict[str, Any]) -> int:
-    from deploy.planner.plot import picture
+    from deploy.planner.plot import picture_of_profile
     from deploy.planner.profile import write_device_profile
 
     if bool(arguments["calibrate"]) != bool(arguments["served"]):
@@ -66,7 +66,7 @@ def profile(arguments: dict[str, Any]) -> int:
     print(f"wrote {out}: {made.model} on {made.device}")
     if plot := arguments["plot"]:
         try:
-            plot.write_text(picture(made), encoding="utf-8")
+            plot.write_text(picture_of_profile(made), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--plot {plot}: {error.strerror}", param="--plot") from error
     return 0

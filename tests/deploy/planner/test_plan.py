@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -17,9 +18,10 @@ from deploy.options.config import build_config
 from deploy.planner.candidates import bound_rps, candidates
 from deploy.planner.choice import Plan, Question, plan
 from deploy.planner.goodput import Goal, Interval, goodput, part_of
+from deploy.planner.plot import picture_of_plan
 from deploy.planner.profile import DeviceProfile, write_device_profile
 from deploy.planner.simulate import simulate
-from deploy.planner.told import deployment, picture, reasons, text, verdict
+from deploy.planner.told import deployment, reasons, text, verdict
 from deploy.planner.workload import Work, workload_of
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea
@@ -186,12 +188,12 @@ def test_the_command_tells_writes_and_draws(tmp_path: Path, capsys: pytest.Captu
 def test_batches_and_budgets_of_the_first_choice_are_in_the_file() -> None:
     steep = replace(PROFILE, stages={1: replace(STAGE, decode_step_s=((1, 0.05), (2, 0.06)))})
     found = planned(TEXT, Slo(3000, 150), profile=steep, layouts=("TP1x2",))
-    content = deployment(found, "/a/model")
+    content = yaml.safe_load(deployment(found, "/a/model"))
     one = found.first
-    assert ('step_budgets: "on"' in content) == (one.options.budgets is not None) and 'model: "/a/model"' in content
-    assert ("EPD:--max-num-seqs" in content) == bool(one.options.max_running)
+    assert (content["step_budgets"] == "on") == (one.options.budgets is not None) and content["model"] == "/a/model"
+    assert ("stage_args" in content) == bool(one.options.max_running)
     assert "budgets" in text(found) or one.options.budgets is None
-    assert str(one.layout) in picture(found)
+    assert str(one.layout) in picture_of_plan(found)
 
 
 @pytest.mark.parametrize(
