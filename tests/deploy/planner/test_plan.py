@@ -20,11 +20,12 @@ from deploy.planner.choice import Plan, Question, plan
 from deploy.planner.goodput import Goal, Interval, goodput, part_of
 from deploy.planner.plot import picture_of_plan
 from deploy.planner.profile import DeviceProfile, write_device_profile
-from deploy.planner.simulate import simulate
+from deploy.planner.simulate import Options, simulate
 from deploy.planner.told import deployment, reasons, text, verdict
 from deploy.planner.workload import Work, workload_of
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea
+from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.slo import Slo
@@ -119,6 +120,29 @@ def test_a_layout_of_equal_parts_serves_what_its_parts_do() -> None:
     goal = Goal(workload_of(TEXT, ByArea()), Slo(2000, 1000))
     four, eight = (goodput(goal, parse(f"TP1x{count}"), PROFILE, 4.0, 1) for count in (4, 8))
     assert eight == pytest.approx(2 * four, rel=0.06)
+
+
+@pytest.mark.parametrize("layout", ["TP1x2", "EP-D"])
+def test_a_run_that_ends_once_it_is_certain_has_the_verdict_of_a_whole_one(layout: str) -> None:
+    goal, verdicts = Goal(workload_of(IMAGES, ByArea()), Slo(3000, 80)), set()
+    for rate in (0.5, 1.0, 1.2, 1.4, 1.6, 2.0, 4.0):
+        whole = goal.attained(goal.run(parse(layout), PROFILE, rate, 1, Options())) >= goal.share
+        assert goal.met(parse(layout), PROFILE, rate, 1, Options()) == whole
+        verdicts.add(whole)
+    assert verdicts == {True, False}
+
+
+def test_one_run_says_that_a_layout_serves_less_than_is_of_interest(monkeypatch: pytest.MonkeyPatch) -> None:
+    met, rates = Goal.met, []
+
+    def seen(goal: Goal, layout: Layout, profile: DeviceProfile, rate_rps: float, *more: Any) -> bool:
+        rates.append(rate_rps)
+        return met(goal, layout, profile, rate_rps, *more)
+
+    monkeypatch.setattr(Goal, "met", seen)
+    goal = Goal(workload_of(TEXT, ByArea()), Slo(2000, 1000))
+    assert goodput(goal, parse("TP1"), PROFILE, 40.0, 1, least_rps=40.0) == 0.0 and rates == [40.0]
+    assert goodput(goal, parse("TP1"), PROFILE, 1.0, 1, least_rps=1.0) > 1.0
 
 
 def test_large_spaces_are_cut_into_parts() -> None:
