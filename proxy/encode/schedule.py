@@ -114,9 +114,13 @@ class _Search:
             self.best = Schedule(tuple(self._at), so_far_s)
             return
         item = self._order[position]
-        cost, totals, speeds = self._costs[item], self._totals, self._speeds
-        different = {(totals[worker], speeds[worker]): worker for worker in reversed(range(len(totals)))}
-        for done_s, worker in sorted(((total + cost) / speed, worker) for (total, speed), worker in different.items()):
+        cost, totals = self._costs[item], self._totals
+        different: dict[tuple[float, float], tuple[float, int]] = {}  # of many workers few are done soon enough
+        for worker, (total, speed) in enumerate(zip(totals, self._speeds, strict=True)):
+            done_s = (total + cost) / speed
+            if done_s * GOOD_ENOUGH < self.best.makespan_s:
+                different.setdefault((total, speed), (done_s, worker))
+        for done_s, worker in sorted(different.values()):
             end_s = max(so_far_s, done_s)
             if self._over or end_s * GOOD_ENOUGH >= self.best.makespan_s:
                 return
