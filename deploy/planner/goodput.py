@@ -120,6 +120,14 @@ def part_of(layout: Layout) -> tuple[Layout, int]:
     return Layout.of(replace(group, repeat=group.repeat // times) for group in layout.groups), times
 
 
+def serves(
+    goal: Goal, layout: Layout, profile: DeviceProfile, rate_rps: float, seed: int, options: Options = Options()
+) -> bool:
+    """Whether it serves so much within the SLO, by one run."""
+    part, times = part_of(layout)
+    return goal.met(part, profile, rate_rps / times, seed, options)
+
+
 def goodput(
     goal: Goal,
     layout: Layout,
@@ -127,18 +135,13 @@ def goodput(
     start_rps: float,
     seed: int,
     options: Options = Options(),
-    least_rps: float = 0.0,
 ) -> float:
     """Requests a second. Goes up or down from `start_rps`, by larger steps each time, until one rate meets the goal and
     one does not, then halves between them; 0 where no rate down to a thousandth of it does.
-
-    Args:
-        least_rps: what is less is of no interest: a rate up to this that does not meet the goal ends the search.
     """
-    part, times = part_of(layout)
     met, missed, rate, step = 0.0, math.inf, start_rps, STEP
-    while missed > max(CLOSE * met, least_rps) and start_rps / 1024 <= rate <= 1024 * start_rps:
-        if goal.met(part, profile, rate / times, seed, options):
+    while missed > CLOSE * met and start_rps / 1024 <= rate <= 1024 * start_rps:
+        if serves(goal, layout, profile, rate, seed, options):
             met = rate
         else:
             missed = rate

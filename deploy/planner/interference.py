@@ -74,7 +74,7 @@ class InterferenceMap:
 class InterferenceProfile:
     """One device's. `device`: kind, name, cores. `measured`: when and with what, for people."""
 
-    version: Literal[1] = 1
+    version: Literal[1]
     kind: str = "real"
     device: Mapping[str, Any]
     measured: Mapping[str, Any] = field(default_factory=dict)

@@ -6,6 +6,7 @@ that parts of two profiles never meet. Each part is written when it is whole; ha
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +60,7 @@ def measured(
             progress.print(f"{label}: starting")
 
             def report(action: str, share: float, label: str = label, number: int = number) -> None:
-                progress.update(task, description=f"{label}: {action}", completed=number + share)
+                progress.update(task, description=f"{label}: {action}", completed=number + share, refresh=True)
 
             done[launch.name] = part = run(launch, report)
             _write(path, "ab", part)
@@ -114,8 +115,8 @@ def measure_part(launch: Launch, extent: Extent, flags: Sequence[str], report: R
         return sweep.part()
 
 
-def progress_bar() -> Progress:
-    """On a terminal what is done and how long the rest will take, below what is printed; elsewhere that alone."""
-    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+def progress_bar(console: Console) -> Progress:
+    """On a terminal what is done and how long the rest will take, below what is printed; elsewhere that alone. It is
+    drawn when there is news, and not by a thread: this process stamps what is measured."""
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=console, transient=True)
+    return Progress(*columns, console=console, transient=True, auto_refresh=False, speed_estimate_period=math.inf)

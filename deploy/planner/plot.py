@@ -33,7 +33,7 @@ class _Panel:
         yield f'<path d="M{self.left} {_TOP}v{self.high}h{self.wide}" fill="none" stroke="#888"/>'
         for share in (0.0, 0.5, 1.0):
             x, y = self.at(share * self.most_x, share * self.most_y)
-            yield f'<text x="{x}" y="{_TOP + self.high + 15}" text-anchor="middle">{share * self.most_x:.4g}</text>'
+            yield f'<text x="{x}" y="{_TOP + self.high + 15}" text-anchor="middle">{share * self.most_x:.6g}</text>'
             yield f'<text x="{self.left - 5}" y="{y + 4}" text-anchor="end">{share * self.most_y:.3g}</text>'
 
 

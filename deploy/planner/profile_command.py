@@ -97,6 +97,9 @@ def _calibrated(arguments: dict[str, Any]) -> Any:
 def _measured(arguments: dict[str, Any]) -> Any:
     import os
 
+    from rich.console import Console
+
+    from deploy.host.environment import is_terminal
     from deploy.plan.blueprint import DEMO_NAME
     from deploy.planner.about import about
     from deploy.planner.assemble import assembled
@@ -129,7 +132,8 @@ def _measured(arguments: dict[str, Any]) -> Any:
         multimodal=multimodal,
         interference=arguments["interference"],
     )
-    progress = progress_bar()
+    screen = Console(stderr=True, force_terminal=is_terminal(), soft_wrap=True, markup=False, highlight=False)
+    progress = progress_bar(screen)
     if unknown:
         progress.print(f"memory is unknown: {unknown}")
     flags = [*filter(None, (arguments["model"],)), "--device", inventory.kind, "--engine", arguments["engine"]]

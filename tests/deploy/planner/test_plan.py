@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from deploy.cli.command import main
 from deploy.options.config import build_config
 from deploy.planner.candidates import bound_rps, candidates
-from deploy.planner.choice import Plan, Question, plan
+from deploy.planner.choice import Plan, Question, _ask, _candidates, _screen, plan
 from deploy.planner.goodput import Goal, Interval, goodput, part_of
 from deploy.planner.plot import picture_of_plan
 from deploy.planner.profile import DeviceProfile, write_device_profile
@@ -141,8 +141,11 @@ def test_one_run_says_that_a_layout_serves_less_than_is_of_interest(monkeypatch:
 
     monkeypatch.setattr(Goal, "met", seen)
     goal = Goal(workload_of(TEXT, ByArea()), Slo(2000, 1000))
-    assert goodput(goal, parse("TP1"), PROFILE, 40.0, 1, least_rps=40.0) == 0.0 and rates == [40.0]
-    assert goodput(goal, parse("TP1"), PROFILE, 1.0, 1, least_rps=1.0) > 1.0
+    question = Question(goal, PROFILE, 1, layouts=("TP1",), seeds=1)
+    (one,) = _candidates(question)
+    _ask(question)
+    assert _screen((one, 40.0)) == 0.0 and rates == [40.0]
+    assert _screen((one, 1.0)) == _screen((one, 0.0)) > 1.0, "of the others all is found as without it"
 
 
 def test_large_spaces_are_cut_into_parts() -> None:
