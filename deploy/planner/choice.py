@@ -200,9 +200,11 @@ def _ask(question: Question) -> None:
 
 
 def _screened(found: Sequence[Candidate], each: Callable[..., Iterable[Any]]) -> list[tuple[Candidate, float]]:
-    """Candidates with their goodput, some at a time, best bounds first. Who serves less than enough others is not looked
-    at further, but for a monolith: not at all where that follows from its bound, else it is there with 0, after one run
-    at what the last of those others serves."""
+    """Candidates with their goodput, some at a time, best bounds first.
+
+    Who serves less than enough others is not looked at further, but for a monolith: not at all where that follows from
+    its bound, else it is there with 0, after one run at what the last of those others serves.
+    """
     screened: list[tuple[Candidate, float]] = []
     left = sorted(found, key=lambda one: -one.bound_rps / one.layout.device_count)
     while left:

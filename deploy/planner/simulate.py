@@ -230,11 +230,12 @@ class _Deployment:
             for kind in KINDS
         }
         self._devices: dict[str, list[SharedDevice]] = {}  # that may compute for the front of a stage, its own first
-        for stage, host in ((stage, host) for host in hosts.values() for stage in host):
-            self._devices[stage.name] = [stage.device, *(other.device for other in host)]
-            if any(beside.values()):
-                stage.beside = beside
-                stage.others = [other for other in host if other.device is not stage.device]
+        for host in hosts.values():
+            for stage in host:
+                self._devices[stage.name] = [stage.device, *(other.device for other in host)]
+                if any(beside.values()):
+                    stage.beside = beside
+                    stage.others = [other for other in host if other.device is not stage.device]
         neighbours = {plan.id: [self._by_name[name] for name in plan.colocated_with] for plan in plans}
         self._around: Mapping[str, Sequence[VirtualStage]]  # on its device, as far as the policy minds
         self._around = neighbours if options.policy == "first-token" else dict.fromkeys(neighbours, ())
