@@ -104,10 +104,7 @@ def _memory(
 
 def _pairs(path: Path) -> dict[str, float]:
     """Of two stages that compete for all cores, the mean of what each suffers beside the other."""
-    try:
-        interference = read_interference_profile(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"interference profile {path}: {error}", param="--interference") from error
+    interference = read_interference_profile(path)
     found = {}
     for one, other in itertools.combinations(STAGES, 2):
         both = [interference.between(STAGES[a], STAGES[b]) for a, b in ((one, other), (other, one))]

@@ -1,12 +1,13 @@
 """Which layout: candidates simulated, ranked, and why the first is before the second.
 
 First every candidate with one seed, then the best of them, and the best monolith, with all seeds and in more than one
-way to run them (budgets per step, smaller batches), because a difference that is only chance is none. Candidates are
+way to run them (budgets per step, smaller batches), because a difference that is only chance is none. Simulations are
 shared out over processes.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,7 +18,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from deploy.planner.candidates import Candidate, candidate, candidates
-from deploy.planner.goodput import Goal, Interval, Times, goodput, part_of, times_of
+from deploy.planner.goodput import Goal, Interval, Times, goodput, part_of, serves, times_of
 from deploy.planner.profile import DeviceProfile
 from deploy.planner.simulate import Options, check_simulated
 from epd_serve.budgets import largest
@@ -152,7 +153,7 @@ def plan(question: Question, processes: int | None = None) -> Plan:
         ranked = sorted(screened, key=lambda pair: -pair[1] / pair[0].layout.device_count)
         kept = [pair for pair in ranked[:FINALISTS] if pair[1] > 0]
         kept += [pair for pair in ranked if pair[0].monolith and pair[1] > 0 and pair not in kept][:1]
-        choices = list(each(_choice, kept))
+        choices = _choices(question, kept, each)
     if not choices:
         raise ConfigError(
             f"no layout of {question.devices} devices serves anything within {question.goal.slo.text}: one request "
@@ -199,8 +200,11 @@ def _ask(question: Question) -> None:
 
 
 def _screened(found: Sequence[Candidate], each: Callable[..., Iterable[Any]]) -> list[tuple[Candidate, float]]:
-    """Candidates with their goodput, some at a time, best bounds first: whose bound is below what enough others serve
-    is not simulated, but for a monolith."""
+    """Candidates with their goodput, some at a time, best bounds first.
+
+    Who serves less than enough others is not looked at further, but for a monolith: not at all where that follows from
+    its bound, else it is there with 0, after one run at what the last of those others serves.
+    """
     screened: list[tuple[Candidate, float]] = []
     left = sorted(found, key=lambda one: -one.bound_rps / one.layout.device_count)
     while left:
@@ -208,13 +212,17 @@ def _screened(found: Sequence[Candidate], each: Callable[..., Iterable[Any]]) ->
         least = served[FINALISTS - 1] if len(served) >= FINALISTS else 0.0
         left = [one for one in left if one.monolith or one.bound_rps / one.layout.device_count > least]
         some, left = left[:AT_A_TIME], left[AT_A_TIME:]
-        screened += zip(some, each(_screen, some), strict=True)
+        wanted = [(one, 0.0 if one.monolith else least * one.layout.device_count) for one in some]
+        screened += zip(some, each(_screen, wanted), strict=True)
     return screened
 
 
-def _screen(one: Candidate) -> float:
-    question = _asked[0]
-    return goodput(question.goal, one.layout, question.profile, START * one.bound_rps, 0, _ways(question, one)[0])
+def _screen(wanted: tuple[Candidate, float]) -> float:
+    question, (one, least_rps) = _asked[0], wanted
+    goal, profile, way = question.goal, question.profile, _ways(question, one)[0]
+    if least_rps and not serves(goal, one.layout, profile, least_rps, 0, way):
+        return 0.0
+    return goodput(goal, one.layout, profile, START * one.bound_rps, 0, way)
 
 
 def _ways(question: Question, one: Candidate) -> list[Options]:
@@ -236,32 +244,51 @@ def _keeps(stage: Profile, kv_tokens: float, limit_s: float, size: int) -> bool:
     return stage.decode_s(size, size * kv_tokens) <= limit_s
 
 
-def _choice(pair: tuple[Candidate, float]) -> Choice:
-    """A finalist in the best of the ways to run it."""
-    question, (one, screened_rps) = _asked[0], pair
-    goal, profile, layout = question.goal, question.profile, one.layout
-    seeds = range(1, question.seeds + 1)
-    noise = max(profile.noise.repeat, profile.noise.e2e)
+_Search = tuple[Layout | None, Options, float, int]
+"""Of a layout's goodput: how it is run, where to begin, and the seed."""
 
-    def served(layout: Layout, options: Options, seeds: Iterable[int]) -> Interval:
-        found = [goodput(goal, layout, profile, screened_rps, seed, options) for seed in seeds]
-        return Interval.of(found).widened(noise)
 
-    part, times = part_of(layout)
-    ways = _ways(question, one)
-    beyond = [times_of(goal.run(part, profile, BEYOND * screened_rps / times, 1, way), goal) for way in ways]
-    best = max(range(len(ways)), key=lambda at: (beyond[at].attained, -at))
-    options = ways[best]
-    whole = served(layout, options, seeds)
-    survived = whole
-    for left in _after_losses(layout, question.survive):
-        rest = served(left, options, seeds) if left else Interval(0.0, 0.0, 0.0)
-        survived = min(survived, rest, key=lambda interval: interval.value)
-    rate_rps = question.rate_rps or UNUSED * whole.value or screened_rps
-    told = times_of(goal.run(part, profile, rate_rps / times, 1, options), goal)
-    told = replace(told, late=beyond[best].late, slow=beyond[best].slow)
-    enough = question.rate_rps is None or survived.value >= question.rate_rps
-    return Choice(layout, options, whole, survived, rate_rps, told, question.price, enough)
+def _choices(question: Question, kept: Sequence[tuple[Candidate, float]], each: Callable[..., Any]) -> list[Choice]:
+    """Finalists, each in the best of the ways to run it. A call is one search, so that processes have as much to do."""
+    noise = max(question.profile.noise.repeat, question.profile.noise.e2e)
+    ways: list[tuple[Options, Times]] = list(each(_best_way, kept))
+    searches: list[list[_Search]] = []
+    for (one, screened_rps), (options, _) in zip(kept, ways, strict=True):
+        layouts = [one.layout, *_after_losses(one.layout, question.survive)]
+        seeds = range(1, question.seeds + 1)
+        searches.append([(layout, options, screened_rps, seed) for layout in layouts for seed in seeds])
+    found: Iterator[float] = iter(each(_searched, itertools.chain(*searches)))
+    choices = []
+    for (one, screened_rps), (options, beyond), own in zip(kept, ways, searches, strict=True):
+        goodputs = [next(found) for _ in own]
+        by_layout = [goodputs[at : at + question.seeds] for at in range(0, len(goodputs), question.seeds)]
+        whole, *rest = (Interval.of(served).widened(noise) for served in by_layout)
+        survived = min([whole, *rest], key=lambda interval: interval.value)
+        rate_rps = question.rate_rps or UNUSED * whole.value or screened_rps
+        times = _times(question, one.layout, options, rate_rps)
+        times = replace(times, late=beyond.late, slow=beyond.slow)
+        enough = question.rate_rps is None or survived.value >= question.rate_rps
+        choices.append(Choice(one.layout, options, whole, survived, rate_rps, times, question.price, enough))
+    return choices
+
+
+def _best_way(finalist: tuple[Candidate, float]) -> tuple[Options, Times]:
+    """With what comes of it beyond its goodput."""
+    one, screened_rps = finalist
+    question = _asked[0]
+    ways = [(way, _times(question, one.layout, way, BEYOND * screened_rps)) for way in _ways(question, one)]
+    return max(ways, key=lambda way: way[1].attained)
+
+
+def _searched(search: _Search) -> float:
+    layout, options, start_rps, seed = search
+    goal, profile = _asked[0].goal, _asked[0].profile
+    return 0.0 if layout is None else goodput(goal, layout, profile, start_rps, seed, options)
+
+
+def _times(question: Question, layout: Layout, options: Options, rate_rps: float) -> Times:
+    goal, (part, times) = question.goal, part_of(layout)
+    return times_of(goal.run(part, question.profile, rate_rps / times, 1, options), goal)
 
 
 def _after_losses(layout: Layout, losses: int) -> list[Layout | None]:

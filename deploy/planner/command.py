@@ -12,8 +12,9 @@ from deploy.memory.sizing import processor_configs
 from deploy.options.flags import Parser
 from deploy.planner.choice import Question, plan
 from deploy.planner.goodput import SHARE, Goal
+from deploy.planner.plot import picture_of_plan
 from deploy.planner.profile import read_device_profile
-from deploy.planner.told import as_json, deployment, picture, text
+from deploy.planner.told import as_json, deployment, text
 from deploy.planner.workload import RECORDED, workload_of
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError
@@ -63,7 +64,7 @@ def run_plan(arguments: dict[str, Any]) -> int:
     if arguments["json"] is not None:
         _write(arguments["json"], json.dumps(as_json(found), indent=1) + "\n", "--json")
     if arguments["picture"] is not None:
-        _write(arguments["picture"], picture(found), "--picture")
+        _write(arguments["picture"], picture_of_plan(found), "--picture")
     if arguments["verify"] is not None:
         from deploy.planner.verify import verified
 

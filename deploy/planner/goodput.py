@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deploy.planner.profile import DeviceProfile
-from deploy.planner.simulate import Options, Simulated, simulate
+from deploy.planner.simulate import Options, Served, Simulated, simulate
 from deploy.planner.workload import Workload
 from epd_serve.layout import Layout
 from epd_serve.slo import Slo
@@ -83,15 +83,30 @@ class Goal:
         return simulate(layout, profile, requests, slos=(self.slo,), options=options)
 
     def met(self, layout: Layout, profile: DeviceProfile, rate_rps: float, seed: int, options: Options) -> bool:
-        """Whether enough requests attain the SLO; a run that cannot is broken off."""
+        """Whether enough requests attain the SLO. The run ends where that is certain, whatever became of the rest."""
         requests = self.requests(rate_rps, seed)
-        misses = math.floor((1 - self.share) * len(requests) * (1 - SETTLING)) + round(SETTLING * len(requests))
-        run = simulate(layout, profile, requests, slos=(self.slo,), options=options, misses=misses)
+        judged = {one.id for one in requests[_settling(requests) :]}
+        attained = missed = 0
+
+        def certain(one: Served) -> bool:
+            nonlocal attained, missed
+            if one.id in judged:
+                keeps = self.slo.attained(one.ttft_s, one.tpot_s, one.gaps, one.within[0])
+                attained, missed = attained + keeps, missed + (not keeps)
+            count = len(judged)
+            return attained / count >= self.share or (count - missed) / count < self.share
+
+        run = simulate(layout, profile, requests, slos=(self.slo,), options=options, until=certain)
         return self.attained(run) >= self.share
 
     def attained(self, run: Simulated) -> float:
         """The share of the requests that are judged."""
-        return run.attained(0, since=round(SETTLING * len(run.served)))
+        return run.attained(0, since=_settling(run.served))
+
+
+def _settling(run: Sequence[object]) -> int:
+    """How many of the first requests are not judged."""
+    return round(SETTLING * len(run))
 
 
 def part_of(layout: Layout) -> tuple[Layout, int]:
@@ -105,15 +120,28 @@ def part_of(layout: Layout) -> tuple[Layout, int]:
     return Layout.of(replace(group, repeat=group.repeat // times) for group in layout.groups), times
 
 
+def serves(
+    goal: Goal, layout: Layout, profile: DeviceProfile, rate_rps: float, seed: int, options: Options = Options()
+) -> bool:
+    """Whether it serves so much within the SLO, by one run."""
+    part, times = part_of(layout)
+    return goal.met(part, profile, rate_rps / times, seed, options)
+
+
 def goodput(
-    goal: Goal, layout: Layout, profile: DeviceProfile, start_rps: float, seed: int, options: Options = Options()
+    goal: Goal,
+    layout: Layout,
+    profile: DeviceProfile,
+    start_rps: float,
+    seed: int,
+    options: Options = Options(),
 ) -> float:
     """Requests a second. Goes up or down from `start_rps`, by larger steps each time, until one rate meets the goal and
-    one does not, then halves between them; 0 where no rate down to a thousandth of it does."""
-    part, times = part_of(layout)
+    one does not, then halves between them; 0 where no rate down to a thousandth of it does.
+    """
     met, missed, rate, step = 0.0, math.inf, start_rps, STEP
     while missed > CLOSE * met and start_rps / 1024 <= rate <= 1024 * start_rps:
-        if goal.met(part, profile, rate / times, seed, options):
+        if serves(goal, layout, profile, rate, seed, options):
             met = rate
         else:
             missed = rate
@@ -147,7 +175,7 @@ class Times:
 
 
 def times_of(run: Simulated, goal: Goal) -> Times:
-    served = run.served[round(SETTLING * len(run.served)) :]
+    served = run.served[_settling(run.served) :]
     ttft = sorted(1e3 * one.ttft_s for one in served)
     tpot = sorted(1e3 * one.tpot_s for one in served if one.tpot_s is not None) or [0.0]
     late = sum(1e3 * one.ttft_s > goal.slo.ttft_ms for one in served) / len(served)

@@ -1,6 +1,6 @@
 """How much operators slow each other down on one device, as `epd-bench interference` measured it: the file.
 
-For `epd-serve profile --interference` and placement: plain JSON, `VERSION` of this form. Imports no framework.
+For `epd-serve profile --interference` and placement: plain JSON. Imports no framework.
 
     {"version": 1, "kind": "real",
      "device": {"kind": "npu", "name": "910B3", "cores": {"cube": 24}},
@@ -17,16 +17,15 @@ A slowdown is the time of a call while the neighbour runs over the time of the s
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-VERSION = 1
+from epd_serve.sim.profile import checked, read_object
 
 Shares = tuple[float, float]
 """Of a device's cores: the operator's, and its neighbour's."""
@@ -71,15 +70,16 @@ class InterferenceMap:
         raise KeyError((operator, beside))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InterferenceProfile:
     """One device's. `device`: kind, name, cores. `measured`: when and with what, for people."""
 
+    version: Literal[1]
+    kind: str = "real"
     device: Mapping[str, Any]
+    measured: Mapping[str, Any] = field(default_factory=dict)
     operators: tuple[ProfiledOperator, ...]
     maps: tuple[InterferenceMap, ...]
-    kind: str = "real"
-    measured: Mapping[str, Any] = field(default_factory=dict)
 
     def map_of(self, core_shares: Shares | None = None) -> InterferenceMap | None:
         """The map of that division of the cores, or None where it was not measured."""
@@ -100,19 +100,11 @@ class InterferenceProfile:
         return statistics.fmean(hit) if hit else None
 
     def save(self, path: Path) -> None:
-        whole = {"version": VERSION, **asdict(self)}
-        order = ("version", "kind", "device", "measured", "operators", "maps")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({name: whole[name] for name in order}, indent=1) + "\n", encoding="utf-8")
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
 
 
 def read_interference_profile(path: Path) -> InterferenceProfile:
-    """What `InterferenceProfile.save` has written.
-
-    Raises:
-        OSError: it cannot be read. ValueError: it is none of this version.
-    """
-    raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    if raw.pop("version", None) != VERSION:
-        raise ValueError(f"it is no interference profile of version {VERSION}")
-    return msgspec.convert(raw, InterferenceProfile)
+    """What `InterferenceProfile.save` has written. Raises ConfigError: it cannot be read, or is of another version."""
+    what = f"interference profile {path}"
+    return checked(InterferenceProfile, read_object(path, what, "--interference"), what, "--interference")

@@ -6,13 +6,16 @@ that parts of two profiles never meet. Each part is written when it is whole; ha
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deploy.planner.served import launched
 from deploy.planner.steps import Part
@@ -20,32 +23,48 @@ from deploy.planner.sweep import Extent, Launch, Sweep
 from epd_serve.errors import ConfigError
 
 VERSION = 1
-BAR = 24
+
+Report = Callable[[str, float], None]
+"""Called with what of a part is measured now, and the share of the part that is done."""
 
 
 def measured(
-    path: Path, about: Mapping[str, Any], launches: Sequence[Launch], run: Callable[[Launch], Part], progress: Progress
+    path: Path,
+    about: Mapping[str, Any],
+    launches: Sequence[Launch],
+    run: Callable[[Launch, Report], Part],
+    progress: Progress,
 ) -> list[Part]:
     """All parts, those of an earlier run as they were found then.
 
     Args:
         path: of the parts; removed by whoever has made a profile of them.
         about: what is measured, as JSON; parts of anything else are refused. run: measures one.
+        progress: gets a task whose units are parts, which are taken to be equally long.
 
     Raises:
         ConfigError: the file cannot be read or written, or is of something else.
     """
     head = {"version": VERSION, **about}
     done = _read(path, head)
-    progress.begin(len(launches), sum(one.name in done for one in launches))
-    if not done:
+    left = [launch for launch in launches if launch.name not in done]
+    if done:
+        progress.print(f"{len(launches) - len(left)} of {len(launches)} parts are there already")
+    else:
         _write(path, "wb", head)
-    for launch in launches:
-        if launch.name not in done:
-            progress.part(launch)
-            done[launch.name] = part = run(launch)
+    begun = time.monotonic()
+    with progress:
+        task = progress.add_task("", total=len(launches))
+        for number, launch in enumerate(left, len(launches) - len(left)):
+            label = f"part {number + 1} of {len(launches)}, {launch.name} on {launch.layout}"
+            progress.print(f"{label}: starting")
+
+            def report(action: str, share: float, label: str = label, number: int = number) -> None:
+                progress.update(task, description=f"{label}: {action}", completed=number + share, refresh=True)
+
+            done[launch.name] = part = run(launch, report)
             _write(path, "ab", part)
-    progress.end()
+    progress.print(f"measured in {time.monotonic() - begun:.0f} s")
     return [done[launch.name] for launch in launches]
 
 
@@ -85,53 +104,19 @@ def _write(path: Path, mode: Literal["wb", "ab"], value: object) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}", param="--out") from error
 
 
-def measure_part(launch: Launch, extent: Extent, flags: Sequence[str], progress: Progress, *, multimodal: bool) -> Part:
+def measure_part(launch: Launch, extent: Extent, flags: Sequence[str], report: Report, *, multimodal: bool) -> Part:
     """Start it, send everything, and end it. Raises StageError: it did not start, or an answer was none."""
     with launched(launch.layout, flags) as served:
         sweep = Sweep(launch, served, extent, multimodal=multimodal)
         actions = sweep.actions()
         for number, (label, act) in enumerate(actions):
-            progress.action(number, len(actions), label)
+            report(label, number / len(actions))
             act()
         return sweep.part()
 
 
-class Progress:
-    """Says how far it is and how long it will take: a bar on a terminal, else a line per part."""
-
-    def __init__(self, out: TextIO, *, terminal: bool) -> None:
-        self._out, self._terminal = out, terminal
-        self._parts = self._first = self._number = 0
-        self._begun = 0.0
-        self._label = ""
-
-    def begin(self, parts: int, done: int) -> None:
-        self._parts, self._number, self._first, self._begun = parts, done, done, time.monotonic()
-        if done:
-            self.line(f"{done} of {parts} parts are there already")
-
-    def part(self, launch: Launch) -> None:
-        self._number += 1
-        self._label = f"part {self._number} of {self._parts}, {launch.name} on {launch.layout}"
-        self.line(f"{self._label}: starting{self._left(0.0)}")
-
-    def action(self, number: int, of: int, label: str) -> None:
-        if self._terminal:
-            full = BAR * number // of
-            bar = "█" * full + "·" * (BAR - full)
-            self._out.write(f"\r\x1b[K{bar} {self._label}: {label}{self._left(number / of)}")
-            self._out.flush()
-
-    def end(self) -> None:
-        self.line(f"measured in {time.monotonic() - self._begun:.0f} s")
-
-    def _left(self, share: float) -> str:
-        """`share`: of this part that is done. Parts are taken to be equally long."""
-        done = self._number - 1 - self._first + share
-        to_come = self._parts - self._first - done
-        left_s = (time.monotonic() - self._begun) / done * to_come if done > 0.2 else 0.0
-        return f", about {left_s:.0f} s left" if left_s else ""
-
-    def line(self, text: str) -> None:
-        self._out.write(f"{chr(13)}{chr(27)}[K{text}\n" if self._terminal else f"{text}\n")
-        self._out.flush()
+def progress_bar(console: Console) -> Progress:
+    """On a terminal what is done and how long the rest will take, below what is printed; elsewhere that alone. It is
+    drawn when there is news, and not by a thread: this process stamps what is measured."""
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=console, transient=True, auto_refresh=False, speed_estimate_period=math.inf)

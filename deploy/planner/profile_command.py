@@ -53,7 +53,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def profile(arguments: dict[str, Any]) -> int:
-    from deploy.planner.plot import picture
+    from deploy.planner.plot import picture_of_profile
     from deploy.planner.profile import write_device_profile
 
     if bool(arguments["calibrate"]) != bool(arguments["served"]):
@@ -66,7 +66,7 @@ def profile(arguments: dict[str, Any]) -> int:
     print(f"wrote {out}: {made.model} on {made.device}")
     if plot := arguments["plot"]:
         try:
-            plot.write_text(picture(made), encoding="utf-8")
+            plot.write_text(picture_of_profile(made), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--plot {plot}: {error.strerror}", param="--plot") from error
     return 0
@@ -96,13 +96,14 @@ def _calibrated(arguments: dict[str, Any]) -> Any:
 
 def _measured(arguments: dict[str, Any]) -> Any:
     import os
-    import sys
+
+    from rich.console import Console
 
     from deploy.host.environment import is_terminal
     from deploy.plan.blueprint import DEMO_NAME
     from deploy.planner.about import about
     from deploy.planner.assemble import assembled
-    from deploy.planner.measure import Progress, measure_part, measured
+    from deploy.planner.measure import measure_part, measured, progress_bar
     from deploy.planner.sweep import QUICK, Extent, launches
     from epd_serve.demo.presets import builtin_model_dir
     from epd_serve.model_facts import read_model_facts
@@ -131,9 +132,10 @@ def _measured(arguments: dict[str, Any]) -> Any:
         multimodal=multimodal,
         interference=arguments["interference"],
     )
-    progress = Progress(sys.stderr, terminal=is_terminal())
+    screen = Console(stderr=True, force_terminal=is_terminal(), soft_wrap=True, markup=False, highlight=False)
+    progress = progress_bar(screen)
     if unknown:
-        progress.line(f"memory is unknown: {unknown}")
+        progress.print(f"memory is unknown: {unknown}")
     flags = [*filter(None, (arguments["model"],)), "--device", inventory.kind, "--engine", arguments["engine"]]
     flags += ["--sim-profile", arguments["sim_profile"]] if arguments["sim_profile"] else []
     flags += [word for text in arguments["stage_args"] for word in ("--stage-args", text)]
@@ -150,7 +152,7 @@ def _measured(arguments: dict[str, Any]) -> Any:
         _parts_file(arguments["out"]),
         identity,
         plans,
-        lambda one: measure_part(one, extent, flags, progress, multimodal=multimodal),
+        lambda one, report: measure_part(one, extent, flags, report, multimodal=multimodal),
         progress,
     )
     return assembled(bare, parts, cpu=inventory.kind == "cpu")

@@ -30,7 +30,7 @@ from epd_serve.traffic import Item, Request
 from proxy.encode.assignment import share_of, spread
 from proxy.registry.load import pending_s, reported_pending, reported_rate
 from proxy.routing.paths import Path, paths
-from proxy.routing.policy import POLICIES, Candidate, Placement, usual_rate, with_neighbours
+from proxy.routing.policy import POLICIES, UNMEASURED_RATE, Candidate, Placement, with_neighbours
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,13 @@ def simulate(
     *,
     slos: Sequence[Slo] = (),
     options: Options = Options(),
-    misses: int | None = None,
+    until: Callable[[Served], bool] = lambda one: False,
 ) -> Simulated:
     """Serve `requests`, in the order of their arrival, on devices that all are the profile's.
 
     Args:
-        misses: of the first SLO, beyond which nobody wants to know more: the rest counts as never served.
+        until: called with each request that ends; once it is true nobody wants to know more, and the rest counts as
+            never served.
 
     Raises:
         ConfigError: see `check_simulated`.
@@ -137,7 +138,7 @@ def simulate(
     first_s = requests[0].at_s if requests else 0.0
     clock = Clock(first_s)
     served: dict[str, Served] = {}
-    missed, left = 0, iter(requests)
+    left = iter(requests)
 
     def arrivals() -> None:
         """One at a time: a day of them need not be on the clock at once."""
@@ -149,18 +150,14 @@ def simulate(
         arrivals()
 
     def ended(one: Served) -> None:
-        nonlocal missed
         served[one.id] = one
-        if misses is not None:
-            missed += not slos[0].attained(one.ttft_s, one.tpot_s, one.gaps, one.within[0])
-            if missed > misses:
-                clock.stop()
+        if until(one):
+            clock.stopped = True
 
     deployment = _Deployment(layout, profile, clock, slos, options, ended)
     arrivals()
     clock.run()
-    if missed <= (misses or 0):
-        assert len(served) == len(requests), f"{len(requests) - len(served)} requests never ended"
+    assert clock.stopped or len(served) == len(requests), f"{len(requests) - len(served)} requests never ended"
     span_s = max((one.last_s for one in served.values()), default=first_s) - first_s
     busy = {
         stage.name: {kind: s / span_s if span_s else 0.0 for kind, s in stage.busy_s.items()}
@@ -174,7 +171,7 @@ def simulate(
     return Simulated(tuple(slos), found, span_s, busy)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Underway:
     """One request.
 
@@ -209,10 +206,10 @@ class _Deployment:
         ended: Callable[[Served], None],
     ) -> None:
         self._profile, self._clock, self._options, self._tell = profile, clock, options, ended
-        self._policy, self._by_neighbours = POLICIES[options.policy], options.policy == "first-token"
+        self._policy = POLICIES[options.policy]
         self._limits_s = tuple(slo.tpot_ms / 1e3 for slo in slos)
         self._picks = itertools.count(1)
-        slowdowns = {frozenset((one, other)): profile.slows(one, other) for one in KINDS for other in KINDS}
+        slowdowns = {(one, other): profile.slows(one, other) for one in KINDS for other in KINDS}
         devices: dict[int, SharedDevice] = defaultdict(lambda: SharedDevice(clock, slowdowns))
         plans = share_cores(options.core_share, lower(layout, range(layout.device_count)))
         self.stages = [
@@ -224,36 +221,44 @@ class _Deployment:
         hosts: dict[int, list[VirtualStage]] = defaultdict(list)
         for plan, stage in zip(plans, self.stages, strict=True):
             hosts[plan.devices[0] // profile.host_devices].append(stage)
-        self._hosts = {stage.name: host for host in hosts.values() for stage in host}
         beside = {
-            (one, other): slows - 1.0
-            for one, other in itertools.product(KINDS, repeat=2)
-            if (slows := profile.beside.get(beside_name(one, other), 1.0)) > 1.0
+            kind: [
+                (other, slows - 1.0)
+                for other in KINDS
+                if (slows := profile.beside.get(beside_name(kind, other), 1.0)) > 1.0
+            ]
+            for kind in KINDS
         }
-        for stage in self.stages if beside else ():
-            stage.beside = beside
-            stage.others = [other for other in self._hosts[stage.name] if other.device is not stage.device]
-        self._neighbours = {plan.id: [self._by_name[name] for name in plan.colocated_with] for plan in plans}
+        self._devices: dict[str, list[SharedDevice]] = {}  # that may compute for the front of a stage, its own first
+        for host in hosts.values():
+            for stage in host:
+                self._devices[stage.name] = [stage.device, *(other.device for other in host)]
+                if any(beside.values()):
+                    stage.beside = beside
+                    stage.others = [other for other in host if other.device is not stage.device]
+        neighbours = {plan.id: [self._by_name[name] for name in plan.colocated_with] for plan in plans}
+        self._around: Mapping[str, Sequence[VirtualStage]]  # on its device, as far as the policy minds
+        self._around = neighbours if options.policy == "first-token" else dict.fromkeys(neighbours, ())
         self._picked = dict.fromkeys(self._by_name, 0)
         self._unseen = dict.fromkeys(self._by_name, 0.0)
         self._fronts: dict[str, deque[tuple[float, Callable[[], None]]]] = {name: deque() for name in self._by_name}
-        self._by_role: dict[Role, list[VirtualStage]] = defaultdict(list)
+        self._known: dict[Role, dict[str, Candidate]] = defaultdict(dict)
         for stage in self.stages:
-            stage.changed = partial(self._changed, stage)
-            self._by_role[stage.role].append(stage)
-        self._roles = frozenset(self._by_role)
-        self._encoders = self._by_role[Role.E]
-        self._stale: dict[Role, set[VirtualStage]] = {role: set() for role in self._by_role}
-        self._known = {
-            role: {stage.name: self._candidate(stage) for stage in stages} for role, stages in self._by_role.items()
-        }
+            self._known[stage.role][stage.name] = self._candidate(stage)
+        self._stale: dict[Role, set[VirtualStage]] = {role: set() for role in self._known}
+        for stage in self.stages:
+            stage.changed = self._changed(stage)
+        self._heads = [  # for requests without items, and with some
+            {path.head: path for path in paths(self._known, multimodal=multimodal)} for multimodal in (False, True)
+        ]
+        self._encoders = [stage for stage in self.stages if stage.role is Role.E]
         self._at: dict[str, str] = {}  # who served a session last
         self._encoded: dict[
             str, list[Callable[[], None]] | None
         ] = {}  # by key: who waits for it, None once it is there
         if options.budgets is not None:
             for encoder in self._encoders:
-                for neighbour in self._neighbours[encoder.name]:
+                for neighbour in neighbours[encoder.name]:
                     neighbour.stepped = _told(encoder)
 
     def _stage(self, plan: InstancePlan, device: SharedDevice) -> VirtualStage:
@@ -310,14 +315,14 @@ class _Deployment:
         """HTTP and preprocessing, of which the stage's scheduler knows nothing yet."""
         self._unseen[stage.name] += pending
         self._picked[stage.name] = next(self._picks)
-        self._changed(stage)
+        stage.changed()
         amount = item_tokens or 1e-9  # a text has the setup
         busy_s = self._profile.front_busy.seconds(amount)
         idle_s = max(0.0, self._profile.front.seconds(amount) - busy_s)
 
         def seen() -> None:
             self._unseen[stage.name] -= pending
-            self._changed(stage)
+            stage.changed()
             then()
 
         def computed() -> None:
@@ -342,8 +347,8 @@ class _Deployment:
             if waiting:
                 self._next_front(stage)
 
-        devices = [stage.device, *(other.device for other in self._hosts[stage.name])]
-        min(devices, key=lambda device: device.under_way).run({FRONT: 1.0}, waiting[0][0], done)
+        device = min(self._devices[stage.name], key=lambda device: device.under_way)
+        device.run({FRONT: 1.0}, waiting[0][0], done)
 
     def _encode(self, one: _Underway, handed_over: Callable[[], None]) -> None:
         """All items, spread over the encoders, each key once. `handed_over`: called for each when P can have it."""
@@ -469,7 +474,7 @@ class _Deployment:
 
     def _route(self, request: Request) -> tuple[Path, VirtualStage]:
         """Returns the path and its head, chosen of all that take prompts."""
-        by_role = {path.head: path for path in paths(self._roles, multimodal=bool(request.items))}
+        by_role = self._heads[bool(request.items)]
         candidates = [one for role in by_role for one in self._candidates(role)]
         if request.session and (at := self._at.get(request.session)) is not None:
             candidates = [
@@ -482,11 +487,17 @@ class _Deployment:
         chosen = candidates[0] if len(candidates) == 1 else self._policy(candidates, Placement(cost))
         return self._by_name[chosen.id]
 
-    def _changed(self, stage: VirtualStage) -> None:
-        """It, and who shares its device, are other candidates from now on."""
-        self._stale[stage.role].add(stage)
-        for other in self._neighbours[stage.name] if self._by_neighbours else ():
-            self._stale[other.role].add(other)
+    def _changed(self, stage: VirtualStage) -> Callable[[], None]:
+        """Returns what makes it, and who shares its device, other candidates from then on."""
+        marks = [partial(self._stale[one.role].add, one) for one in (stage, *self._around[stage.name])]
+        if len(marks) == 1:
+            return marks[0]
+
+        def changed() -> None:
+            for mark in marks:
+                mark()
+
+        return changed
 
     def _candidates(self, role: Role) -> Sequence[Candidate]:
         """All of a role. Of many only those that have changed are looked at again."""
@@ -497,16 +508,19 @@ class _Deployment:
         return list(known.values())
 
     def _candidate(self, stage: VirtualStage) -> Candidate:
-        load, rate, _ = self._load(stage)
-        around = self._neighbours[stage.name] if self._by_neighbours else ()
-        neighbours_s = tuple([self._load(one)[2] for one in around])
-        return Candidate(stage.name, "1", load, self._picked[stage.name], rate=rate, neighbours_s=neighbours_s)
+        rate = reported_rate(stage.role, stage)
+        around = self._around[stage.name]
+        neighbours_s = tuple([self._pending_s(one) for one in around]) if around else ()
+        load, last_pick = self._load(stage), self._picked[stage.name]
+        return Candidate(stage.name, "1", load, last_pick, rate=rate, neighbours_s=neighbours_s)
 
-    def _load(self, stage: VirtualStage) -> tuple[float, float, float]:
-        """What is pending, how much of it is done in a second, and for how long that keeps the device."""
-        report = stage.report()
-        load, rate = reported_pending(stage.role, report) + self._unseen[stage.name], reported_rate(stage.role, report)
-        return load, rate, pending_s(stage.role, load, report.running, usual_rate([rate]))
+    def _load(self, stage: VirtualStage) -> float:
+        return reported_pending(stage.role, stage) + self._unseen[stage.name]
+
+    def _pending_s(self, stage: VirtualStage) -> float:
+        """For how long it keeps its device."""
+        rate = reported_rate(stage.role, stage) or UNMEASURED_RATE
+        return pending_s(stage.role, self._load(stage), stage.running, rate)
 
 
 def _told(encoder: VirtualStage) -> Callable[[float], None]:

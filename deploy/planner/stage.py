@@ -26,19 +26,18 @@ from deploy.planner.profile import DECODE, ENCODE, KINDS, PREFILL
 from epd_serve.budgets import Budgets
 from epd_serve.roles import Role
 from epd_serve.sim.engine import Rates
-from epd_serve.sim.load import stage_report
 from epd_serve.sim.profile import Profile
 from epd_serve.sim.scheduler import Scheduler, Step
-from epd_serve.wire import StageReport
-from epd_serve.wiring import StageWiring
 
 Mixture = Mapping[str, float]
 """Share of a step's time alone by kind of work; they sum to 1."""
-Slowdowns = Mapping[frozenset[str], float]
-"""How many times as long both of two kinds of work take while they run side by side."""
+DECODES: Mixture = {DECODE: 1.0}
+"""Of a step that decodes alone, as most do."""
+Slowdowns = Mapping[tuple[str, str], float]
+"""How many times as long the first of two kinds of work takes while they run side by side; both take as much longer."""
 
-Beside = Mapping[tuple[str, str], float]
-"""How many times as long the first kind takes while another device of the host does the second, less 1."""
+Beside = Mapping[str, Sequence[tuple[str, float]]]
+"""By kind of work: how many times as long it takes, less 1, while another device of the host does which other kind."""
 
 MOST_STEPS = 1 << 20
 """Planned as one event."""
@@ -47,26 +46,26 @@ FEW = 32
 
 
 class Clock:
-    """Calls in order of their times; of one time, in the order in which they were asked for."""
+    """Calls in order of their times; of one time, in the order in which they were asked for.
+
+    Attributes:
+        stopped: set to end `run`, whatever is due.
+    """
 
     def __init__(self, begin_s: float = 0.0) -> None:
         self.now_s = self.begin_s = begin_s
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._stopped = False
+        self.stopped = False
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call it so many seconds from now, after what is due then already."""
         assert seconds >= 0, f"{seconds} s from now is over"
         heapq.heappush(self._due, (self.now_s + seconds, next(self._numbers), call))
 
-    def stop(self) -> None:
-        """Nothing more happens, whatever is due."""
-        self._stopped = True
-
     def run(self) -> None:
         """Until nothing is due any more."""
-        while self._due and not self._stopped:
+        while self._due and not self.stopped:
             self.now_s, _, call = heapq.heappop(self._due)
             call()
 
@@ -80,14 +79,14 @@ def mixture(**seconds: float) -> Mixture:
 def slowdown(own: Mixture, others: Iterable[Mixture], slowdowns: Slowdowns) -> float:
     """How many times as long work of mixture `own` takes beside `others`: what each of them adds, summed."""
     return 1.0 + sum(
-        share * other_share * (slowdowns[frozenset((kind, other_kind))] - 1.0)
+        share * other_share * (slowdowns[kind, other_kind] - 1.0)
         for other in others
         for kind, share in own.items()
         for other_kind, other_share in other.items()
     )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Work:
     """A step on a device.
 
@@ -147,13 +146,17 @@ class SharedDevice:
         if not steps:
             return
         for step in steps:
-            others = [other.mixture for other in steps if other is not step] if len(steps) > 1 else None
-            before = step.speed
-            step.speed = 1.0 / slowdown(step.mixture, others, self._slowdowns) if others else 1.0
+            before, step.speed = step.speed, self._speed(step) if len(steps) > 1 else 1.0
             if before not in (0.0, step.speed) and step.changed is not None:
                 step.left_s -= step.changed()
-        first, plan = min(steps, key=lambda step: step.left_s / step.speed), self._plan
+        first = min(steps, key=lambda step: step.left_s / step.speed) if len(steps) > 1 else steps[0]
+        plan = self._plan
         self._clock.after(max(0.0, first.left_s / first.speed), lambda: self._end(first, plan))
+
+    def _speed(self, step: Work) -> float:
+        """Of its speed alone, beside the others."""
+        others = [other.mixture for other in self._steps if other is not step]
+        return 1.0 / slowdown(step.mixture, others, self._slowdowns)
 
     def _end(self, step: Work, plan: int) -> None:
         if plan == self._plan:
@@ -197,14 +200,14 @@ class Gaps:
 
 
 class VirtualStage:
-    """One instance.
+    """One instance. What it would report of its load it has as attributes (`proxy.registry.load.Reported`).
 
     Args:
         limits_s: of gaps between tokens, for `gaps`. spread: of steps.
         slow: how many times the profile's time its steps take.
 
     Attributes:
-        scheduler: who changes it calls `wake`. rates: as of a simulated stage, so that `stage_report` reads them.
+        scheduler: who changes it calls `wake`. rates: as of a simulated stage.
         gaps: its steps. busy_s: by kind of work, how long it has worked, by the time of a stage alone.
         stepped: called with the seconds of each step with decodes, for its neighbours.
         changed: called when it is as busy as before no more.
@@ -237,13 +240,10 @@ class VirtualStage:
         self._factor, self._slow = profile.factors(name), slow
         self._most = 1 if profile.jitter else MOST_STEPS
         self._busy = False
-        self._wiring = StageWiring(instance=name, role=role, incarnation="1")
-        self._report: StageReport | None = None
         self._run: _Run | None = None
 
     def wake(self) -> None:
         """Something has changed. An idle stage begins a step when all that comes at this moment is here."""
-        self._report = None
         self.changed()
         if not self._busy:
             self._busy = True
@@ -258,35 +258,59 @@ class VirtualStage:
         """Of a step in which all that run here decode, alone on the device."""
         return self._profile.decode_s(len(self.scheduler.running)) * self._slow
 
-    def report(self) -> StageReport:
-        """How busy it is now."""
-        if self._report is None:
-            self._report = stage_report(self._wiring, self, 1)
-        return self._report
+    @property
+    def waiting(self) -> int:
+        return len(self.scheduler.waiting) + len(self.scheduler.held)
+
+    @property
+    def running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def pending_prompt_tokens(self) -> int:
+        return self.scheduler.pending_prompt_tokens
+
+    @property
+    def pending_item_tokens(self) -> int:
+        return self.scheduler.pending_item_tokens
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        return self.rates.prompt_tokens_per_s
+
+    @property
+    def item_tokens_per_s(self) -> float:
+        return self.rates.item_tokens_per_s
 
     def _begin(self) -> None:
         scheduler = self.scheduler
         step = scheduler.plan(self._most) if scheduler.running or scheduler.waiting else None
-        self._report = None
         self.changed()
         self._busy = bool(step)
         if not step:
             self._run = None
             return
-        kv_tokens = step.kv_tokens + len(step.decodes) * (step.times - 1) / 2 if self._profile.decode_kv_s else 0.0
-        context_tokens = step.context_tokens if self._profile.prefill_context_s else 0.0
-        parts_s = self._profile.step_parts_s(
+        one_s, decode_s, mixed = self._times(step)
+        alone_s = one_s * self._factor() * self._slow * self._slowed_by_others(mixed)
+        self._run = run = _Run(step, self._clock.now_s, alone_s, decode_s, mixed, step.times)
+        run.work = self.device.run(mixed, alone_s * step.times, self._complete, self._cut)
+
+    def _times(self, step: Step) -> tuple[float, float, Mixture]:
+        """Seconds of one such step by the profile, those of its decodes, and what it is a mixture of."""
+        profile, batch = self._profile, len(step.decodes)
+        kv_tokens = step.kv_tokens + batch * (step.times - 1) / 2 if batch and profile.decode_kv_s else 0.0
+        if not (step.prefills or step.encodes):
+            decode_s = profile.decode_s(batch, kv_tokens)
+            return decode_s, decode_s, DECODES if decode_s else {}
+        parts_s = profile.step_parts_s(
             step.item_tokens,
             step.prompt_tokens,
-            len(step.decodes),
-            item_pairs=step.item_pairs if self._profile.encode_context_s else 0.0,
-            context_tokens=context_tokens,
+            batch,
+            item_pairs=step.item_pairs if profile.encode_context_s else 0.0,
+            context_tokens=step.context_tokens if profile.prefill_context_s else 0.0,
             kv_tokens=kv_tokens,
         )
-        mixed = mixture(**dict(zip((ENCODE, PREFILL, DECODE), parts_s, strict=True)))
-        alone_s = sum(parts_s) * self._factor() * self._slow * self._slowed_by_others(mixed)
-        self._run = run = _Run(step, self._clock.now_s, alone_s, parts_s[2], mixed, step.times)
-        run.work = self.device.run(mixed, alone_s * step.times, self._complete, self._cut)
+        return sum(parts_s), parts_s[2], mixture(**dict(zip((ENCODE, PREFILL, DECODE), parts_s, strict=True)))
 
     def _slowed_by_others(self, mixed: Mixture) -> float:
         """How many times as long a step takes beside what `others` do, by their shares of the time until now."""
@@ -294,9 +318,10 @@ class VirtualStage:
         if not self.others or not passed_s:
             return 1.0
         return 1.0 + sum(
-            mixed.get(kind, 0.0) * other.busy_s[other_kind] / passed_s * more
+            share * other.busy_s[other_kind] / passed_s * more
             for other in self.others
-            for (kind, other_kind), more in self.beside.items()
+            for kind, share in mixed.items()
+            for other_kind, more in self.beside.get(kind, ())
         )
 
     def _cut(self) -> float:
@@ -316,26 +341,27 @@ class VirtualStage:
         run = self._run
         assert run is not None
         step, seconds = run.step, self._clock.now_s - run.begun_s
+        each_s = seconds / run.times
         self._run = None
         if step.decodes:
             if run.cut and run.full:
                 self.gaps.add(run.full, run.each_s)
                 self.gaps.add(1, seconds - run.full * run.each_s)
             else:
-                self.gaps.add(run.times, seconds / run.times)
-            self.stepped(seconds / run.times)
+                self.gaps.add(run.times, each_s)
+            self.stepped(each_s)
         for kind, share in run.mixture.items():
             self.busy_s[kind] += share * run.alone_s * run.times
-        self.rates.took(step, seconds / run.times, run.decode_s)
+        self.rates.took(step, each_s, run.decode_s)
         if (budgets := self.scheduler.budgets) is not None:
             work = {"prompt_tokens": step.prompt_tokens, "item_tokens": step.item_tokens}
             for _ in range(run.times):
-                budgets.measured(seconds / run.times, decodes=len(step.decodes), **work)
+                budgets.measured(each_s, decodes=len(step.decodes), **work)
         self.scheduler.complete(step, run.times)
         self._begin()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Run:
     """Equal steps that count as one.
 

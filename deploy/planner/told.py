@@ -1,17 +1,14 @@
-"""A plan for people: a table and what follows from it, a picture, and the file that serves its first choice."""
+"""A plan for people: a table and what follows from it, and the file that serves its first choice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
-from xml.sax.saxutils import escape
 
 from deploy.memory.placement_table import table
 from deploy.planner.choice import Choice, Plan
-from deploy.planner.goodput import Interval
 from epd_serve.slo import Slo
-
-WIDTH, HEIGHT, EDGE = 640, 400, 60
 
 
 def text(plan: Plan) -> str:
@@ -126,9 +123,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
             {
                 "layout": str(one.layout),
                 "devices": one.devices,
-                "goodput_rps": _interval(one.goodput),
-                "goodput_per_device_rps": _interval(one.per_device),
-                "survived_rps": _interval(one.survived),
+                "goodput_rps": asdict(one.goodput),
+                "goodput_per_device_rps": asdict(one.per_device),
+                "survived_rps": asdict(one.survived),
                 "enough": one.enough,
                 "cost_per_1000": one.cost if plan.question.price else None,
                 "step_budgets": one.options.budgets is not None,
@@ -145,27 +142,24 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _interval(one: Interval) -> dict[str, float]:
-    return {"value": one.value, "low": one.low, "high": one.high}
-
-
 def deployment(plan: Plan, model: str) -> str:
     """The first choice as a file for `epd-serve serve --config`, with what is expected of it."""
+    import yaml
+
     first, slo, times = plan.first, plan.question.goal.slo, plan.first.times
-    lines = [f"# Written by epd-serve plan: {verdict(plan)}"]
-    lines.append(f"# Expected at {first.rate_rps:.4g} requests/s; the page, status and top show what comes of it.")
-    if model:
-        lines.append(f"model: {_quoted(model)}")
-    lines.append(f"layout: {_quoted(str(first.layout))}")
-    lines.append(f'step_budgets: "{_budgets(first)}"')
+    config: dict[str, Any] = {"model": model} if model else {}
+    config |= {"layout": str(first.layout), "step_budgets": _budgets(first)}
     if first.options.max_running:
-        lines += ["stage_args:", *(f'  - "{words}"' for words in _stage_args(first))]
-    lines += ["proxy:", f"  slo.ttft_s: {slo.ttft_ms / 1e3:g}", f"  slo.tpot_s: {slo.tpot_ms / 1e3:g}"]
-    lines += [f"  slo.judge: {slo.judge}", f"  planned.rate_rps: {first.rate_rps:.6g}"]
-    lines += [
-        f"  planned.{name}_s: {ms / 1e3:.6g}" for name, ms in (("ttft", times.ttft_p50), ("tpot", times.tpot_p50))
-    ]
-    return "\n".join([*lines, f"  planned.attainment: {times.attained:.4g}"]) + "\n"
+        config["stage_args"] = _stage_args(first)
+    objectives = {"slo.ttft_s": slo.ttft_ms / 1e3, "slo.tpot_s": slo.tpot_ms / 1e3, "slo.judge": slo.judge}
+    expected = {"rate_rps": first.rate_rps, "ttft_s": times.ttft_p50 / 1e3, "tpot_s": times.tpot_p50 / 1e3}
+    expected["attainment"] = times.attained
+    config["proxy"] = objectives | {f"planned.{name}": round(value, 6) for name, value in expected.items()}
+    return (
+        f"# Written by epd-serve plan: {verdict(plan)}\n"
+        f"# Expected at {first.rate_rps:.4g} requests/s; the page, status and top show what comes of it.\n"
+        + yaml.safe_dump(config, sort_keys=False)
+    )
 
 
 def options_of(one: Choice, slo: Slo) -> list[str]:
@@ -181,37 +175,3 @@ def _budgets(one: Choice) -> str:
 
 def _stage_args(one: Choice) -> list[str]:
     return [f"{role}:--max-num-seqs {count}" for role, count in one.options.max_running.items()]
-
-
-def _quoted(value: str) -> str:
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
-
-
-def picture(plan: Plan) -> str:
-    """SVG: goodput a device over the TTFT that nine in ten have, each with its interval. Those that nobody beats in
-    both are filled."""
-    points = [(one.times.ttft_p90, one.per_device, str(one.layout)) for one in plan.choices]
-    right, top = (1.1 * max(values) or 1.0 for values in ([x for x, _, _ in points], [y.high for _, y, _ in points]))
-
-    def at(ttft_ms: float, rps: float) -> tuple[float, float]:
-        return EDGE + ttft_ms / right * (WIDTH - 2 * EDGE), HEIGHT - EDGE - rps / top * (HEIGHT - 2 * EDGE)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<path d="M{EDGE} {EDGE}V{HEIGHT - EDGE}H{WIDTH - EDGE}" fill="none" stroke="black"/>',
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - 15}" text-anchor="middle">TTFT of nine in ten, ms</text>',
-        f'<text x="15" y="{EDGE - 20}">requests/s per device within {escape(plan.question.goal.slo.text)}</text>',
-    ]
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        (x, _), (_, y) = at(share * right, 0.0), at(0.0, share * top)
-        parts.append(f'<text x="{x:.0f}" y="{HEIGHT - EDGE + 16}" text-anchor="middle">{share * right:.0f}</text>')
-        parts.append(f'<text x="{EDGE - 6}" y="{y + 4:.0f}" text-anchor="end">{share * top:.3g}</text>')
-    for ttft_ms, rps, name in points:
-        (x, y), (_, low), (_, high) = at(ttft_ms, rps.value), at(ttft_ms, rps.low), at(ttft_ms, rps.high)
-        best = not any(other.value > rps.value and ms < ttft_ms for ms, other, _ in points)
-        parts.append(f'<path d="M{x:.1f} {low:.1f}V{high:.1f}" stroke="#36c"/>')
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" stroke="#36c" fill="{"#36c" if best else "white"}"/>')
-        parts.append(f'<text x="{x + 8:.1f}" y="{y - 6:.1f}">{escape(name)}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"

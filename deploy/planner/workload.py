@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
@@ -97,7 +98,7 @@ class Workload:
             made.append(changed(one, id=f"{number}", at_s=at_s, items=items, session=session))
         return made
 
-    @property
+    @cached_property
     def work(self) -> Work:
         """On average."""
         sample = self.recorded or self.at(1.0, 512, 0)

@@ -34,12 +34,14 @@ class Rates:
     def took(self, step: Step, seconds: float, decode_s: float) -> None:
         """Count a step. `decode_s`: what its decodes alone would have taken."""
         self.step_s = _mean(self.step_s, seconds)
-        if seconds > 0:
-            for name, amount in (("prompt_tokens_per_s", step.prompt_tokens), ("item_tokens_per_s", step.item_tokens)):
-                if amount:
-                    setattr(self, name, _mean(getattr(self, name), amount / seconds))
-            if step.decodes:
-                self.decode_tokens_per_s = _mean(self.decode_tokens_per_s, 1 / max(seconds, decode_s))
+        if seconds <= 0:
+            return
+        if step.prefills and (prompt_tokens := step.prompt_tokens):
+            self.prompt_tokens_per_s = _mean(self.prompt_tokens_per_s, prompt_tokens / seconds)
+        if step.encodes and (item_tokens := step.item_tokens):
+            self.item_tokens_per_s = _mean(self.item_tokens_per_s, item_tokens / seconds)
+        if step.decodes:
+            self.decode_tokens_per_s = _mean(self.decode_tokens_per_s, 1 / max(seconds, decode_s))
 
 
 def _mean(before: float, now: float) -> float:

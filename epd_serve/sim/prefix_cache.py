@@ -63,7 +63,9 @@ class BlockPool:
             if not block.users:
                 del self._idle[block]
             block.users += 1
-        return [*found, *[self._take() for _ in range(more)]]
+        fresh = min(more, self._untouched)
+        self._untouched -= fresh
+        return [*found, *[Block() for _ in range(fresh)], *[self._take() for _ in range(more - fresh)]]
 
     def release(self, blocks: Sequence[Block]) -> None:
         """One who held these does no more."""
@@ -86,9 +88,7 @@ class BlockPool:
                 self.changed(key, True)
 
     def _take(self) -> Block:
-        if self._untouched:
-            self._untouched -= 1
-            return Block()
+        """The idle one that was let go of longest ago."""
         block, _ = self._idle.popitem(last=False)
         if block.key is not None:
             copies = self._known[block.key]

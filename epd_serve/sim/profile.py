@@ -128,6 +128,8 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 
     def factors(self, instance: str) -> Callable[[], float]:
         """The draws of `instance`: the same ones in every run."""
+        if not self.jitter:
+            return lambda: 1.0
         chance = random.Random(f"{self.seed}/{instance}")
         return lambda: 1.0 + self.jitter * chance.uniform(-1.0, 1.0)
 

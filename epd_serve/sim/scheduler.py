@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from epd_serve.budgets import Budgets, Limits
@@ -81,10 +82,26 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # in order
         self.held: set[Sequence] = set()
         self.running: dict[Sequence, None] = {}  # in order of admission
+        self._begun: list[Sequence] = []  # of those, the ones whose prompt was not computed when a step was planned
 
     @property
     def free_blocks(self) -> int:
         return self.pool.free
+
+    @property
+    def pending_prompt_tokens(self) -> int:
+        """Of all that is here, prompt tokens that are not computed yet."""
+        return sum([one.to_compute - one.computed for one in self._unfinished() if one.computed < one.to_compute])
+
+    @property
+    def pending_item_tokens(self) -> int:
+        """Of all that is here, tokens of items that are not encoded yet."""
+        return sum([one.item_tokens_left for one in self._unfinished() if one.encoding])
+
+    def _unfinished(self) -> Iterator[Sequence]:
+        """All whose prompt may not be computed: those that decode, which are most of many, are left out."""
+        begun = (one for one in self._begun if one in self.running)
+        return itertools.chain(self.waiting, self.held, begun)
 
     # --- arrivals and ends ----------------------------------------------------------------------------------------
 
@@ -134,21 +151,23 @@ class Scheduler:
                 token or the blocks run out.
         """
         step, begun = Step(), []
-        size = self.capacity.block_tokens
-        for sequence in list(self.running):  # a planner comes here some thousand times a second
+        running, decodes = self.running, step.decodes
+        size, most_decodes = self.capacity.block_tokens, self.capacity.step_tokens
+        for sequence in list(running):  # a planner comes here some thousand times a second
             if sequence.computed < sequence.to_compute or sequence.encoding:
                 begun.append(sequence)
-                continue
-            if sequence not in self.running or len(step.decodes) == self.capacity.step_tokens:
-                continue
-            if sequence.computed < size * len(sequence.table) or self._make_room(step, sequence):
-                step.decodes.append(sequence)
+            elif (
+                len(decodes) < most_decodes
+                and sequence in running
+                and (sequence.computed < size * len(sequence.table) or self._make_room(step, sequence))
+            ):
+                decodes.append(sequence)
+        self._begun = [sequence for sequence in begun if sequence in running]
         limits = self._limits(step)
-        room, items = min(self.capacity.step_tokens - len(step.decodes), limits.tokens), limits.items
-        for sequence in begun:
-            if sequence in self.running:
-                room, items = self._plan_prompt(step, sequence, room, items, limits)
-        while room > 0 and self.waiting and len(self.running) < self.capacity.max_running:
+        room, items = min(most_decodes - len(decodes), limits.tokens), limits.items
+        for sequence in self._begun:
+            room, items = self._plan_prompt(step, sequence, room, items, limits)
+        while room > 0 and self.waiting and len(running) < self.capacity.max_running:
             sequence = self.waiting[0]
             if not (self._reserve(sequence, sequence.to_compute) if sequence.table else self._begin(sequence)):
                 break
@@ -157,11 +176,12 @@ class Scheduler:
                 self.held.add(sequence)
                 sequence.on_reserved()
                 continue
-            self.running[sequence] = None
+            running[sequence] = None
+            self._begun.append(sequence)
             sequence.has_kv = False
             sequence.on_admitted()
             room, items = self._plan_prompt(step, sequence, room, items, limits)
-        if most > 1 and step.decodes and not (step.prefills or step.encodes) and len(step.decodes) == len(self.running):
+        if most > 1 and decodes and not (step.prefills or step.encodes) and len(decodes) == len(running):
             step.times = self._alike(step, most)
         return step
 
@@ -208,12 +228,11 @@ class Scheduler:
         return True
 
     def _limits(self, step: Step) -> Limits:
-        """Of what runs beside the decodes of the step."""
+        """Of what runs beside the decodes of the step, once `_begun` is known."""
         if self.budgets is None:
             return self._unlimited
-        begun = [sequence for sequence in self.running if sequence.prompt_tokens_left or sequence.encoding]
-        ready = sum(sequence.prompt_tokens_left for sequence in begun if not sequence.encoding)
-        item = next((one.items[one.encoding[0]] for one in (*begun, *self.waiting[:1]) if one.encoding), 0)
+        ready = sum(sequence.prompt_tokens_left for sequence in self._begun if not sequence.encoding)
+        item = next((one.items[one.encoding[0]] for one in (*self._begun, *self.waiting[:1]) if one.encoding), 0)
         return self.budgets.limits(len(step.decodes), ready, item)
 
     def _plan_prompt(self, step: Step, sequence: Sequence, room: int, items: int, limits: Limits) -> tuple[int, int]:
@@ -292,8 +311,10 @@ class Scheduler:
         return (sequence.priority if self._priorities else 0, sequence.number)
 
     def _drop(self, sequence: Sequence) -> None:
+        if sequence in self.running:
+            del self.running[sequence]
+            return
         self.held.discard(sequence)
-        self.running.pop(sequence, None)
         at = bisect.bisect_left(self.waiting, self._order(sequence), key=self._order)
         if at < len(self.waiting) and self.waiting[at] is sequence:
             del self.waiting[at]

@@ -40,6 +40,8 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
         For each worker the indices of its items, ascending. No worker that got an item is done after the bound.
     """
     assert workers, "no worker to spread over"
+    if len(workers) == 1:
+        return (tuple(range(len(costs))),)
     loads = [worker.load for worker in workers]
     speeds = rates(workers)
     best = schedule(costs, loads, speeds)

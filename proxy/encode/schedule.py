@@ -40,6 +40,8 @@ def schedule(costs: Sequence[float], loads: Sequence[float], speeds: Sequence[fl
             they do per second (positive).
     """
     greedy = longest_first(costs, loads, speeds)
+    if len(costs) == 1:
+        return greedy
     shortest_s = shortest_possible_s(costs, loads, speeds)
     if len(costs) > MAX_SEARCHED or greedy.makespan_s <= GOOD_ENOUGH * shortest_s:
         return greedy
@@ -112,9 +114,13 @@ class _Search:
             self.best = Schedule(tuple(self._at), so_far_s)
             return
         item = self._order[position]
-        cost, totals, speeds = self._costs[item], self._totals, self._speeds
-        different = {(totals[worker], speeds[worker]): worker for worker in reversed(range(len(totals)))}
-        for done_s, worker in sorted(((total + cost) / speed, worker) for (total, speed), worker in different.items()):
+        cost, totals = self._costs[item], self._totals
+        different: dict[tuple[float, float], tuple[float, int]] = {}  # of many workers few are done soon enough
+        for worker, (total, speed) in enumerate(zip(totals, self._speeds, strict=True)):
+            done_s = (total + cost) / speed
+            if done_s * GOOD_ENOUGH < self.best.makespan_s:
+                different.setdefault((total, speed), (done_s, worker))
+        for done_s, worker in sorted(different.values()):
             end_s = max(so_far_s, done_s)
             if self._over or end_s * GOOD_ENOUGH >= self.best.makespan_s:
                 return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import Protocol
 
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
@@ -45,21 +46,41 @@ class Acquired:
         return next((total for step, total in reversed(self._samples) if step < then), self._samples[0][1])
 
 
-def reported_pending(role: Role, report: StageReport, *, both_halves: bool = False) -> float:
+class Reported(Protocol):
+    """What of a `StageReport` loads are made of; a simulated stage has it without making a report."""
+
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def pending_prompt_tokens(self) -> int: ...
+    @property
+    def pending_item_tokens(self) -> int: ...
+    @property
+    def prompt_tokens_per_s(self) -> float: ...
+    @property
+    def item_tokens_per_s(self) -> float: ...
+
+
+_E, _D = Role.E, Role.D  # looking up a member calls a function before Python 3.12, and this is asked for each choice
+
+
+def reported_pending(role: Role, report: Reported, *, both_halves: bool = False) -> float:
     """What a report says is pending, in the unit of the role. `both_halves`: a P may have been D and decode yet."""
-    if role is Role.E:
+    if role is _E:
         return report.pending_item_tokens
-    if role is Role.D:
+    if role is _D:
         return report.waiting + report.running
     return report.pending_prompt_tokens + (report.running if role.decodes or both_halves else 0)
 
 
-def reported_rate(role: Role, report: StageReport) -> float:
+def reported_rate(role: Role, report: Reported) -> float:
     """How much of that it gets done per second of busy time; 0 while unknown. Of a D, whose requests end when they
     like, nobody knows."""
-    if role is Role.E:
+    if role is _E:
         return report.item_tokens_per_s
-    return 0.0 if role is Role.D else report.prompt_tokens_per_s
+    return 0.0 if role is _D else report.prompt_tokens_per_s
 
 
 def pending_s(role: Role, load: float, running: int, rate: float) -> float:
@@ -70,7 +91,7 @@ def pending_s(role: Role, load: float, running: int, rate: float) -> float:
     """
     if role.decodes and running:
         return math.inf
-    return 0.0 if role is Role.D else load / rate  # KV that arrives at a D takes no turn of its device
+    return 0.0 if role is _D else load / rate  # KV that arrives at a D takes no turn of its device
 
 
 def load(role: Role, total: Tally, report: StageReport | None, counted: int, *, both_halves: bool = False) -> float:

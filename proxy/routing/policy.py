@@ -165,11 +165,9 @@ def sharing_s(pending_s: float, work_s: float, neighbours_s: Sequence[float]) ->
 def rates(candidates: Sequence[Candidate], same: float = SAME_SPEED) -> list[float]:
     """How much load each gets done per second. Unknown speeds count as the usual one, and so do those that differ from
     it by less than a factor of `same`."""
-    usual = usual_rate([candidate.rate for candidate in candidates])
-    return [
-        usual if candidate.rate <= 0 or 1 / same < candidate.rate / usual < same else candidate.rate
-        for candidate in candidates
-    ]
+    measured = [candidate.rate for candidate in candidates]
+    usual, least = usual_rate(measured), 1 / same
+    return [usual if rate <= 0 or least < rate / usual < same else rate for rate in measured]
 
 
 def usual_rate(measured: Iterable[float]) -> float:

@@ -117,7 +117,7 @@ def profile_of(rows: Sequence[Row]) -> InterferenceProfile:
     listed = tuple(
         ProfiledOperator(one.name, one.stages, one.flops, one.moved_bytes, bound[name]) for name, one in every.items()
     )
-    return InterferenceProfile(first["device"], listed, measured)
+    return InterferenceProfile(version=1, device=first["device"], operators=listed, maps=measured)
 
 
 def intensity(flops_per_byte: float) -> str:

@@ -34,7 +34,8 @@ def test_a_profile_is_what_the_stages_take(tmp_path: Path, capfd: pytest.Capture
     simulated.write_text(json.dumps(SIMULATED))
     two = [ProfiledOperator(name, name, 1.0, 1.0, "compute") for name in "EP"]
     pairs = (Slowdown("E", "P", 1.2, 1.2, 1.2, 1), Slowdown("P", "E", 1.6, 1.6, 1.6, 1))
-    InterferenceProfile({"kind": "cpu"}, tuple(two), (InterferenceMap(None, {}, pairs),)).save(operators)
+    maps = (InterferenceMap(None, {}, pairs),)
+    InterferenceProfile(version=1, device={"kind": "cpu"}, operators=tuple(two), maps=maps).save(operators)
     words = ["--engine", "sim", "--sim-profile", str(simulated), "--quick", "--parts", "alone", "--out", str(out)]
     assert main(["profile", *words, "--interference", str(operators), "--plot", str(tmp_path / "profile.svg")]) == 0
     found = read_device_profile(out)

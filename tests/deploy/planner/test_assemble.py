@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.planner.assemble import assembled
-from deploy.planner.plot import picture
+from deploy.planner.plot import picture_of_profile
 from deploy.planner.profile import DeviceProfile
 from deploy.planner.steps import Part, Sent, Step, beside, read_steps, slowdown
 from epd_serve.sim.profile import Capacity, Line, Profile
@@ -73,7 +73,7 @@ def test_what_a_stage_takes_is_found(apart: bool) -> None:
     assert found.front_busy.seconds(200) == pytest.approx(0.006) and found.start_s == 20.0
     assert found.slowdown == {"encode+decode": 1.7} and "prefill 0.0%" in found.comment
     assert assembled(BARE, [alone(apart)], cpu=False).front_busy == Line()
-    assert "<polyline" in picture(found) and "nan" not in picture(found)
+    assert "<polyline" in picture_of_profile(found) and "nan" not in picture_of_profile(found)
 
 
 def test_kv_is_what_the_request_waits_for_after_its_prefill() -> None:

@@ -13,6 +13,7 @@ from deploy.planner.interference import (
     Slowdown,
     read_interference_profile,
 )
+from epd_serve.errors import ConfigError
 
 
 def profile() -> InterferenceProfile:
@@ -28,31 +29,34 @@ def profile() -> InterferenceProfile:
     )
     alone = {"encoder_matmul": 0.002, "decode_attention": 0.01}
     maps = (InterferenceMap(None, alone, pairs), InterferenceMap((0.3, 0.7), alone, pairs))
-    return InterferenceProfile({"kind": "cpu", "name": "a CPU", "cores": 2}, operators, maps, "real", {"date": "now"})
+    device = {"kind": "cpu", "name": "a CPU", "cores": 2}
+    return InterferenceProfile(version=1, device=device, measured={"date": "now"}, operators=operators, maps=maps)
 
 
-def test_the_file_has_its_version_and_every_pair_of_every_map(tmp_path):
-    profile().save(tmp_path / "deep" / "profile.json")
-
-    saved = json.loads((tmp_path / "deep" / "profile.json").read_text())
-    assert list(saved) == ["version", "kind", "device", "measured", "operators", "maps"]
-    assert (saved["version"], saved["kind"]) == (1, "real")
-    assert saved["operators"][1]["needs"] == "memory"
-    assert [one["core_shares"] for one in saved["maps"]] == [None, [0.3, 0.7]]
-    assert saved["maps"][0]["slowdowns"][1] == {
-        "operator": "encoder_matmul", "beside": "decode_attention",
-        "slowdown": 1.2, "p25": pytest.approx(1.1), "p75": pytest.approx(1.3), "rounds": 5,
-    }  # fmt: skip
-
-
-def test_what_was_saved_is_read_back(tmp_path):
-    path = tmp_path / "profile.json"
+def test_what_was_saved_is_read_back_and_another_version_is_refused(tmp_path):
+    path = tmp_path / "deep" / "profile.json"
     profile().save(path)
     assert read_interference_profile(path) == profile()
 
-    path.write_text('{"version": 2}')
-    with pytest.raises(ValueError, match="no interference profile of version 1"):
-        read_interference_profile(path)
+    saved = json.loads(path.read_text())
+    for wrong in ({**saved, "version": 2}, {name: value for name, value in saved.items() if name != "version"}):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ConfigError, match="version"):
+            read_interference_profile(path)
+
+
+def test_a_file_of_before_is_read(tmp_path):
+    """Its keys are those of every file that there is."""
+    path = tmp_path / "profile.json"
+    path.write_text("""
+        {"version": 1, "kind": "real", "device": {"kind": "npu", "name": "910B3"}, "measured": {"date": "then"},
+         "operators": [{"name": "norm", "stages": "EPD", "flops": 4.2e6, "moved_bytes": 2.1e6, "needs": "memory"}],
+         "maps": [{"core_shares": [0.3, 0.7], "alone_s": {"norm": 1.2e-4},
+                   "slowdowns": [{"operator": "norm", "beside": "norm", "slowdown": 1.4, "p25": 1.3, "p75": 1.5,
+                                  "rounds": 5}]}]}""")
+    found = read_interference_profile(path)
+    assert found.operators == (ProfiledOperator("norm", "EPD", 4.2e6, 2.1e6, "memory"),)
+    assert found.map_of((0.3, 0.7)).of("norm", "norm") == Slowdown("norm", "norm", 1.4, 1.3, 1.5, 5)
 
 
 def test_a_map_is_asked_for_by_its_division_of_the_cores():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from deploy.planner.measure import Progress, measured
+from deploy.planner.measure import Report, measured, progress_bar
 from deploy.planner.steps import Part, Sent, Step
 from deploy.planner.sweep import Launch, launches
 from epd_serve.errors import ConfigError
@@ -24,16 +25,18 @@ class Runner:
         self._until = until
         self.ran: list[str] = []
 
-    def __call__(self, launch: Launch) -> Part:
+    def __call__(self, launch: Launch, report: Report) -> Part:
         if launch.name == self._until:
             raise KeyboardInterrupt
         self.ran.append(launch.name)
+        report("prompts of 64", 0.5)
         return Part(launch.name, launch.layout, 1, 1.5, [Step("E0", 1.0, 2.0, item_tokens=5)], [Sent(0.5, 3.0)])
 
 
-def run(path: Path, runner: Callable[[Launch], Part], about: dict[str, str] = ABOUT) -> tuple[list[Part], str]:
+def run(path: Path, runner: Runner, about: dict[str, str] = ABOUT, *, terminal: bool = False) -> tuple[list[Part], str]:
     said = io.StringIO()
-    return measured(path, about, LAUNCHES, runner, Progress(said, terminal=False)), said.getvalue()
+    progress = progress_bar(Console(file=said, force_terminal=terminal, width=200))
+    return measured(path, about, LAUNCHES, runner, progress), said.getvalue()
 
 
 def test_a_second_run_goes_on_where_the_first_was_ended(tmp_path: Path) -> None:
@@ -62,17 +65,11 @@ def test_parts_of_another_profile_are_refused(tmp_path: Path) -> None:
         run(tmp_path / "no" / "folder", Runner())
 
 
-def test_a_terminal_sees_a_bar_and_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("deploy.planner.measure.time.monotonic", lambda: now)
-    said = io.StringIO()
-    progress = Progress(said, terminal=True)
-    progress.begin(2, 0)
-    progress.part(LAUNCHES[0])
-    now += 30
-    progress.action(5, 10, "prompts of 64")
-    assert "████████████············ part 1 of 2, alone" in said.getvalue()
-    assert said.getvalue().endswith("prompts of 64, about 90 s left"), "half of this one, and the other"
+def test_a_terminal_sees_how_far_it_is(tmp_path: Path) -> None:
+    _, said = run(tmp_path / "p.json.part", Runner(), terminal=True)
+    assert "part 5 of 5, beside on (E-PD)x2: prompts of 64" in said
+    left = re.findall(r"\d:\d\d:\d\d", said)
+    assert left and set(left) == {"0:00:00"}, "by all that is done: these take no time"
 
 
 def test_parts_are_those_that_the_devices_can_hold() -> None:

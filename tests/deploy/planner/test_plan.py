@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -15,14 +16,16 @@ from msgspec.structs import replace
 from deploy.cli.command import main
 from deploy.options.config import build_config
 from deploy.planner.candidates import bound_rps, candidates
-from deploy.planner.choice import Plan, Question, plan
+from deploy.planner.choice import Plan, Question, _ask, _candidates, _screen, plan
 from deploy.planner.goodput import Goal, Interval, goodput, part_of
+from deploy.planner.plot import picture_of_plan
 from deploy.planner.profile import DeviceProfile, write_device_profile
-from deploy.planner.simulate import simulate
-from deploy.planner.told import deployment, picture, reasons, text, verdict
+from deploy.planner.simulate import Options, simulate
+from deploy.planner.told import deployment, reasons, text, verdict
 from deploy.planner.workload import Work, workload_of
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea
+from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.slo import Slo
@@ -119,6 +122,32 @@ def test_a_layout_of_equal_parts_serves_what_its_parts_do() -> None:
     assert eight == pytest.approx(2 * four, rel=0.06)
 
 
+@pytest.mark.parametrize("layout", ["TP1x2", "EP-D"])
+def test_a_run_that_ends_once_it_is_certain_has_the_verdict_of_a_whole_one(layout: str) -> None:
+    goal, verdicts = Goal(workload_of(IMAGES, ByArea()), Slo(3000, 80)), set()
+    for rate in (0.5, 1.0, 1.2, 1.4, 1.6, 2.0, 4.0):
+        whole = goal.attained(goal.run(parse(layout), PROFILE, rate, 1, Options())) >= goal.share
+        assert goal.met(parse(layout), PROFILE, rate, 1, Options()) == whole
+        verdicts.add(whole)
+    assert verdicts == {True, False}
+
+
+def test_one_run_says_that_a_layout_serves_less_than_is_of_interest(monkeypatch: pytest.MonkeyPatch) -> None:
+    met, rates = Goal.met, []
+
+    def seen(goal: Goal, layout: Layout, profile: DeviceProfile, rate_rps: float, *more: Any) -> bool:
+        rates.append(rate_rps)
+        return met(goal, layout, profile, rate_rps, *more)
+
+    monkeypatch.setattr(Goal, "met", seen)
+    goal = Goal(workload_of(TEXT, ByArea()), Slo(2000, 1000))
+    question = Question(goal, PROFILE, 1, layouts=("TP1",), seeds=1)
+    (one,) = _candidates(question)
+    _ask(question)
+    assert _screen((one, 40.0)) == 0.0 and rates == [40.0]
+    assert _screen((one, 1.0)) == _screen((one, 0.0)) > 1.0, "of the others all is found as without it"
+
+
 def test_large_spaces_are_cut_into_parts() -> None:
     kept = candidates(64, PROFILE, Work(1, 400, 430, 60))
     assert 5 < len(kept) < 40 and all(one.layout.device_count == 64 for one in kept)
@@ -186,12 +215,12 @@ def test_the_command_tells_writes_and_draws(tmp_path: Path, capsys: pytest.Captu
 def test_batches_and_budgets_of_the_first_choice_are_in_the_file() -> None:
     steep = replace(PROFILE, stages={1: replace(STAGE, decode_step_s=((1, 0.05), (2, 0.06)))})
     found = planned(TEXT, Slo(3000, 150), profile=steep, layouts=("TP1x2",))
-    content = deployment(found, "/a/model")
+    content = yaml.safe_load(deployment(found, "/a/model"))
     one = found.first
-    assert ('step_budgets: "on"' in content) == (one.options.budgets is not None) and 'model: "/a/model"' in content
-    assert ("EPD:--max-num-seqs" in content) == bool(one.options.max_running)
+    assert (content["step_budgets"] == "on") == (one.options.budgets is not None) and content["model"] == "/a/model"
+    assert ("stage_args" in content) == bool(one.options.max_running)
     assert "budgets" in text(found) or one.options.budgets is None
-    assert str(one.layout) in picture(found)
+    assert str(one.layout) in picture_of_plan(found)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import pytest
 from deploy.planner.profile import DECODE, ENCODE, PREFILL
 from deploy.planner.stage import Clock, SharedDevice, mixture, slowdown
 
+PAIRS = {(ENCODE, PREFILL): 1.5, (ENCODE, DECODE): 1.0, (PREFILL, DECODE): 1.5}
 SLOWS = {
-    frozenset((ENCODE, PREFILL)): 1.5,
-    frozenset((ENCODE, DECODE)): 1.0,
-    frozenset((PREFILL, DECODE)): 1.5,
-    **{frozenset((kind,)): 2.0 for kind in (ENCODE, PREFILL, DECODE)},
+    **PAIRS,
+    **{(other, one): times for (one, other), times in PAIRS.items()},
+    **{(kind, kind): 2.0 for kind in (ENCODE, PREFILL, DECODE)},
 }
 
 

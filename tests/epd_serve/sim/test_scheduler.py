@@ -178,6 +178,8 @@ def test_everything_that_fits_comes_to_its_end_and_no_block_is_lost(
         if not planned:
             break
         scheduler.complete(planned)
+        here = [one for one in every if one in scheduler.running or one in scheduler.waiting]
+        assert scheduler.pending_prompt_tokens == sum(one.prompt_tokens_left for one in here)
     assert not scheduler.waiting and not scheduler.running and scheduler.free_blocks == scheduler.blocks
     for number, (_, limit, _) in enumerate(asked):
         whole = list(range(1, limit + 1))
