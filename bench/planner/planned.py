@@ -76,8 +76,8 @@ LEAST_REQUESTS, QUICK_LEAST = 40, 24
 """A run is longer where that would be fewer requests."""
 SEEDS, DRAWN, QUICK_DRAWN = 4, 2, 1
 PLANNED = "images=1@802x652,text=32,output=128"
-PLANNED_SLO = "2000:50"
-"""Of the plans whose time is taken."""
+PLANNED_SLO = "4000:200"
+"""Of the plans whose time is taken: objectives that a slow core keeps, too."""
 BELOW = 0.9
 """Of a device's time, that a layout may be busy in a prediction whose error counts: beyond it queues grow for ever."""
 WITHIN = 0.95
