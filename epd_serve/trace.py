@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import queue
 import threading
@@ -18,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
 
 PROXY = "proxy"
 STEP = "step"
@@ -102,8 +105,11 @@ class DeviceTrace:
             self._thread.join(timeout=5)
 
     def _wait(self) -> None:
-        self._device.enter_thread()
         while (told := self._told.get()) is not None:
             done, subject, event, more = told
-            done()
-            self._trace.stamp(subject, event, **more)
+            try:
+                self._device.enter_thread()
+                done()
+                self._trace.stamp(subject, event, **more)
+            except Exception:  # one stamp is missing; those after it are made all the same
+                logger.exception("no stamp %s of %s", event, subject)

@@ -5,6 +5,7 @@ The runner's parts here are functions of a module made for the test: one that pa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,9 +13,11 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from bench.cli import parser
 from epd_serve.phases.stamps import Stamp, Timeline
 from tests.npu import run
 from tests.npu.answers import (
@@ -29,8 +32,9 @@ from tests.npu.answers import (
     near_tie_of,
     noise,
 )
-from tests.npu.card import MODES, read_card
+from tests.npu.card import MODES, Card, read_card
 from tests.npu.launches import stage_events
+from tests.npu.parts import acceptance, benches, eight_b, shares
 from tests.npu.parts.acceptance import textvqa_rows
 from tests.npu.parts.exposed import feature_times_ms
 from tests.npu.plan import BUDGET_S, PARTS, Part, chosen
@@ -215,6 +219,37 @@ def test_parts_run_with_graphs_and_without_unless_one_is_asked_for():
     assert named("ops,e-pd,8b", "0") == ["ops", "plain", "e-pd", "8b"]
     assert named("ops,e-pd,8b", "1") == ["ops", "plain-eager", "e-pd-eager", "8b-eager"]
     assert named("8b-eager", "0") == ["8b-eager"]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "npu"])
+def test_epd_bench_takes_the_commands_that_parts_give_it(tmp_path, monkeypatch, kind):
+    """On a card a flag that has another name by now would cost a part."""
+    given = []
+
+    def note(rig, command, limit_s):
+        given.append(command[3:])
+        return 1
+
+    monkeypatch.setattr(Rig, "run", note)
+    for name in ("8b", "npu"):
+        (tmp_path / name).mkdir()  # their models, which are there
+    card = Card(kind, (0,), ("card",), "", "", MODES["0"], 1.0, "", "")
+    rig = Rig("some", card, Report(tmp_path), tmp_path, tmp_path)
+    launch = SimpleNamespace(url="http://127.0.0.1:1")
+    for part in (
+        benches.transfer_pd,
+        benches.interference,
+        eight_b.plain,
+        eight_b.shared,
+        eight_b.long_prompts,
+        lambda rig: acceptance._load(rig, launch, 8, str(tmp_path / "npu")),
+        lambda rig: shares._operators(rig, (0.3, 0.7)),
+    ):
+        with contextlib.suppress(PartFailed):  # they miss the results
+            part(rig)
+    assert len(given) == 7
+    for words in given:
+        parser().parse_args(words)
 
 
 def test_answers_come_back_from_a_file_as_they_were():

@@ -127,7 +127,7 @@ class Nodes:
 
     async def _meet(self, node: RayNode) -> None:
         """Raises ConfigError where it is not as the others are, EpdError where it does not say what it is."""
-        actor = hire(self._config.name, node.id, self._config.run_root)
+        actor = await self._hired(node.id)
         if node.id not in self._known:
             lent = int(node.resources.get(self._resource, 0))
             facts = await _asked(actor.facts.remote(self._config, lent), START_S, f"node {node.address}")
@@ -139,6 +139,10 @@ class Nodes:
             self._known[node.id] = facts
             self._notes.write(FACTS, msgspec.json.encode(list(self._known.values())))
         self._actors[node.id], self._there[node.id] = actor, node
+
+    async def _hired(self, node: str) -> Actor:
+        """The actor of this node. In a thread, since Ray asks the cluster's head for it, which may be away."""
+        return await asyncio.to_thread(hire, self._config.name, node, self._config.run_root)
 
     def _kind(self, there: Iterable[RayNode]) -> str:
         config = self._config
@@ -291,7 +295,7 @@ class Nodes:
     async def api_keys(self, path: str) -> str:
         """The text of the clients' keys, on the node of whoever began the deployment. Raises EpdError."""
         if self._key_actor is None:  # there may be no other part of the deployment
-            self._key_actor = hire(self._config.name, self._begun_on, self._config.run_root)
+            self._key_actor = await self._hired(self._begun_on)
         text: str = await _asked(self._key_actor.api_keys.remote(path), ASK_S, f"node {short_node(self._begun_on)}")
         return text
 
@@ -325,7 +329,7 @@ async def end_nodes(deployment: str) -> None:
     ending = []
     for node in await asyncio.to_thread(nodes_alive):
         with contextlib.suppress(ValueError):  # no part of it
-            actor = ray.get_actor(node_name(deployment, node.id), namespace=NAMESPACE)
+            actor = await asyncio.to_thread(ray.get_actor, node_name(deployment, node.id), namespace=NAMESPACE)
             ending.append((actor, asyncio.ensure_future(_asked(actor.end.remote(), END_S, f"node {node.address}"))))
     for actor, ended in ending:
         try:

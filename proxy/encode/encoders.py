@@ -28,7 +28,7 @@ from epd_serve.trace import Trace
 from proxy.config.limits import Timeouts
 from proxy.encode.assignment import calls, share_of, spread
 from proxy.encode.learnt_speeds import LearntSpeeds
-from proxy.errors import StageDied, most_telling
+from proxy.errors import StageDied, StageFault, most_telling
 from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
 from proxy.registry.instance_state import Lease, Work
@@ -188,6 +188,8 @@ class Encoders:
             job.record.failed("encode_failed", error, instance.id)
             if isinstance(error, StageDied):
                 job.trial.died(incarnation_id, sent_at=sent_at, encoding=True, ago_s=error.ago_s)
+            elif isinstance(error, StageFault) and self._table.is_alive(*incarnation_id):
+                self._circuits.acquit(job.faults.note(error, incarnation_id))
         finally:
             self._speeds.end(incarnation_id, time.monotonic(), done=done)
             lease.release()

@@ -14,7 +14,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 
-from msgspec import Struct, field, structs
+from msgspec import Struct, structs
 
 from epd_serve.errors import EpdError, StageError
 from epd_serve.instances import IncarnationId, Instance
@@ -43,7 +43,7 @@ from proxy.registry.table import InstanceTable
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_sink import ClientSink
 from proxy.stages.circuits import Circuits
-from proxy.stages.faults import Faults, faulty_body
+from proxy.stages.faults import faulty_body
 from proxy.stages.job import Job
 from proxy.stages.retry_budget import RetryBudget
 from proxy.stages.sse import DONE_EVENT
@@ -62,7 +62,6 @@ class _Progress(Struct):
     history: TokenHistory
     prompt_tokens: float
     encoding: Encoding | None = None
-    faults: Faults = field(default_factory=Faults)
     avoid: set[IncarnationId] = set()
     failures: int = 0
     probing_until: float | None = None
@@ -316,7 +315,7 @@ class GenerateStep:
     def _judge(self, progress: _Progress, fault: StageFault, route: Route) -> None:
         """Raises FaultyBody where another live instance failed with the same words."""
         incarnation_id = _incarnation_of(fault, route)
-        if self._table.is_alive(*incarnation_id) and (alike := progress.faults.note(fault, incarnation_id)):
+        if self._table.is_alive(*incarnation_id) and (alike := progress.job.faults.note(fault, incarnation_id)):
             self._circuits.acquit(alike)
             raise faulty_body(fault)
 

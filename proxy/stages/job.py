@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import Struct
+import msgspec
 
 from proxy.admission.gate import Pass
 from proxy.media.loader import LoadedItem
 from proxy.records.record import Record
 from proxy.registry.feature_directory import Metadata
 from proxy.request.parse import ParsedRequest
+from proxy.stages.faults import Faults
 from proxy.stages.prompt_nodes import NO_NODES, PromptNodes
 from proxy.stages.suspects import Trial
 
@@ -32,7 +33,7 @@ class Features:
     metadata_in_use: bool = False
 
 
-class Job(Struct, frozen=True):
+class Job(msgspec.Struct, frozen=True):
     """
     Attributes:
         id: sent to every stage as `X-Request-Id`.
@@ -44,6 +45,7 @@ class Job(Struct, frozen=True):
         passed: its place with the stages.
         trial: whether its body is suspected of killing instances.
         record: what becomes of it; steps note there what they do.
+        faults: the 500s of live instances, encoders among them.
     """
 
     id: str
@@ -56,6 +58,7 @@ class Job(Struct, frozen=True):
     record: Record
     prompt: PromptNodes = NO_NODES
     features: Features | None = None
+    faults: Faults = msgspec.field(default_factory=Faults)
 
     def headers(self, span: str) -> dict[str, str]:
         """Of a call with this span (`Record.call_span`)."""

@@ -8,7 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from epd_serve.trace import DeviceTrace, Trace
+from npu_ops.fences import DeviceHungError
 from npu_ops.torch_memory import HostMemory
 from tests.fake_npu.device import FakeDevice
 from tests.waiting import wait_for
@@ -48,6 +51,24 @@ def test_what_was_told_before_the_end_is_stamped(tmp_path: Path) -> None:
     gate.set()
     trace.close()
     assert [stamp["subject"] for stamp in stamps(tmp_path / "P0")] == ["a", "b", "c"]
+
+
+def test_a_stamp_that_the_device_refuses_is_named_and_those_after_it_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise DeviceHungError("it is not reached")
+
+    device = FakeDevice()
+    trace = DeviceTrace(Trace(str(tmp_path / "P0"), "P0"), device)
+    device.enter_thread()
+    with monkeypatch.context() as broken:
+        broken.setattr(device, "fence", lambda: refuse)
+        trace.stamp("a", "prefill_end")
+    trace.stamp("b", "prefill_end")
+    trace.close()
+    assert [stamp["subject"] for stamp in stamps(tmp_path / "P0")] == ["b"]
+    assert "no stamp prefill_end of a" in caplog.text
 
 
 def test_a_device_that_works_in_the_calling_thread_is_stamped_at_once(tmp_path: Path) -> None:

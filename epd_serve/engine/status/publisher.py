@@ -69,8 +69,11 @@ class LoadPublisher:
         while not self._closing.is_set():
             seq += 1
             self._changed.clear()  # before the look: what changes from here on is in the next one
-            self._send(msgspec.structs.replace(self._latest, seq=seq))
-            self._tell_cache()
+            try:
+                self._send(msgspec.structs.replace(self._latest, seq=seq))
+                self._tell_cache()
+            except Exception:  # the next one is half a second away; a thread that ends would look like a dead engine
+                logger.exception("a load report is lost")
             self._closing.wait(self._change_s)
             self._changed.wait(self._idle_s - self._change_s)
         self._socket.close()
@@ -88,7 +91,4 @@ class LoadPublisher:
             self._send(report)
 
     def _send(self, report: wire.StageReport | wire.CacheReport) -> None:
-        try:
-            self._socket.send(wire.encode(report), zmq.NOBLOCK)
-        except zmq.ZMQError:  # the next one is half a second away; a thread that ends would look like a dead engine
-            logger.exception("a load report is lost")
+        self._socket.send(wire.encode(report), zmq.NOBLOCK)

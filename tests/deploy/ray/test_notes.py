@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deploy.options.config import DeployConfig
 from deploy.ray import nodes, notes
+from deploy.ray.cluster import RayNode
 from deploy.ray.nodes import Nodes
 from deploy.ray.notes import GcsNotes
 from epd_serve.errors import ConfigError
@@ -71,6 +73,28 @@ async def test_the_event_loop_waits_for_the_head_in_no_read_and_no_write(monkeyp
     await some.kept()
     assert kept == {b"a": b"1", b"b": b"2"}
     assert waited_in and threading.current_thread() not in waited_in
+
+
+async def test_the_event_loop_waits_for_the_head_in_no_search_for_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray asks the head for the one there is before it makes another."""
+    waited_in: list[threading.Thread] = []
+
+    async def answer(*_: str) -> str:
+        return "keys"
+
+    def found(*_: str, **__: str) -> SimpleNamespace:
+        waited_in.append(threading.current_thread())
+        method = SimpleNamespace(remote=answer)
+        return SimpleNamespace(api_keys=method, end=method)
+
+    monkeypatch.setattr(nodes, "tokens", SimpleNamespace(get_raw_token=lambda: "t"))
+    monkeypatch.setattr(nodes, "hire", found)
+    monkeypatch.setattr(nodes.ray, "get_actor", found)
+    monkeypatch.setattr(nodes.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(nodes, "nodes_alive", lambda: [RayNode("a", "127.0.0.1", {})])
+    assert await Nodes(DeployConfig(), "a", StateHere(), 1, print).api_keys("file") == "keys"
+    await nodes.end_nodes("some")
+    assert len(waited_in) == 2 and threading.current_thread() not in waited_in
 
 
 async def test_the_key_of_a_deployment_follows_from_the_token_and_is_in_no_note(

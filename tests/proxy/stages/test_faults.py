@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from proxy.request.parse import Endpoint
 from proxy.stages.circuit import CircuitLimits, State
 from proxy.stages.faults import GENERIC
-from tests.proxy.fakes import DONE, Cluster, cluster, refuses, streams, text_body
+from tests.proxy.fakes import DONE, Cluster, cluster, image_body, refuses, streams, text_body
 
 CHAT = Endpoint.CHAT.value
 SAID = "'str' object has no attribute 'get'"
@@ -27,6 +29,18 @@ async def test_the_same_words_of_two_instances_are_a_400_that_tells_them_and_nob
             assert circuits(c) == {State.CLOSED}
         assert sum(len(stage.calls) for stage in c.stages.values()) == 6, "two of them are enough"
         assert c.metric("epd_proxy_suspects", state="suspected") == 0
+
+
+@pytest.mark.parametrize("stages", [("E0", "PD0"), ("E0", "E1", "PD0")])
+async def test_what_an_encoder_says_of_a_body_counts_too(stages: tuple[str, ...]) -> None:
+    async with cluster(*stages) as c:
+        c.pipeline.circuits._limits = CircuitLimits(failures=1, open_s=1000.0, open_max_s=1000.0)
+        for stage in c.stages.values():
+            stage.usual = refuses(500, SAID)
+        response = await c.client.post(CHAT, json=image_body())
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "same_fault")
+        assert circuits(c) == {State.CLOSED}
+        assert all(len(stage.calls) == 1 for stage in c.stages.values())
 
 
 async def test_other_words_or_a_lone_instance_are_a_502_as_ever() -> None:

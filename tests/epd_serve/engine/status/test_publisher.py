@@ -15,7 +15,7 @@ from epd_serve.roles import Role
 from epd_serve.sockets import Socket, open_socket, readable
 from epd_serve.wire import StageReport
 from epd_serve.wiring import StageWiring
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_for
 
 
 @pytest.fixture
@@ -59,6 +59,19 @@ def test_a_change_goes_out_without_waiting_for_the_heartbeat(tmp_path: Path, ear
         publisher.offer(StageReport("P0", "life", 0, waiting=number))
     publisher.offer(StageReport("P0", "life", 0, waiting=-1))
     while heard(ear).waiting != -1:
+        pass
+    publisher.close()
+
+
+def test_a_report_that_cannot_be_written_ends_none_of_those_after_it(
+    tmp_path: Path, ear: Socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = LoadPublisher(wiring(tmp_path), change_s=0.001, idle_s=0.01)
+    ear.connect(f"ipc://{tmp_path}/P0.load")
+    publisher.offer(StageReport("P0", "life", 0, waiting=2**70))  # more than msgpack has
+    wait_for(lambda: "a load report is lost" in caplog.text)
+    publisher.offer(StageReport("P0", "life", 0, waiting=7))
+    while heard(ear).waiting != 7:
         pass
     publisher.close()
 
