@@ -170,7 +170,6 @@ class Pipeline:
     async def start(self) -> None:
         """Listen to the stages, in the running event loop, which is the status table's too. Before any request."""
         self.dispatcher.start()
-        await self._arena.load()
 
     async def aclose(self) -> None:
         await self.dispatcher.stop()

@@ -6,17 +6,19 @@ xxh3_64 finds flipped bits and torn writes, not forgeries: whoever can write the
 from __future__ import annotations
 
 import mmap
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from store.errors import StoreError
 
+if TYPE_CHECKING:  # 13 MiB, for nothing in a process that only asks what there is
+    import numpy as np
+    import numpy.typing as npt
+
 # What callers may pass: any contiguous buffer. collections.abc.Buffer begins with Python 3.12.
-Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap | npt.NDArray[Any]
-Bytes: TypeAlias = npt.NDArray[np.uint8]  # [nbytes], contiguous
+Buffer: TypeAlias = "bytes | bytearray | memoryview | mmap.mmap | npt.NDArray[Any]"
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"  # [nbytes], contiguous
 
 
 def as_bytes(data: Buffer, what: str) -> Bytes:
@@ -25,6 +27,8 @@ def as_bytes(data: Buffer, what: str) -> Bytes:
     Raises:
         StoreError: it is no contiguous buffer.
     """
+    import numpy as np
+
     try:
         return np.frombuffer(data, dtype=np.uint8)
     except (TypeError, ValueError, BufferError, AttributeError) as error:
@@ -38,7 +42,7 @@ def checksum(data: Bytes) -> int:
 
 def copy(target: Bytes, source: Bytes) -> None:
     """Copies `source` over `target`, which has its size."""
-    np.copyto(target, source)
+    target[:] = source
 
 
 def copy_with_checksum(target: Bytes, source: Bytes) -> int:

@@ -1,21 +1,16 @@
 """The arena of the proxy's own host, asked whether it holds a feature: the truth behind the announcements.
 
-Imported (numpy) where there is one, attached when first asked; never blocks the event loop for long, never raises.
+Attached when first asked; never blocks the event loop for long, never raises.
 """
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from store.arena import Arena
 from store.errors import StoreError
-
-if TYPE_CHECKING:
-    from store.arena import Arena
 
 logger = logging.getLogger(__name__)
 LOCK_TIMEOUT_S = 0.02  # a holder of the lock that does not run must not stop every request
@@ -31,19 +26,12 @@ class HostArena:
         self._not_before = 0.0
         self._complained = False
 
-    async def load(self) -> None:
-        """Import what it takes, in a thread, before it is asked: on the loop that would hold up every request."""
-        if self._path is not None:
-            await asyncio.to_thread(importlib.import_module, "store.arena")
-
     def holds(self, key: str) -> bool | None:
         """Whether the arena has `key`; None without an arena, or while it does not answer."""
         if self._path is None or time.monotonic() < self._not_before:
             return None
         try:
             if self._arena is None:
-                from store.arena import Arena
-
                 self._arena = Arena.attach(self._path, prefault=False, lock_timeout_s=LOCK_TIMEOUT_S)
             held = self._arena.contains(key)
         except (StoreError, OSError) as error:

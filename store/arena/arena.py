@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
 from store.arena.file import make_file, map_file, open_file
 from store.arena.index import FeatureIndex
 from store.arena.layout import H_CORRUPT, H_HITS, H_MISSES, H_PUTS, S_OFFSET, SLOT_WORDS, WORD, Geometry, align_up
@@ -51,8 +49,7 @@ class Arena:
         finally:
             os.close(fd)
         self._table = geometry.slots_word
-        self._features = file[geometry.data_byte :].toreadonly()
-        self._bytes: Bytes = np.frombuffer(file, dtype=np.uint8)[geometry.data_byte :]
+        self._features = file[geometry.data_byte :]
         self._checksums = checksums
         self._begin_incarnation()
         _open_arenas.add(self)
@@ -132,7 +129,7 @@ class Arena:
                 return False
             self._writing += 1
             offset = self._words[self._table + slot * SLOT_WORDS + S_OFFSET]
-            target = self._bytes[offset : offset + record.nbytes]
+            target = self.memory()[offset : offset + record.nbytes]
         try:
             digest = None
             if self._checksums:
@@ -166,7 +163,7 @@ class Arena:
                 return None
             self._writing += 1
             offset = self._words[self._table + slot * SLOT_WORDS + S_OFFSET]
-            return Reservation(self, self._incarnation, slot, offset, key, self._bytes[offset : offset + nbytes])
+            return Reservation(self, self._incarnation, slot, offset, key, self.memory()[offset : offset + nbytes])
 
     def contains(self, key: str) -> bool:
         """See `FeatureStore.contains`."""
@@ -188,7 +185,7 @@ class Arena:
             meta = self._index.slots.meta(slot, key)
             offset = self._words[self._table + slot * SLOT_WORDS + S_OFFSET]
             lease = Lease(self, self._incarnation, slot, offset, meta)
-            stored = self._bytes[offset : offset + meta.nbytes]
+            stored = self.memory()[offset : offset + meta.nbytes]
         if verify and meta.checksum is not None:
             try:
                 actual = checksum(stored)
@@ -211,7 +208,7 @@ class Arena:
         with lease:
             if target.nbytes < lease.nbytes:
                 raise StoreError(f"dest of {target.nbytes} bytes for a feature of {lease.nbytes}")
-            stored = self._bytes[lease.offset : lease.offset + lease.nbytes]
+            stored = self.memory()[lease.offset : lease.offset + lease.nbytes]
             copy(target[: lease.nbytes], stored)
             if lease._incarnation is not self._incarnation:
                 raise StoreError("arena: closed during the copy")
@@ -225,7 +222,7 @@ class Arena:
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > len(self._features):
             raise StoreError(f"arena: no {nbytes} bytes at {offset}")
-        return self._features[offset : offset + nbytes]
+        return self._features[offset : offset + nbytes].toreadonly()
 
     def copy_pinned(self, key: str, slot: int, offset: int, dest: Buffer) -> None:
         """Fills `dest` with a feature that *another* process leases (`Lease.slot`, `Lease.offset`), without the lock.
@@ -236,7 +233,7 @@ class Arena:
             StoreError: no such place, nobody leases the feature there (any more), or the arena is closed.
         """
         target, digest = as_bytes(dest, "dest"), Name.of(key).digest
-        stored = np.frombuffer(self.view(offset, target.nbytes), dtype=np.uint8)
+        stored = as_bytes(self.view(offset, target.nbytes), key)
         leased_before = self._index.is_pinned(slot, digest, offset, target.nbytes)
         if leased_before:
             copy(target, stored)
@@ -248,7 +245,7 @@ class Arena:
 
         A lease's bytes start at its `offset` here.
         """
-        return self._bytes
+        return as_bytes(self._features, "the arena")
 
     def remove(self, key: str) -> bool:
         """Makes a feature missing. See `FeatureStore.remove`."""
@@ -291,7 +288,6 @@ class Arena:
         self._lock.close()
         self._begin_incarnation()
         self._features = memoryview(b"")
-        self._bytes = np.empty(0, dtype=np.uint8)
         del self._index, self._words
         _open_arenas.discard(self)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
-
 from store.arena.layout import (
     ALLOCATED,
     DROPPED,
@@ -274,8 +272,7 @@ class FeatureIndex:
     def rebuild(self) -> None:
         """Derives buckets, rings, free list and totals from the truth: at creation, and after a death in between."""
         words, table = self._words, self._table
-        counts = np.frombuffer(self._leases, dtype=np.uint32).reshape(-1, self._row_length)
-        pins: list[int] = counts.sum(axis=0, dtype=np.uint64).tolist()
+        pins = [sum(self._leases[slot :: self._row_length]) for slot in range(self._row_length)]
         self.slots.clear()
         taken: list[int] = []
         idle: list[int] = []

@@ -34,7 +34,7 @@ def get(arena: FeatureStore, key: str, nbytes: int = 1) -> bytes | None:
 def flip_a_bit(arena: Arena, key: str) -> None:
     lease = arena.lease(key, verify=False)
     assert lease is not None
-    arena._bytes[lease.offset] ^= 1
+    arena.memory()[lease.offset] ^= 1
     lease.release()
 
 

@@ -121,7 +121,7 @@ def test_a_neighbour_that_holds_the_stores_lock_costs_an_encode_and_keeps_no_ste
 def test_a_corrupt_feature_is_encoded(scheduler: EncoderScheduler, arena: Arena) -> None:
     put(arena, "k")
     with arena.lease("k") as lease:  # type: ignore[union-attr]
-        arena._bytes[lease.offset] ^= 255
+        arena.memory()[lease.offset] ^= 255
     assert not scheduler.has("k")
 
 

@@ -68,7 +68,7 @@ def test_a_feature_that_is_there_already_needs_no_event(stages: Stages, arena: A
 def test_a_corrupt_feature_is_lost_and_never_promised(stages: Stages, arena: Arena) -> None:
     arena.put("k", np.ones(64, np.uint8), shape=(64,), dtype="uint8")
     with arena.lease("k") as lease:  # type: ignore[union-attr]
-        arena._bytes[lease.offset] ^= 255
+        arena.memory()[lease.offset] ^= 255
     p = stages.consumer(hears=False)
     settled(p, "k")
     assert p.pinned("k") is None

@@ -145,7 +145,7 @@ def test_a_feature_corrupt_here_is_fetched_from_the_second_tier(stages: Stages, 
     has(remote, "k")
     arena.put("k", np.ones(64, np.uint8), shape=(64,), dtype="uint8")
     with arena.lease("k") as lease:  # type: ignore[union-attr]
-        arena._bytes[lease.offset] ^= 255
+        arena.memory()[lease.offset] ^= 255
     p = stages.consumer(hears=False, pool=TwoTiers(arena, remote))
     settled(p, "k")
     assert p.pinned("k") is not None
