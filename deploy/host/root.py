@@ -31,6 +31,7 @@ from deploy.host import event_loop
 from deploy.host.children import EXIT, Children, be_root
 from deploy.host.processes import signal_process, stat
 from deploy.host.state import SharedState, StateFiles
+from epd_serve.garbage import freeze_gc
 from epd_serve.lifeline import die_with_parent, name_process
 
 T = TypeVar("T")
@@ -157,6 +158,7 @@ class Root:
         Returns:
             The exit code that control has ended with, or ours where it has not.
         """
+        freeze_gc()  # a collection in control would write to, and so copy, all that it has in common with this process
         signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever has started us may have ignored it
         while self.code is None:
