@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from deploy.planner.candidates import Candidate, candidate, candidates
-from deploy.planner.goodput import Goal, Interval, Times, goodput, part_of, serves, times_of
+from deploy.planner.goodput import CLOSE, Goal, Interval, Times, goodput, part_of, serves, times_of
 from deploy.planner.profile import DeviceProfile
 from deploy.planner.simulate import Options, check_simulated
 from epd_serve.budgets import largest
@@ -203,7 +203,7 @@ def _screened(found: Sequence[Candidate], each: Callable[..., Iterable[Any]]) ->
     """Candidates with their goodput, some at a time, best bounds first.
 
     Who serves less than enough others is not looked at further, but for a monolith: not at all where that follows from
-    its bound, else it is there with 0, after one run at what the last of those others serves.
+    its bound, else it is there with 0, after one run at what the last of those others serves, or just not.
     """
     screened: list[tuple[Candidate, float]] = []
     left = sorted(found, key=lambda one: -one.bound_rps / one.layout.device_count)
@@ -220,7 +220,7 @@ def _screened(found: Sequence[Candidate], each: Callable[..., Iterable[Any]]) ->
 def _screen(wanted: tuple[Candidate, float]) -> float:
     question, (one, least_rps) = _asked[0], wanted
     goal, profile, way = question.goal, question.profile, _ways(question, one)[0]
-    if least_rps and not serves(goal, one.layout, profile, least_rps, 0, way):
+    if least_rps and not serves(goal, one.layout, profile, least_rps / CLOSE, 0, way):
         return 0.0
     return goodput(goal, one.layout, profile, START * one.bound_rps, 0, way)
 

@@ -17,7 +17,7 @@ from deploy.cli.command import main
 from deploy.options.config import build_config
 from deploy.planner.candidates import bound_rps, candidates
 from deploy.planner.choice import Plan, Question, _ask, _candidates, _screen, plan
-from deploy.planner.goodput import Goal, Interval, goodput, part_of
+from deploy.planner.goodput import CLOSE, Goal, Interval, goodput, part_of
 from deploy.planner.plot import picture_of_plan
 from deploy.planner.profile import DeviceProfile, write_device_profile
 from deploy.planner.simulate import Options, simulate
@@ -144,7 +144,7 @@ def test_one_run_says_that_a_layout_serves_less_than_is_of_interest(monkeypatch:
     question = Question(goal, PROFILE, 1, layouts=("TP1",), seeds=1)
     (one,) = _candidates(question)
     _ask(question)
-    assert _screen((one, 40.0)) == 0.0 and rates == [40.0]
+    assert _screen((one, 40.0)) == 0.0 and rates == [40.0 / CLOSE]
     assert _screen((one, 1.0)) == _screen((one, 0.0)) > 1.0, "of the others all is found as without it"
 
 
