@@ -177,7 +177,7 @@ async def test_a_death_takes_those_along_that_it_concerns(tmp_path: Path, killed
     async with launching(tmp_path) as launch:
         life = await launch.serving()
         if killed == "group":
-            life.kill()
+            os.killpg(life.pid, signal.SIGKILL)
         else:
             os.kill(life.pid if killed == "root" else launch.pid(killed), signal.SIGKILL)
         if killed in ("api", "root", "group"):
@@ -324,7 +324,7 @@ async def test_a_template_that_dies_costs_no_stage_and_another_is_started(tmp_pa
         os.kill(first, signal.SIGKILL)
         await until(lambda: len(launch.lines) == 1)
         assert life.exit_code is None and all(map(launch.runs, EVERYBODY))
-        life.kill()
+        os.killpg(life.pid, signal.SIGKILL)
         assert await launch.ended(life) == -signal.SIGKILL
         again = await launch.stage("exit", "0")
         assert launch.was_forked(again) and launch.template_pid != first

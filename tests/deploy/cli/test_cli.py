@@ -132,9 +132,10 @@ def test_the_layout_command_loads_no_server_and_no_framework() -> None:
 
 def test_planning_a_deployment_loads_no_framework() -> None:
     code = (
-        "import sys\nfrom deploy.options.config import DeployConfig\nfrom deploy.plan.blueprint import draw\n"
+        "import os, sys\nfrom deploy.options.config import DeployConfig\nfrom deploy.plan.blueprint import draw\n"
         "import deploy.launch.launcher\ndraw(DeployConfig(device='cpu'))\n"
-        "bad = {'torch', 'vllm', 'transformers', 'mooncake'} & set(sys.modules)\n"
-        "assert not bad, bad"
+        "bad = {'torch', 'vllm', 'transformers', 'mooncake', 'numpy'} & set(sys.modules)\n"
+        "assert not bad, bad\n"
+        "assert len(os.listdir('/proc/self/task')) == 1, 'what is forked has one thread'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
