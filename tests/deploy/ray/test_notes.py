@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from deploy.options.config import DeployConfig
 from deploy.ray import nodes, notes
@@ -89,8 +90,8 @@ async def test_the_event_loop_waits_for_the_head_in_no_search_for_an_actor(monke
 
     monkeypatch.setattr(nodes, "tokens", SimpleNamespace(get_raw_token=lambda: "t"))
     monkeypatch.setattr(nodes, "hire", found)
-    monkeypatch.setattr(nodes.ray, "get_actor", found)
-    monkeypatch.setattr(nodes.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(ray, "get_actor", found)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
     monkeypatch.setattr(nodes, "nodes_alive", lambda: [RayNode("a", "127.0.0.1", {})])
     assert await Nodes(DeployConfig(), "a", StateHere(), 1, print).api_keys("file") == "keys"
     await nodes.end_nodes("some")
