@@ -236,7 +236,7 @@ def status_text(status: Json) -> str:
     if status["paused_s"]:
         lines.append(f"new requests wait, for {status['paused_s']:.0f} s more")
     parts = [
-        (_short_name(name), str(part["pid"] or "-"), str(part["restarts"] or 0))
+        (_short_name(name), str(part["pid"] or "-"), "-" if part["restarts"] is None else str(part["restarts"]))
         for name, part in status["parts"].items()
     ]
     lines += ["", table(rows), "", table([("process", "pid", "restarts"), *parts])]
