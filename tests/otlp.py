@@ -31,10 +31,11 @@ class Spanned:
 
 @dataclass
 class Collector:
-    """`refuses`: it answers 400 to everything."""
+    """`refuses`: it answers 400 to everything. `answers`: until it is set, nothing is taken."""
 
     port: int
     refuses: bool = False
+    answers: threading.Event = field(default_factory=threading.Event)
     spans: list[Spanned] = field(default_factory=list)
 
     @property
@@ -61,6 +62,7 @@ def collector(*, refuses: bool = False) -> Iterator[Collector]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             assert self.path == "/v1/traces" and self.headers["content-type"] == "application/x-protobuf"
+            one.answers.wait()
             if not one.refuses:
                 one.take(body)
             self.send_response(400 if one.refuses else 200)
@@ -72,11 +74,13 @@ def collector(*, refuses: bool = False) -> Iterator[Collector]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         one = Collector(server.server_address[1], refuses)
+        one.answers.set()
         serving = threading.Thread(target=server.serve_forever, args=(0.02,))
         serving.start()
         try:
             yield one
         finally:
+            one.answers.set()  # the server waits for those it is answering
             server.shutdown()
             serving.join()
 
