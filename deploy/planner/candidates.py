@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 from deploy.planner.profile import DECODE, ENCODE, KINDS, PREFILL, DeviceProfile
 from deploy.planner.workload import Work
+from epd_serve.budgets import largest
 from epd_serve.layout import Group, Layout, Member
 from epd_serve.layout_parser import parse
 from epd_serve.roles import Role
+from epd_serve.sim.profile import Profile
 
 FAMILIES: tuple[tuple[str, ...], ...] = (
     ("EPD",),
@@ -103,10 +105,18 @@ def fits(group: Group, profile: DeviceProfile) -> bool:
     return sum(weights) < COMMON * profile.memory_bytes
 
 
-def seconds_of(profile: DeviceProfile, tp: int, work: Work) -> Mapping[str, float]:
-    """Of a device's time, what a request takes of each kind of work where batches are full."""
+def batch_within(stage: Profile, kv_tokens: float, tpot_s: float) -> int:
+    """How many may decode at once for a step to be no longer than that; 0 where one alone takes longer."""
+    return largest(lambda size: stage.decode_s(size, size * kv_tokens) <= tpot_s, stage.capacity.max_running)
+
+
+def seconds_of(profile: DeviceProfile, tp: int, work: Work, tpot_s: float | None = None) -> Mapping[str, float]:
+    """Of a device's time, what a request takes of each kind of work where batches are as large as they can be, and as
+    they may be for a step to be no longer than `tpot_s`."""
     stage = profile.stages[tp]
     batch = stage.capacity.max_running
+    if tpot_s is not None:
+        batch = max(1, batch_within(stage, work.prompt_tokens, tpot_s))
     item = work.item_tokens / work.items if work.items else 0.0
     context = stage.prefill_context_s * work.prompt_tokens**2 / 2
     return {
@@ -125,14 +135,16 @@ def bound_rps(layout: Layout, profile: DeviceProfile, work: Work) -> float:
         taken_s = 0.0
         for group in groups:  # each a share, by its devices
             seconds = seconds_of(profile, group.tp, work)
-            own = [_kinds(member.role, apart=apart) for member in group.members for _ in range(member.count)]
+            own = [kinds_of(member.role, apart=apart) for member in group.members for _ in range(member.count)]
             whole = {kind for each in own for kind in each} == kinds
             needs_s = _side_by_side(own, seconds, profile) if whole else sum(seconds[kind] for kind in kinds)
             taken_s += group.repeat / sum(one.repeat for one in groups) * needs_s
         if taken_s > 0:
             rate_rps = min(rate_rps, sum(group.repeat for group in groups) / taken_s)
     for kind in KINDS[1:]:
-        able = [group for group in layout.groups if any(kind in _kinds(one.role, apart=apart) for one in group.members)]
+        able = [
+            group for group in layout.groups if any(kind in kinds_of(one.role, apart=apart) for one in group.members)
+        ]
         rates = [(group.repeat, seconds_of(profile, group.tp, work)[kind]) for group in able]
         if rates and all(s > 0 for _, s in rates):
             rate_rps = min(rate_rps, sum(count / s for count, s in rates))
@@ -143,7 +155,7 @@ def _together(layout: Layout, *, apart: bool) -> list[tuple[set[str], list[Group
     """Groups by the kinds of work that they share, directly or through others."""
     parts: list[tuple[set[str], list[Group]]] = []
     for group in layout.groups:
-        kinds = {kind for member in group.members for kind in _kinds(member.role, apart=apart)}
+        kinds = {kind for member in group.members for kind in kinds_of(member.role, apart=apart)}
         groups = [group]
         for other in [part for part in parts if part[0] & kinds]:
             parts.remove(other)
@@ -153,7 +165,7 @@ def _together(layout: Layout, *, apart: bool) -> list[tuple[set[str], list[Group
     return parts
 
 
-def _kinds(role: Role, *, apart: bool) -> tuple[str, ...]:
+def kinds_of(role: Role, *, apart: bool) -> tuple[str, ...]:
     """Kinds of work that a role does; `apart`: encoders do what E stands for."""
     return tuple(
         kind

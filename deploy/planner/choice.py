@@ -13,21 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-from deploy.planner.candidates import Candidate, candidate, candidates
+from deploy.planner.candidates import Candidate, batch_within, candidate, candidates
 from deploy.planner.goodput import CLOSE, Goal, Interval, Times, goodput, part_of, serves, times_of
 from deploy.planner.profile import DeviceProfile
 from deploy.planner.simulate import Options, check_simulated
-from epd_serve.budgets import largest
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Group, Layout
 from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable
 from epd_serve.roles import Role
-from epd_serve.sim.profile import Profile
 
 FINALISTS, AT_A_TIME = 3, 4
 START = 0.5
@@ -233,15 +230,10 @@ def _ways(question: Question, one: Candidate) -> list[Options]:
     for group in one.layout.groups:
         stage = question.profile.stages[group.tp]
         most = stage.capacity.max_running
-        keeps = largest(partial(_keeps, stage, kv_tokens, slo.tpot_ms / 1e3), most)
+        keeps = batch_within(stage, kv_tokens, slo.tpot_ms / 1e3)
         batches |= {one.role.value: max(1, keeps) for one in group.members if one.role.decodes and keeps < most}
     ways = [Options(max_running=batches), Options(max_running=batches, budgets=slo)]
     return [*ways, Options()] if batches else ways
-
-
-def _keeps(stage: Profile, kv_tokens: float, limit_s: float, size: int) -> bool:
-    """Whether a step of so many decodes is no longer than that."""
-    return stage.decode_s(size, size * kv_tokens) <= limit_s
 
 
 _Search = tuple[Layout | None, Options, float, int]

@@ -1,0 +1,1 @@
+"""Following the load: which layout is wanted next, from what comes and what there is."""

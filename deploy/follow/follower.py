@@ -1,0 +1,88 @@
+"""One decision: what will come, what that needs, which moves help, which of them may be made. Pure.
+
+The same on the clock of a deployment (`live.py`) and on a simulated one (`simulated.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from deploy.change.types import Kind
+from deploy.follow.forecast import followed, upper
+from deploy.follow.moves import TRADE_S, counts_of, forbidden, propose
+from deploy.follow.types import Decision, Limits, Memory, Move, Needs, Observation
+
+TEXT: Kind = "text"
+BACKLOG_S = 10.0
+"""In which what waits is to be worked off."""
+MOST_CALM = 16.0
+FORGET_S = 3600.0
+"""After which a decision that was taken back too soon no longer makes others slower."""
+REST_S, MOST_REST_S = 600.0, 7200.0
+"""For how long a layout that could not be reached is not tried again: each time twice as long."""
+
+
+def step(seen: Observation, memory: Memory, limits: Limits) -> tuple[Memory, Decision]:
+    """Decide. To be called every `limits.every_s`, with the memory that the call before returned."""
+    trends = {kind: followed(memory.trends.get(kind), count) for kind, count in seen.came.items()}
+    ahead = (seen.start_s + limits.every_s) / seen.window_s
+    rates = {kind: max(upper(trend, ahead), seen.came[kind]) / seen.window_s for kind, trend in trends.items()}
+    need = needed(rates, seen)
+    quiet_s = limits.quiet_s * memory.calm
+    needs = (*((at_s, one) for at_s, one in memory.needs if at_s > seen.at_s - quiet_s), (seen.at_s, need))
+    since_s = seen.at_s if memory.since_s is None else memory.since_s
+    memory = replace(memory, since_s=since_s, trends=trends, needs=needs)
+
+    text = needed({kind: rate for kind, rate in rates.items() if kind == TEXT}, seen)
+    peak = _peak(seen, memory, quiet_s)
+    chosen, refused = None, []
+    for move in propose(seen, need, text, peak, limits):
+        if not (why := forbidden(move, seen, memory)):
+            chosen = move
+            memory = _moved(move, seen, memory, limits)
+            break
+        refused.append((move, why))
+    return memory, Decision(seen.at_s, str(seen.layout), rates, need, peak, chosen, tuple(refused))
+
+
+def needed(rates: Mapping[Kind, float], seen: Observation) -> Needs:
+    """Group-seconds a second, by group, for so many requests a second and what waits."""
+    need = dict.fromkeys(counts_of(seen.layout), 0.0)
+    for name in need:
+        need[name] += sum(rate * seen.costs[kind].get(name, 0.0) for kind, rate in rates.items())
+        need[name] += seen.backlog.get(name, 0.0) / BACKLOG_S
+    return need
+
+
+def _peak(seen: Observation, memory: Memory, quiet_s: float) -> Needs:
+    """The most of the quiet time. Who has not looked for so long takes all that there is to be needed."""
+    assert memory.since_s is not None
+    counts = counts_of(seen.layout)
+    if seen.at_s - memory.since_s < quiet_s:
+        return {name: float(count) for name, count in counts.items()}
+    return {name: max(need.get(name, 0.0) for _, need in memory.needs) for name in counts}
+
+
+def _moved(move: Move, seen: Observation, memory: Memory, limits: Limits) -> Memory:
+    """Remembers what was given up. What was, and is taken again soon after, was given up too early: until that is
+    forgotten everything takes twice as long, so that no load, whatever its period, is followed for ever in vain."""
+    counts = counts_of(seen.layout)
+    less = [name for name, count in counts.items() if move.counts[name] < count]
+    more = [name for name, count in counts.items() if move.counts[name] > count]
+    calm, calmed_s = memory.calm, memory.calmed_s
+    if seen.at_s - calmed_s > FORGET_S:
+        calm = 1.0
+    soon_s = 2 * calm * (TRADE_S if less else limits.quiet_s)
+    if any(seen.at_s - memory.given_up.get(name, -math.inf) < soon_s for name in more):
+        calm, calmed_s = min(2 * calm, MOST_CALM), seen.at_s
+    given_up = {**memory.given_up, **dict.fromkeys(less, seen.at_s)}
+    return replace(memory, calm=calm, calmed_s=calmed_s, given_up=given_up)
+
+
+def failed(layout: str, at_s: float, memory: Memory) -> Memory:
+    """It could not be reached, or changed nothing: it rests."""
+    _, before_s = memory.resting.get(layout, (0.0, REST_S / 2))
+    rest_s = min(2 * before_s, MOST_REST_S)
+    return replace(memory, resting={**memory.resting, layout: (at_s + rest_s, rest_s)})

@@ -1,0 +1,37 @@
+"""How much will come: Holt's level and slope of what came (ModServe §4.2 has it per stage and every 5 minutes). Pure.
+
+Counts of arrivals are forecast by their square root, which is about as uncertain for few as for many: one standard
+deviation is a half (Anscombe). What is reckoned with is what nine windows in ten stay below.
+"""
+
+from __future__ import annotations
+
+import math
+
+from deploy.follow.types import Trend
+
+LEVEL, SLOPE = 0.5, 0.1
+"""How much of what is new the level and the slope take up."""
+NINE_IN_TEN = 0.65
+"""Above the square root: 1.28 standard deviations of a half."""
+FEW = 20.0
+"""Requests in a window; of fewer a slope is chance."""
+LEAST = math.sqrt(3 / 8)
+
+
+def followed(trend: Trend | None, count: float) -> Trend:
+    """The trend once that many have come in one more window."""
+    root = math.sqrt(count + 3 / 8)
+    if trend is None:
+        return Trend(root, 0.0)
+    level = LEVEL * root + (1 - LEVEL) * (trend.level + trend.slope)
+    slope = SLOPE * (level - trend.level) + (1 - SLOPE) * trend.slope
+    return Trend(max(level, LEAST), slope, trend.seen + 1)
+
+
+def upper(trend: Trend, windows: float) -> float:
+    """Requests in a window, so many windows from now, that are rarely exceeded; 0 after a long silence."""
+    if trend.level <= LEAST + 1e-3:
+        return 0.0
+    slope = trend.slope if trend.level**2 >= FEW else 0.0
+    return max(0.0, trend.level + slope * windows + NINE_IN_TEN) ** 2

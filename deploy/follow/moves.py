@@ -1,0 +1,168 @@
+"""From what is needed to another layout, and what forbids it. Pure.
+
+Out at once, by what is needed now; in only by the most that was needed for a while, and with room to spare (ModServe
+§4.2); where devices are short, what is there goes to whom it helps most, text's own share first, so that a burst of
+images starves no text. P and D of a switchable deployment rather become each other than start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from deploy.follow.types import Counts, Limits, Memory, Move, Needs, Observation
+from epd_serve.layout import Group, Layout
+from epd_serve.layout_parser import parse
+from epd_serve.roles import Role
+
+ROOM = 0.8
+"""Of what a group may be used, that may be needed once some of it was given up."""
+GAIN = 1.15
+"""Who must wait anyway is to wait less by so much, or nothing is moved."""
+TRADE_S = 30.0
+"""For so long a group that gave something up to another one does not get it back."""
+HALF = 0.5
+"""Of the devices, that are text's first."""
+HEARD = 0.5
+"""Of the front doors: what fewer say is not gone by."""
+
+
+def name_of(group: Group) -> str:
+    return str(replace(group, repeat=1))
+
+
+def counts_of(layout: Layout) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for group in layout.groups:
+        counts[name_of(group)] += group.repeat
+    return counts
+
+
+def regrouped(layout: Layout, counts: Counts) -> str:
+    """The layout with so many copies of each group: added at the last one that is there, taken from the end."""
+    groups = [replace(group, repeat=1) for group in layout.groups for _ in range(group.repeat)]
+    for name, count in counts.items():
+        own = [at for at, group in enumerate(groups) if name_of(group) == name]
+        last = own[-1] + 1 if own else len(groups)
+        groups[last:last] = list(parse(name).groups) * max(0, count - len(own))
+        for at in reversed(own[count:]):
+            del groups[at]
+    return str(Layout.of(groups))
+
+
+def busiest(need: Needs, counts: Counts, use: float) -> tuple[str, float]:
+    """The group that lacks most, and how many times what it may be used it would have to be."""
+    over = {name: need.get(name, 0.0) / use / count if count else math.inf for name, count in counts.items()}
+    name = max(over, key=lambda name: over[name])
+    return name, over[name]
+
+
+def propose(seen: Observation, need: Needs, text: Needs, peak: Needs, limits: Limits) -> Iterator[Move]:
+    """Moves that help, the cheaper first.
+
+    Args:
+        need: now. text: of that, what requests without media need. peak: the most that was needed in the quiet time.
+    """
+    groups = _Groups(limits, counts_of(seen.layout))
+    counts = groups.counts
+    wants = {name: groups.bounded(name, math.ceil(need.get(name, 0.0) / limits.use)) for name in counts}
+    keeps = {name: groups.bounded(name, math.ceil(peak.get(name, 0.0) / limits.use / ROOM)) for name in counts}
+    kept = {name: max(wants[name], min(counts[name], keeps[name])) for name in counts}
+    flipped = groups.flipped(wants) if limits.switchable else counts
+    for what, to in (("flip", flipped), ("scale", groups.fitted(kept, wants, need, text))):
+        if to == counts:
+            continue
+        relieves, before = busiest(need, counts, limits.use)
+        after = busiest(need, to, limits.use)[1]
+        why = f"{relieves} would be used {need.get(relieves, 0.0) / counts[relieves]:.0%} of its time"
+        if gives_up(to, counts) and not adds(to, counts):
+            most = (f"{max(peak[name], 0.0):.2f} {name}" for name in counts if to[name] < counts[name])
+            why = f"no more than {', '.join(most)} was needed for a while"
+        yield Move(what, regrouped(seen.layout, to), to, relieves, before, after, why)
+
+
+def gives_up(to: Counts, counts: Counts) -> bool:
+    return any(to[name] < count for name, count in counts.items())
+
+
+def adds(to: Counts, counts: Counts) -> bool:
+    return any(to[name] > count for name, count in counts.items())
+
+
+def forbidden(move: Move, seen: Observation, memory: Memory) -> str:
+    """Why a move must not be made now; "" where it may."""
+    counts = counts_of(seen.layout)
+    less, more = gives_up(move.counts, counts), adds(move.counts, counts)
+    until_s, _ = memory.resting.get(move.layout, (0.0, 0.0))
+    if seen.changing:
+        return "a change is under way"
+    if seen.heard < HEARD:
+        return f"only {seen.heard:.0%} of the front doors say what comes"
+    if less and seen.heard < 1.0:
+        return "nothing is given up while some front doors do not say what comes"
+    if until_s > seen.at_s:
+        return f"it failed, and is not tried again for {until_s - seen.at_s:.0f} s"
+    again = [name for name in counts if move.counts[name] > counts[name]]
+    since_s = seen.at_s - max((memory.given_up.get(name, -math.inf) for name in again), default=-math.inf)
+    if less and since_s < TRADE_S * memory.calm:
+        return f"the other way round it was decided only {since_s:.0f} s ago"
+    if less and more and move.before < GAIN * move.after:
+        return f"{move.relieves} would be less busy by less than {GAIN - 1:.0%}, which is not worth taking from others"
+    return ""
+
+
+class _Groups:
+    """Counts that may be, beside those that are."""
+
+    def __init__(self, limits: Limits, counts: Counts) -> None:
+        self._limits, self.counts = limits, counts
+        self._of = {name: parse(name).groups[0] for name in counts}
+
+    def bounded(self, name: str, count: int) -> int:
+        return max(min(count, self._limits.most.get(name, count)), self._limits.least.get(name, 1))
+
+    def devices(self, counts: Counts) -> int:
+        return sum(self._of[name].tp * count for name, count in counts.items())
+
+    def flipped(self, wants: Counts) -> Counts:
+        """With as many of P as D is short of, or the reverse; as it is where that is not enough for all."""
+        short = [name for name, count in self.counts.items() if wants[name] > count]
+        other = self._other_half(short[0]) if len(short) == 1 else ""
+        if other not in self.counts:
+            return self.counts
+        lacks = wants[short[0]] - self.counts[short[0]]
+        left = self.counts[other] - lacks
+        return {**self.counts, short[0]: wants[short[0]], other: left} if left >= wants[other] else self.counts
+
+    def _other_half(self, name: str) -> str:
+        """The group that an instance of this one can become; "" where there is none."""
+        group = self._of[name]
+        if group.colocates or group.members[0].role not in (Role.P, Role.D):
+            return ""
+        role = Role.D if group.members[0].role is Role.P else Role.P
+        return str(Group((replace(group.members[0], role=role),)))
+
+    def fitted(self, kept: Counts, wants: Counts, need: Needs, text: Needs) -> Counts:
+        """`kept` with no more devices than there may be: first what is kept only for later goes, then all is shared
+        out."""
+        fits = dict(kept)
+        for name in sorted(fits, key=lambda name: wants[name] - fits[name]):
+            while fits[name] > wants[name] and self.devices(fits) > self._limits.devices:
+                fits[name] -= 1
+        return fits if self.devices(fits) <= self._limits.devices else self._shared_out(wants, need, text)
+
+    def _shared_out(self, wants: Counts, need: Needs, text: Needs) -> Counts:
+        """What text alone needs, if that is not too much, and then one copy after another to who would be busiest."""
+        least = {name: self.bounded(name, 0) for name in wants}
+        own = {name: math.ceil(text.get(name, 0.0) / self._limits.use) for name in wants}
+        shares = {name: min(wants[name], max(least[name], own[name])) for name in wants}
+        if self.devices(shares) > HALF * self._limits.devices:
+            shares = least
+        while True:
+            free = self._limits.devices - self.devices(shares)
+            able = [name for name in shares if shares[name] < wants[name] and self._of[name].tp <= free]
+            if not able:
+                return shares
+            shares[max(able, key=lambda name: need.get(name, 0.0) / max(shares[name], 0.5))] += 1

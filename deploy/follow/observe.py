@@ -1,0 +1,189 @@
+"""What is seen, in the terms of a decision: what came, and how much of each group's time it takes.
+
+How fast a group works its stages say themselves, by what they got done per second of busy time; where they have not
+worked yet, or decode, the profile says it (ModServe §4.2: N = ⌈L / C⌉, with C from offline profiles).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol
+
+from deploy.change.types import Kind
+from deploy.follow.moves import counts_of
+from deploy.follow.types import Needs, Observation
+from deploy.planner.candidates import kinds_of, seconds_of
+from deploy.planner.profile import DECODE, ENCODE, PREFILL, DeviceProfile
+from deploy.planner.workload import Work
+from epd_serve.layout import Layout
+from epd_serve.layout_parser import parse
+from epd_serve.roles import Role
+from proxy.registry.load import Reported
+
+WARM_S = 10.0
+"""A stage that has been up for less is not as fast as it will be."""
+FILL = 0.02
+"""Of a stage's batch; from fewer requests nobody can tell how many it would hold."""
+KEPT = 0.9
+"""Of the sums that usual sizes are made of, from one window to the next."""
+TINY = 1e-9
+
+
+class Came(Protocol):
+    """Of one kind of request, in a window; tokens of those whose tokens were counted."""
+
+    @property
+    def requests(self) -> int: ...
+    @property
+    def sized(self) -> int: ...
+    @property
+    def items(self) -> int: ...
+    @property
+    def item_tokens(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def ended(self) -> int: ...
+    @property
+    def output_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One instance that serves.
+
+    Attributes:
+        group: that it is part of, as `moves.name_of` has it. up_s: for how long it has been.
+        report: its word on itself; None where it has not said anything yet.
+        token_s: between two tokens of a request that decodes; 0 where none does.
+        full: share of its batch and of its KV, the larger one, that is used.
+    """
+
+    role: Role
+    group: str
+    up_s: float
+    report: Reported | None
+    token_s: float = 0.0
+    full: float = 0.0
+
+
+class Observer:
+    """Makes observations, and remembers what requests and stages are usually like.
+
+    Args:
+        profile: of the devices; without one, what has never been measured costs nothing yet, and is started for only
+            once it waits.
+        tpot_s: of the SLO; None where there is none.
+    """
+
+    def __init__(self, profile: DeviceProfile | None, tpot_s: float | None) -> None:
+        self._profile, self._tpot_s = profile, tpot_s
+        self._sums: dict[Kind, tuple[float, ...]] = {}
+        self._token_s: dict[tuple[str, str], float] = {}
+
+    def __call__(
+        self,
+        at_s: float,
+        layout: Layout,
+        seen: Sequence[Seen],
+        came: Mapping[Kind, Came],
+        window_s: float,
+        *,
+        start_s: float,
+        judged: int = 0,
+        attained: int = 0,
+        heard: float = 1.0,
+        changing: bool = False,
+    ) -> Observation:
+        for kind, one in came.items():
+            new = (one.sized, one.items, one.item_tokens, one.prompt_tokens, one.ended, one.output_tokens)
+            before = self._sums.get(kind, (0.0,) * len(new))
+            self._sums[kind] = tuple(KEPT * old + more for old, more in zip(before, new, strict=True))
+        self._measure(seen)
+        return Observation(
+            at_s,
+            layout,
+            Counter(one.group for one in seen),
+            window_s,
+            {kind: one.requests for kind, one in came.items()},
+            {kind: self._costs(layout, self._usual([kind])) for kind in came},
+            self._backlog(layout, seen),
+            start_s,
+            judged,
+            attained,
+            heard,
+            changing,
+        )
+
+    def _usual(self, kinds: Iterable[Kind]) -> Work:
+        """A request of these kinds on average; the last windows count for most."""
+        sums = [sum(values) for values in zip(*(self._sums[kind] for kind in kinds), strict=True)] or [0.0] * 6
+        sized, items, item_tokens, prompt_tokens, ended, output_tokens = sums
+        sized, ended = max(sized, TINY), max(ended, TINY)
+        return Work(items / sized, item_tokens / sized, prompt_tokens / sized, output_tokens / ended)
+
+    def _measure(self, seen: Iterable[Seen]) -> None:
+        """Seconds of an instance for a token, by group and kind of work, as those that are warm say it."""
+        found: dict[tuple[str, str], list[float]] = {}
+        for one in seen:
+            if one.report is None or one.up_s < WARM_S:
+                continue
+            if one.report.item_tokens_per_s:
+                found.setdefault((one.group, ENCODE), []).append(1.0 / one.report.item_tokens_per_s)
+            if one.report.prompt_tokens_per_s and one.role.prefills:
+                found.setdefault((one.group, PREFILL), []).append(1.0 / one.report.prompt_tokens_per_s)
+            if one.token_s and one.full > FILL and one.role.decodes:
+                # As many as run now take as much of it as they fill, or as their steps take of the SLO's.
+                used = max(one.full, one.token_s / self._tpot_s if self._tpot_s else 0.0)
+                found.setdefault((one.group, DECODE), []).append(one.token_s * used / one.report.running)
+        self._token_s |= {key: median(values) for key, values in found.items()}
+
+    def _seconds(self, group: str, work: Work) -> Mapping[str, float]:
+        """Of one instance, that a request takes, by kind of work."""
+        tp = parse(group).groups[0].tp
+        tokens = {ENCODE: work.item_tokens, PREFILL: work.prompt_tokens, DECODE: max(0.0, work.output_tokens - 1)}
+        if self._profile is None:
+            return {kind: self._token_s.get((group, kind), 0.0) * count for kind, count in tokens.items()}
+        known = seconds_of(self._profile, tp, work, tpot_s=self._tpot_s)
+        measured = {kind: self._token_s.get((group, kind)) for kind in (ENCODE, PREFILL)}
+        return {kind: s * tokens[kind] if (s := measured.get(kind)) else known[kind] for kind in tokens}
+
+    def _costs(self, layout: Layout, work: Work) -> Needs:
+        """Group-seconds of a request, by group: each takes the part of a kind of work that its copies are of all that
+        do such."""
+        counts = counts_of(layout)
+        does = _does(layout)
+        costs = dict.fromkeys(counts, 0.0)
+        for name, count in counts.items():
+            seconds = self._seconds(name, work)
+            for kind in does[name]:
+                copies = sum(counts[other] for other in counts if kind in does[other])
+                costs[name] += seconds[kind] * count / copies
+        return costs
+
+    def _backlog(self, layout: Layout, seen: Iterable[Seen]) -> Needs:
+        work = self._usual(self._sums)
+        backlog = dict.fromkeys(counts_of(layout), 0.0)
+        for one in seen:
+            if one.report is None or one.group not in backlog:
+                continue
+            seconds = self._seconds(one.group, work)
+            if work.item_tokens:
+                backlog[one.group] += one.report.pending_item_tokens * seconds[ENCODE] / work.item_tokens
+            if one.role.prefills and work.prompt_tokens:
+                backlog[one.group] += one.report.pending_prompt_tokens * seconds[PREFILL] / work.prompt_tokens
+            elif one.role.decodes:
+                backlog[one.group] += one.report.waiting * seconds[DECODE]
+        return backlog
+
+
+def _does(layout: Layout) -> Mapping[str, frozenset[str]]:
+    """Kinds of work, by group."""
+    apart = Role.E in layout.roles
+    return {
+        str(name): frozenset(kind for one in parse(name).groups[0].members for kind in kinds_of(one.role, apart=apart))
+        for name in counts_of(layout)
+    }

@@ -1,0 +1,139 @@
+"""What a follower sees, proposes, decides and remembers. Data.
+
+Instances are counted by group: `P`, `D:tp2`, `(E-P)`, as one copy of it stands in a layout. What they do is counted in
+*group-seconds*: seconds that one copy of a group is busy. So a need of 2.3 is 2.3 copies that never rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deploy.change.types import Kind
+from epd_serve.layout import Layout
+
+Counts = Mapping[str, int]
+"""Copies by group."""
+Needs = Mapping[str, float]
+"""Group-seconds a second, by group."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a follower may do (`follow.*` of `epd-serve serve`).
+
+    Attributes:
+        least, most: copies by group; a group that is not there has at least 1, and at most as many as fit.
+        devices: that may be used in all.
+        use: share of its time that a group may be busy and still keep the SLO.
+        every_s: between decisions. quiet_s: for how long less must have been needed before anything is given up.
+        switchable: P and D become each other without a restart.
+    """
+
+    devices: int
+    least: Counts = field(default_factory=dict)
+    most: Counts = field(default_factory=dict)
+    use: float = 0.7
+    every_s: float = 5.0
+    quiet_s: float = 300.0
+    switchable: bool = False
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What is seen at one moment.
+
+    Attributes:
+        at_s: of a clock that never goes back.
+        layout: that is wanted. up: copies that serve.
+        window_s: for how long arrivals were counted. came: requests in it, by kind, refused ones included.
+        costs: group-seconds that a request takes, by kind, then by group.
+        backlog: group-seconds of work that waits, by group.
+        start_s: how long an instance takes to start, by experience.
+        judged, attained: answers in the window that an SLO was asked of, and those that were within it.
+        heard: share of the front doors that said what came to them.
+        changing: a change is under way.
+    """
+
+    at_s: float
+    layout: Layout
+    up: Counts
+    window_s: float
+    came: Mapping[Kind, float]
+    costs: Mapping[Kind, Needs]
+    backlog: Needs = field(default_factory=dict)
+    start_s: float = 0.0
+    judged: int = 0
+    attained: int = 0
+    heard: float = 1.0
+    changing: bool = False
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Of one kind of request, by the square root of what comes in a window (`forecast.py`)."""
+
+    level: float
+    slope: float
+    seen: int = 1
+
+
+@dataclass(frozen=True)
+class Move:
+    """Another layout.
+
+    Attributes:
+        what: `flip` takes parts of a second, `scale` as long as a start.
+        layout: as text. counts: of it.
+        relieves: the busiest group. before, after: how busy it is beyond what it may be, and will be: above 1 is late.
+        why: for people.
+    """
+
+    what: str
+    layout: str
+    counts: Counts
+    relieves: str
+    before: float
+    after: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided, with what it was decided by.
+
+    Attributes:
+        rates: requests a second that are reckoned with, by kind.
+        need: by that. peak: the most that was needed since `quiet_s`.
+        chosen: None where all stays. refused: moves that would help, and what forbids them.
+    """
+
+    at_s: float
+    layout: str
+    rates: Mapping[Kind, float]
+    need: Needs
+    peak: Needs
+    chosen: Move | None = None
+    refused: tuple[tuple[Move, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a decision has of those before it.
+
+    Attributes:
+        since_s: the first decision; None before it.
+        trends: by kind. needs: with the time of each, since `quiet_s` ago.
+        given_up: when a copy was last, by group.
+        calm: so many times the usual time passes before anything is given up, because before it was too early.
+        calmed_s: when that was.
+        resting: layouts that could not be reached, each until when, and for how long.
+    """
+
+    since_s: float | None = None
+    trends: Mapping[Kind, Trend] = field(default_factory=dict)
+    needs: tuple[tuple[float, Needs], ...] = ()
+    given_up: Mapping[str, float] = field(default_factory=dict)
+    calm: float = 1.0
+    calmed_s: float = float("-inf")
+    resting: Mapping[str, tuple[float, float]] = field(default_factory=dict)
