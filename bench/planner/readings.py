@@ -30,9 +30,10 @@ from bench.workloads.requests import Poisson, with_arrivals
 from bench.workloads.traffic import traffic_of
 from bench.workloads.workload import Workload as Generated
 from deploy.planner.candidates import bound_rps
+from deploy.planner.fleet import Options
 from deploy.planner.goodput import MOST_REQUESTS, SPAN, Goal, goodput
 from deploy.planner.profile import DeviceProfile
-from deploy.planner.simulate import Options, Simulated, simulate
+from deploy.planner.simulate import Simulated, simulate
 from deploy.planner.workload import Workload, workload_of
 from epd_serve.image_tokens import ImageTokens
 from epd_serve.layout import Layout

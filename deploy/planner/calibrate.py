@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec.structs import replace
 
 from deploy.planner.assemble import step_s
+from deploy.planner.fleet import Options
 from deploy.planner.profile import DECODE, ENCODE, PREFILL, DeviceProfile, Noise
-from deploy.planner.simulate import Options, Served, simulate
+from deploy.planner.simulate import Served, simulate
 from deploy.planner.steps import Step
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout

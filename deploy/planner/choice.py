@@ -17,9 +17,10 @@ from multiprocessing import get_context
 from typing import Any
 
 from deploy.planner.candidates import Candidate, batch_within, candidate, candidates
+from deploy.planner.fleet import Options
 from deploy.planner.goodput import CLOSE, Goal, Interval, Times, goodput, part_of, serves, times_of
 from deploy.planner.profile import DeviceProfile
-from deploy.planner.simulate import Options, check_simulated
+from deploy.planner.simulate import check_simulated
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Group, Layout
 from epd_serve.layout_parser import parse

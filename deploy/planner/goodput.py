@@ -11,8 +11,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from deploy.planner.fleet import Options
 from deploy.planner.profile import DeviceProfile
-from deploy.planner.simulate import Options, Served, Simulated, simulate
+from deploy.planner.simulate import Served, Simulated, simulate
 from deploy.planner.workload import Workload
 from epd_serve.layout import Layout
 from epd_serve.slo import Slo

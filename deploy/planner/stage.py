@@ -53,7 +53,7 @@ class Clock:
     """
 
     def __init__(self, begin_s: float = 0.0) -> None:
-        self.now_s = self.begin_s = begin_s
+        self.now_s = begin_s
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self.stopped = False
@@ -62,6 +62,11 @@ class Clock:
         """Call it so many seconds from now, after what is due then already."""
         assert seconds >= 0, f"{seconds} s from now is over"
         heapq.heappush(self._due, (self.now_s + seconds, next(self._numbers), call))
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is due."""
+        return not self._due
 
     def run(self) -> None:
         """Until nothing is due any more."""
@@ -207,8 +212,9 @@ class VirtualStage:
         slow: how many times the profile's time its steps take.
 
     Attributes:
-        scheduler: who changes it calls `wake`. rates: as of a simulated stage.
-        gaps: its steps. busy_s: by kind of work, how long it has worked, by the time of a stage alone.
+        role: of a P or D it may change. scheduler: who changes it calls `wake`. rates: as of a simulated stage.
+        begun_s: when it was made. gaps: its steps.
+        busy_s: by kind of work, how long it has worked, by the time of a stage alone.
         stepped: called with the seconds of each step with decodes, for its neighbours.
         changed: called when it is as busy as before no more.
         others, beside: on other devices of its host, and how much they slow it.
@@ -236,7 +242,7 @@ class VirtualStage:
         self.changed: Callable[[], None] = lambda: None
         self.others: Sequence[VirtualStage] = ()
         self.beside: Beside = {}
-        self._profile, self._clock = profile, clock
+        self._profile, self._clock, self.begun_s = profile, clock, clock.now_s
         self._factor, self._slow = profile.factors(name), slow
         self._most = 1 if profile.jitter else MOST_STEPS
         self._busy = False
@@ -313,16 +319,14 @@ class VirtualStage:
         return sum(parts_s), parts_s[2], mixture(**dict(zip((ENCODE, PREFILL, DECODE), parts_s, strict=True)))
 
     def _slowed_by_others(self, mixed: Mixture) -> float:
-        """How many times as long a step takes beside what `others` do, by their shares of the time until now."""
-        passed_s = self._clock.now_s - self._clock.begin_s
-        if not self.others or not passed_s:
-            return 1.0
-        return 1.0 + sum(
-            share * other.busy_s[other_kind] / passed_s * more
-            for other in self.others
-            for kind, share in mixed.items()
-            for other_kind, more in self.beside.get(kind, ())
-        )
+        """How many times as long a step takes beside what `others` do, by their shares of the time they are there."""
+        more = 0.0
+        for other in self.others:
+            if there_s := self._clock.now_s - other.begun_s:
+                for kind, share in mixed.items():
+                    for other_kind, slows in self.beside.get(kind, ()):
+                        more += share * other.busy_s[other_kind] / there_s * slows
+        return 1.0 + more
 
     def _cut(self) -> float:
         """Of the steps that count as one, the one that is under way is the last. Returns the seconds, of a stage alone,

@@ -6,8 +6,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from deploy.planner.fleet import Options
 from deploy.planner.profile import DeviceProfile
-from deploy.planner.simulate import Options, Simulated, simulate
+from deploy.planner.simulate import Simulated, simulate
 from epd_serve.layout_parser import parse
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.slo import Slo

@@ -17,10 +17,11 @@ from deploy.cli.command import main
 from deploy.options.config import build_config
 from deploy.planner.candidates import bound_rps, candidates
 from deploy.planner.choice import Plan, Question, _ask, _candidates, _screen, plan
+from deploy.planner.fleet import Options
 from deploy.planner.goodput import CLOSE, Goal, Interval, goodput, part_of
 from deploy.planner.plot import picture_of_plan
 from deploy.planner.profile import DeviceProfile, write_device_profile
-from deploy.planner.simulate import Options, simulate
+from deploy.planner.simulate import simulate
 from deploy.planner.told import deployment, reasons, text, verdict
 from deploy.planner.workload import Work, workload_of
 from epd_serve.errors import ConfigError

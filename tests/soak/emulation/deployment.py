@@ -12,7 +12,8 @@ from bench.clients.results import Outcome, RequestRecord
 from bench.clients.sender import Run
 from bench.workloads.requests import RequestSpec
 from bench.workloads.traffic import traffic_of
-from deploy.planner.simulate import Options, Served, simulate
+from deploy.planner.fleet import Options
+from deploy.planner.simulate import Served, simulate
 from epd_serve.layout import Layout
 from epd_serve.sim.items import MERGE, PATCH_PIXELS
 from epd_serve.traffic import Request
