@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deploy.change.types import Kind
-from deploy.follow.forecast import followed, upper
+from deploy.follow.forecast import followed, surely, upper
 from deploy.follow.moves import TRADE_S, counts_of, forbidden, propose
 from deploy.follow.types import Decision, Limits, Memory, Move, Needs, Observation
 
@@ -28,7 +28,7 @@ def step(seen: Observation, memory: Memory, limits: Limits) -> tuple[Memory, Dec
     """Decide. To be called every `limits.every_s`, with the memory that the call before returned."""
     trends = {kind: followed(memory.trends.get(kind), count) for kind, count in seen.came.items()}
     ahead = (seen.start_s + limits.every_s) / seen.window_s
-    rates = {kind: max(upper(trend, ahead), seen.came[kind]) / seen.window_s for kind, trend in trends.items()}
+    rates = {kind: max(upper(trend, ahead), surely(seen.came[kind])) / seen.window_s for kind, trend in trends.items()}
     need = needed(rates, seen)
     quiet_s = limits.quiet_s * memory.calm
     needs = (*((at_s, one) for at_s, one in memory.needs if at_s > seen.at_s - quiet_s), (seen.at_s, need))

@@ -13,7 +13,7 @@ from deploy.follow.types import Trend
 LEVEL, SLOPE = 0.5, 0.1
 """How much of what is new the level and the slope take up."""
 NINE_IN_TEN = 0.65
-"""Above the square root: 1.28 standard deviations of a half."""
+"""Beside the square root: 1.28 standard deviations of a half."""
 FEW = 20.0
 """Requests in a window; of fewer a slope is chance."""
 LEAST = math.sqrt(3 / 8)
@@ -35,3 +35,8 @@ def upper(trend: Trend, windows: float) -> float:
         return 0.0
     slope = trend.slope if trend.level**2 >= FEW else 0.0
     return max(0.0, trend.level + slope * windows + NINE_IN_TEN) ** 2
+
+
+def surely(count: float) -> float:
+    """Requests in a window of which so many came, that come in nine such windows in ten, or more."""
+    return max(0.0, math.sqrt(count + 3 / 8) - NINE_IN_TEN) ** 2

@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from deploy.follow.follower import failed, step
-from deploy.follow.moves import counts_of, regrouped
+from deploy.follow.moves import TRADE_S, counts_of, regrouped
 from deploy.follow.types import Decision, Limits, Memory, Observation
 from epd_serve.layout_parser import parse
 
@@ -114,11 +114,12 @@ def test_where_all_is_used_it_goes_to_whom_it_helps_and_text_is_not_starved() ->
 
 def test_p_and_d_become_each_other_where_that_is_enough() -> None:
     world = World("E-6P-2D", steady(media=3.0)).go(60)
-    begun = len(world.changes)
+    before, begun = world.counts, len(world.changes)
     world.load = steady(text=6.0)
     world.go(30)
-    moves = [one.chosen for one in world.changes[begun:] if one.chosen]
-    assert moves and moves[0].what == "flip" and moves[0].counts["P"] + moves[0].counts["D"] == 8
+    first = world.changes[begun].chosen
+    assert first is not None and first.what == "flip" and first.counts["D"] > before["D"]
+    assert sum(first.counts.values()) == sum(before.values())
 
 
 def test_without_switchable_nothing_flips() -> None:
@@ -151,7 +152,8 @@ def test_square_waves_move_what_they_must_and_nothing_else(
     world = World("E-P-D", wave(period_s, high, low), Limits(devices=devices, switchable=seed % 2 == 0), seed)
     begun = len(world.go(900).changes)
     edges = 2 * SPAN_S / period_s
-    assert len(world.go(SPAN_S).changes) - begun <= 4 + min(4 * edges, SPAN_S / 240)
+    most = 4 * edges if period_s >= 4 * TRADE_S else SPAN_S / 240
+    assert len(world.go(SPAN_S).changes) - begun <= 4 + most
 
 
 @settings(LONG, max_examples=10)
@@ -160,7 +162,7 @@ def test_a_steady_load_is_settled_once(text: float, media: float, devices: int, 
     world = World("E-P-D", steady(text=text, media=media), Limits(devices=devices, switchable=True), seed)
     world.go(1800)
     begun = len(world.changes)
-    assert len(world.go(2 * SPAN_S).changes) - begun <= 4
+    assert len(world.go(2 * SPAN_S).changes) - begun <= 2 * SPAN_S / 600
 
 
 def test_what_cannot_be_reached_rests_and_is_not_chosen_again_for_a_while() -> None:
