@@ -1,7 +1,7 @@
-"""What has ended within the last minute: counts, and how long first tokens and tokens took. Pure.
+"""What has ended within the last minute or less: counts, and how long first tokens and tokens took. Pure.
 
 Times are counted in buckets whose ends are a factor of 2**(1/4) apart, so that those of several front doors add up, and
-a percentile is right within a tenth. The minute is cut into parts, of which the oldest is forgotten as a whole.
+a percentile is right within a tenth. The minute is cut into parts of a second, and a window is made of whole parts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from proxy.config.limits import Planned, Slo
 from proxy.records.kept import SERIOUS
 from proxy.records.record import Record
 
-PART_S = 5.0
-PARTS = 12
+PART_S, MINUTE_S = 1.0, 60.0
 PER_OCTAVE = 4
 LEAST_S = 1e-4
 FRACTIONS = {"p50": 0.5, "p99": 0.99}
@@ -36,7 +35,7 @@ class Counts(Struct):
     """What has ended in some time.
 
     Attributes:
-        seconds: how long that was.
+        seconds: how long that was; of several workers, the longest.
         outcomes, codes: requests by outcome, and by the code of the error that they ended in.
         refused: by code, those that were turned away with 429 or 503.
         first_byte, token: of streams, by bucket. tokens: of answers, as far as they are known.
@@ -62,6 +61,7 @@ class Counts(Struct):
     planned: Planned = UNPLANNED
 
     def add(self, record: Record) -> None:
+        """It has ended."""
         _count(self.outcomes, record.outcome)
         if record.code:
             _count(self.codes, record.code)
@@ -172,30 +172,37 @@ def together(several: Iterable[Counts]) -> Counts:
 
 
 class LastMinute:
-    """Of one process. Times are of its clock, and do not go backwards."""
+    """Of one process. Times are of its clock, and do not go backwards. Parts begin at whole multiples of `PART_S`, so
+    those of the processes of one host begin together."""
 
     def __init__(self, now: float, slo: Slo = SLO, planned: Planned = UNPLANNED) -> None:
         self._began = now
         self._slo, self._planned = slo, planned
-        self._parts: deque[tuple[float, Counts]] = deque([(now, Counts(slo=slo))], maxlen=PARTS)
+        self._parts: deque[tuple[float, Counts]] = deque(maxlen=round(MINUTE_S / PART_S) + 1)
 
     def add(self, record: Record) -> None:
         """It has ended."""
         self._part(record.clock + record.total_s).add(record)
 
-    def counts(self, now: float) -> Counts:
-        since = now - PARTS * PART_S
-        counts = together(part for began, part in self._parts if began > since)
-        counts.seconds = min(now - self._began, PARTS * PART_S)
+    def counts(self, now: float, window_s: float = MINUTE_S) -> Counts:
+        """Of the last `window_s` seconds, a minute at most, and of less than `PART_S` before them, since parts are
+        whole. How long that is together, or how long this process has counted if it is younger, is in `seconds`."""
+        since = _part_of(now - min(window_s, MINUTE_S))
+        counts = together(part for began, part in self._parts if began >= since)
+        counts.seconds = now - max(since, self._began)
         counts.slo, counts.planned = self._slo, self._planned
         return counts
 
     def _part(self, now: float) -> Counts:
-        began, part = self._parts[-1]
-        if now >= began + PART_S:
-            part = Counts(slo=self._slo)
-            self._parts.append((now, part))
-        return part
+        began = _part_of(now)
+        if not self._parts or self._parts[-1][0] < began:
+            self._parts.append((began, Counts(slo=self._slo)))
+        return self._parts[-1][1]
+
+
+def _part_of(now: float) -> float:
+    """When it began."""
+    return math.floor(now / PART_S) * PART_S
 
 
 def is_judged(record: Record) -> bool:

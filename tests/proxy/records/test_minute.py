@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import random
 from statistics import quantiles
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from epd_serve.errors import ConfigError
 from proxy.config.limits import Planned, Slo
-from proxy.records.minute import LEAST_S, PART_S, PARTS, Counts, LastMinute, bucket, percentile_s, together
+from proxy.records.minute import (
+    LEAST_S,
+    MINUTE_S,
+    PART_S,
+    Counts,
+    LastMinute,
+    bucket,
+    percentile_s,
+    together,
+)
 from proxy.records.record import Record
 
 
@@ -33,8 +45,7 @@ def test_what_is_older_than_a_minute_is_forgotten() -> None:
     for second in range(200):
         minute.add(ended(at_s=float(second)))
     counts = minute.counts(200.0)
-    assert counts.seconds == PART_S * PARTS
-    assert 60 - PART_S <= counts.outcomes["200"] <= 60
+    assert counts.seconds == MINUTE_S and counts.outcomes["200"] == 60
     assert minute.counts(1000.0).outcomes == {}
 
 
@@ -43,6 +54,32 @@ def test_a_rate_is_per_second_of_the_time_there_was() -> None:
     for _ in range(30):
         minute.add(ended(at_s=109.0))
     assert minute.counts(110.0).summary()["requests_per_s"] == 3.0
+
+
+@given(
+    times=st.lists(st.floats(1000, 1100)),
+    began=st.floats(990, 1000),
+    now=st.floats(1100, 1170),
+    window_s=st.floats(1, 60),
+)
+def test_a_window_has_what_came_within_the_seconds_that_it_says(
+    times: list[float], began: float, now: float, window_s: float
+) -> None:
+    minute = LastMinute(began)
+    for at_s in sorted(times):
+        minute.add(ended(at_s=at_s))
+    counts = minute.counts(now, window_s)
+    assert window_s <= counts.seconds < window_s + PART_S + 1e-6
+    came = sum(at_s >= math.floor(now - window_s) for at_s in times)
+    assert counts.seconds == pytest.approx(now - math.floor(now - window_s), abs=1e-6)
+    assert counts.outcomes.get("200", 0) == came
+
+
+def test_a_window_is_no_longer_than_its_process_has_counted() -> None:
+    minute = LastMinute(103.5)
+    minute.add(ended(at_s=104.0))
+    counts = minute.counts(105.5, 10.0)
+    assert (counts.seconds, counts.outcomes) == (2.0, {"200": 1})
 
 
 @pytest.mark.parametrize("median_s", [0.002, 0.03, 0.7, 40.0])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from proxy.config.limits import AdmissionLimits, RecordLimits, Slo
+from proxy.records.minute import MINUTE_S, Counts
 from proxy.records.record import Record
 from proxy.records.records import FAILED, NEWEST, SLOWEST, Question
 from proxy.registry.instance_state import Work
@@ -35,6 +36,12 @@ CHAT = "/v1/chat/completions"
 
 def why(c: Cluster, name: str) -> dict[str, Any]:
     return c.pipeline.records.look(Question(id=name)).requests[0]
+
+
+def counted(c: Cluster) -> Counts:
+    counts = c.pipeline.records.look(Question(window_s=MINUTE_S)).counts
+    assert counts is not None
+    return counts
 
 
 def listed(c: Cluster, order: str = NEWEST, limit: int = 20) -> list[dict[str, Any]]:
@@ -194,9 +201,8 @@ async def test_the_last_minute_counts_what_has_ended() -> None:
             await c.client.post(CHAT, json=text_body(stream=stream))
         await c.client.post(CHAT, content=b"{")
         await c.idle()
-        minute = c.pipeline.records.look(Question(minute=True)).minute
-    assert minute is not None
-    summary = minute.summary()
+        counts = counted(c)
+    summary = counts.summary()
     assert summary["outcomes"] == {"200": 2, "400": 1} and summary["codes"] == {"invalid_json": 1}
     assert summary["ttft_ms"]["p50"] > 0 and summary["requests"] == 3
 

@@ -25,6 +25,7 @@ from proxy.background import Background
 from proxy.config.keys import ApiKeys
 from proxy.config.limits import Timeouts
 from proxy.page.observed import Observed
+from proxy.records.minute import MINUTE_S
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import Lease, Work
 from proxy.registry.table import InstanceTable
@@ -255,8 +256,8 @@ async def test_whichever_worker_had_a_request_it_is_found() -> None:
         assert [one["client_id"] for one in listed] == names[:-6:-1]
 
         async def counted() -> bool:
-            minute = (await c.hub.look(Question(minute=True))).minute
-            return minute is not None and minute.outcomes == {"200": 9}
+            counts = (await c.hub.look(Question(window_s=MINUTE_S))).counts
+            return counts is not None and counts.outcomes == {"200": 9}
 
         await until(counted)
         assert not (await c.hub.look(Question(id="nobody"))).requests
