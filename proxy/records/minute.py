@@ -1,4 +1,5 @@
-"""What has ended within the last minute or less: counts, and how long first tokens and tokens took. Pure.
+"""What has come and what has ended within the last minute or less: counts, and how long first tokens and tokens took.
+Pure.
 
 Times are counted in buckets whose ends are a factor of 2**(1/4) apart, so that those of several front doors add up, and
 a percentile is right within a tenth. The minute is cut into parts of a second, and a window is made of whole parts.
@@ -8,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from epd_serve.slo import Slo as Objective
 from proxy.config.limits import Planned, Slo
@@ -31,11 +33,33 @@ BEYOND, SLOWER, POINTS = 1.25, 1.5, 0.1
 points, is not what was planned. Simulators of serving are off by a fifth on first tokens (docs/guides/planning.md)."""
 
 
+class KindCounts(Struct):
+    """Requests of one kind: those that have come in some time, and those that have ended in it.
+
+    Attributes:
+        requests: that have come, before anything of their kind is refused.
+        known_prompts: of requests whose media have been loaded, which those that were refused before have not.
+            item_tokens: of their items. prompt_tokens: of their prompts, items included. Estimated, as loads are
+            (`proxy/stages/cost.py`).
+        ended: requests, refused ones included. known_outputs: of those whose output is known. output_tokens: of it.
+    """
+
+    requests: int = 0
+    known_prompts: int = 0
+    item_tokens: int = 0
+    prompt_tokens: int = 0
+    ended: int = 0
+    known_outputs: int = 0
+    output_tokens: int = 0
+
+
 class Counts(Struct):
-    """What has ended in some time.
+    """What has come and what has ended in some time, at some workers.
 
     Attributes:
         seconds: how long that was; of several workers, the longest.
+        kinds: by `text` and `media`, requests that ask stages for something. Those that are refused before their body
+            is read, or that make no sense, have no kind.
         outcomes, codes: requests by outcome, and by the code of the error that they ended in.
         refused: by code, those that were turned away with 429 or 503.
         first_byte, token: of streams, by bucket. tokens: of answers, as far as they are known.
@@ -59,6 +83,11 @@ class Counts(Struct):
     by_mean: int = 0
     slo: Slo = SLO
     planned: Planned = UNPLANNED
+    kinds: dict[str, KindCounts] = {}
+
+    def kind(self, name: str) -> KindCounts:
+        """Of this kind, to be added to."""
+        return self.kinds.setdefault(name, KindCounts())
 
     def add(self, record: Record) -> None:
         """It has ended."""
@@ -70,6 +99,11 @@ class Counts(Struct):
         self.retried += record.retried
         tokens = record.tokens_sent
         self.tokens += tokens or 0
+        if record.kind:
+            kind = self.kind(record.kind)
+            kind.ended += 1
+            kind.known_outputs += tokens is not None
+            kind.output_tokens += tokens or 0
         if record.first_byte_s is not None:
             _count(self.first_byte, bucket(record.first_byte_s))
         if (token_s := record.token_s(tokens)) is not None:
@@ -168,7 +202,16 @@ def together(several: Iterable[Counts]) -> Counts:
         sum(one.by_mean for one in every),
         every[0].slo if every else SLO,
         every[0].planned if every else UNPLANNED,
+        _kinds(every),
     )
+
+
+def _kinds(several: Sequence[Counts]) -> dict[str, KindCounts]:
+    together: dict[str, list[KindCounts]] = {}
+    for one in several:
+        for name, counts in one.kinds.items():
+            together.setdefault(name, []).append(counts)
+    return {name: KindCounts(*map(sum, zip(*map(astuple, counts), strict=True))) for name, counts in together.items()}
 
 
 class LastMinute:
@@ -179,6 +222,17 @@ class LastMinute:
         self._began = now
         self._slo, self._planned = slo, planned
         self._parts: deque[tuple[float, Counts]] = deque(maxlen=round(MINUTE_S / PART_S) + 1)
+
+    def arrived(self, kind: str, now: float) -> None:
+        """A request of this kind has come."""
+        self._part(now).kind(kind).requests += 1
+
+    def prompt_known(self, kind: str, item_tokens: float, prompt_tokens: float, now: float) -> None:
+        """One that came before has so many tokens of items, and of its prompt with them."""
+        counts = self._part(now).kind(kind)
+        counts.known_prompts += 1
+        counts.item_tokens += round(item_tokens)
+        counts.prompt_tokens += round(prompt_tokens)
 
     def add(self, record: Record) -> None:
         """It has ended."""

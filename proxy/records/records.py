@@ -89,6 +89,15 @@ class Records:
         """It has arrived."""
         self._running[record.id] = record
 
+    def arrived(self, record: Record, kind: str) -> None:
+        """It asks stages for something, `text` or `media`, and has not been refused yet."""
+        record.kind = kind
+        self._minute.arrived(kind, time.monotonic())
+
+    def prompt_known(self, record: Record, item_tokens: float, prompt_tokens: float) -> None:
+        """How much it asks for is known: tokens of its items, and of its prompt with them."""
+        self._minute.prompt_known(record.kind, item_tokens, prompt_tokens, time.monotonic())
+
     def end(self, record: Record, last: bytes) -> None:
         """It has ended, with its outcome; an answer with these bytes."""
         del self._running[record.id]

@@ -7,6 +7,7 @@ import random
 from statistics import quantiles
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from proxy.records.minute import (
     MINUTE_S,
     PART_S,
     Counts,
+    KindCounts,
     LastMinute,
     bucket,
     percentile_s,
@@ -67,19 +69,35 @@ def test_a_window_has_what_came_within_the_seconds_that_it_says(
 ) -> None:
     minute = LastMinute(began)
     for at_s in sorted(times):
-        minute.add(ended(at_s=at_s))
+        minute.arrived("text", at_s)
     counts = minute.counts(now, window_s)
     assert window_s <= counts.seconds < window_s + PART_S + 1e-6
     came = sum(at_s >= math.floor(now - window_s) for at_s in times)
     assert counts.seconds == pytest.approx(now - math.floor(now - window_s), abs=1e-6)
-    assert counts.outcomes.get("200", 0) == came
+    assert (counts.kinds["text"].requests if came else len(counts.kinds)) == came
 
 
 def test_a_window_is_no_longer_than_its_process_has_counted() -> None:
     minute = LastMinute(103.5)
-    minute.add(ended(at_s=104.0))
+    minute.arrived("media", 104.0)
     counts = minute.counts(105.5, 10.0)
-    assert (counts.seconds, counts.outcomes) == (2.0, {"200": 1})
+    assert (counts.seconds, counts.kinds["media"].requests) == (2.0, 1)
+
+
+def test_the_kinds_of_several_processes_add_up() -> None:
+    doors = [LastMinute(0.0) for _ in range(3)]
+    for number, door in enumerate(doors):
+        door.arrived("text", 1.0)
+        door.arrived("media", 1.0)
+        door.prompt_known("media", 250.4, 300.0 + number, 1.5)
+        record = ended(at_s=2.0, tokens=7 if number else None)
+        record.kind = "media"
+        door.add(record)
+    told = [msgspec.msgpack.decode(msgspec.msgpack.encode(door.counts(3.0)), type=Counts) for door in doors]
+    assert together(told).kinds == {
+        "text": KindCounts(requests=3),
+        "media": KindCounts(3, 3, 3 * 250, 300 + 301 + 302, ended=3, known_outputs=2, output_tokens=14),
+    }
 
 
 @pytest.mark.parametrize("median_s", [0.002, 0.03, 0.7, 40.0])

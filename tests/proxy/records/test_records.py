@@ -205,6 +205,34 @@ async def test_the_last_minute_counts_what_has_ended() -> None:
     summary = counts.summary()
     assert summary["outcomes"] == {"200": 2, "400": 1} and summary["codes"] == {"invalid_json": 1}
     assert summary["ttft_ms"]["p50"] > 0 and summary["requests"] == 3
+    assert counts.kinds["text"].requests == 2, "what makes no sense has no kind"
+
+
+async def test_what_comes_is_counted_by_kind_before_anything_is_refused() -> None:
+    narrow = AdmissionLimits(sequences_per_instance=1, text_queue=1)
+    released = asyncio.Event()
+    async with cluster("PD0", config=settings(admission=narrow)) as c:
+        c["PD0"].usual = once(released, answer)
+        body = text_body(stream=True, messages=[{"role": "user", "content": "x" * 400}])
+        asked = [asyncio.create_task(c.client.post(CHAT, json=body)) for _ in range(2)]
+        await until(lambda: c.metric("epd_proxy_queue_waiting", kind="text") == 1)
+        assert (await c.client.post(CHAT, json=body)).status_code == 429
+        asked.append(asyncio.create_task(c.client.post(CHAT, json=image_body())))
+        await until(lambda: "media" in counted(c).kinds and counted(c).kinds["media"].known_prompts)
+        early = counted(c).kinds
+        released.set()
+        assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
+        await c.client.post("/tokenize", json=text_body())
+        await c.idle()
+        late = counted(c).kinds
+    text, media = early["text"], early["media"]
+    assert (text.requests, text.known_prompts, text.ended, text.item_tokens) == (3, 2, 1, 0)
+    assert 2 * 100 <= text.prompt_tokens <= 2 * 120, "four characters are a token"
+    assert (media.requests, media.known_prompts, media.ended) == (1, 1, 0)
+    assert 0 < media.item_tokens < media.prompt_tokens
+    assert (late["text"].requests, late["text"].ended, late["text"].known_outputs) == (3, 3, 2)
+    assert (late["media"].ended, late["media"].known_outputs) == (1, 0), "its stage does not say how long its answer is"
+    assert late["text"].output_tokens == 2
 
 
 async def test_a_sink_that_fails_costs_neither_the_client_nor_the_others() -> None:

@@ -257,7 +257,7 @@ async def test_whichever_worker_had_a_request_it_is_found() -> None:
 
         async def counted() -> bool:
             counts = (await c.hub.look(Question(window_s=MINUTE_S))).counts
-            return counts is not None and counts.outcomes == {"200": 9}
+            return counts is not None and counts.outcomes == {"200": 9} and counts.kinds["text"].requests == 9
 
         await until(counted)
         assert not (await c.hub.look(Question(id="nobody"))).requests
