@@ -58,6 +58,7 @@ class Counts(Struct):
 
     Attributes:
         seconds: how long that was; of several workers, the longest.
+        serving: workers that serve. answered: those of them that have told their counts, which these are.
         kinds: by `text` and `media`, requests that ask stages for something. Those that are refused before their body
             is read, or that make no sense, have no kind.
         outcomes, codes: requests by outcome, and by the code of the error that they ended in.
@@ -84,6 +85,8 @@ class Counts(Struct):
     slo: Slo = SLO
     planned: Planned = UNPLANNED
     kinds: dict[str, KindCounts] = {}
+    answered: int = 0
+    serving: int = 0
 
     def kind(self, name: str) -> KindCounts:
         """Of this kind, to be added to."""
@@ -115,9 +118,12 @@ class Counts(Struct):
             self.by_mean += attains(record, token_s, mean)
 
     def summary(self) -> dict[str, Any]:
-        """For people: rates per second, percentiles in ms, None where nothing was counted."""
+        """For people: rates per second, percentiles in ms, None where nothing was counted; of how many workers, where
+        some have not answered."""
         seconds, requests = max(self.seconds, 1.0), sum(self.outcomes.values())
+        complete = self.answered >= self.serving
         return {
+            **({} if complete else {"answered": self.answered, "serving": self.serving}),
             "seconds": round(self.seconds, 1),
             "running": self.running,
             "waiting": self.waiting,
@@ -179,6 +185,7 @@ class Counts(Struct):
 def together(several: Iterable[Counts]) -> Counts:
     """What several processes have counted, in the longest of their times."""
     every = list(several)
+    settings = next((one for one in every if one.answered), Counts())
 
     def summed(name: str) -> dict[Any, int]:
         total: Counter[Any] = Counter()
@@ -200,9 +207,11 @@ def together(several: Iterable[Counts]) -> Counts:
         sum(one.judged for one in every),
         sum(one.attained for one in every),
         sum(one.by_mean for one in every),
-        every[0].slo if every else SLO,
-        every[0].planned if every else UNPLANNED,
+        settings.slo,
+        settings.planned,
         _kinds(every),
+        sum(one.answered for one in every),
+        sum(one.serving for one in every),
     )
 
 
@@ -245,6 +254,7 @@ class LastMinute:
         counts = together(part for began, part in self._parts if began >= since)
         counts.seconds = now - max(since, self._began)
         counts.slo, counts.planned = self._slo, self._planned
+        counts.answered = counts.serving = 1
         return counts
 
     def _part(self, now: float) -> Counts:

@@ -52,6 +52,11 @@ class RecordsAnswer(Struct, frozen=True):
     counts: Counts | None = None
 
 
+def unanswered(question: Question, workers: int) -> RecordsAnswer:
+    """Stands for so many workers that have not answered."""
+    return RecordsAnswer(counts=Counts(serving=workers) if question.window_s else None)
+
+
 def merged(question: Question, several: Iterable[RecordsAnswer]) -> RecordsAnswer:
     """The answers of several front doors as one. Of requests that one client gave the same name the newest is first."""
     every = list(several)

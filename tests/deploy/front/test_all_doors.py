@@ -222,6 +222,9 @@ async def test_whichever_node_had_a_request_it_is_found_and_a_node_that_does_not
         h.nodes[0].cut_off()
         listed = (await h.doors.look(Question(limit=10))).requests
         assert [one["id"] for one in listed] == ids[1:]
+        counts = (await h.doors.look(Question(window_s=MINUTE_S))).counts
+        assert counts is not None and (counts.answered, counts.serving) == (1, 2)
+        assert counts.kinds["text"].requests == counts.kinds["text"].ended == 1, "of the node that has answered"
 
 
 async def test_stamps_of_nodes_that_share_a_folder_are_told_once_each_with_its_clock(tmp_path: Path) -> None:

@@ -100,6 +100,16 @@ def test_the_kinds_of_several_processes_add_up() -> None:
     }
 
 
+def test_who_has_not_answered_is_said_and_changes_nothing_else() -> None:
+    door = LastMinute(0.0, Slo(ttft_s=1.0))
+    door.add(ended(1.0, at_s=1.0))
+    whole = door.counts(2.0)
+    assert (whole.answered, whole.serving) == (1, 1) and "serving" not in whole.summary()
+    told = together([Counts(serving=2), whole, Counts(serving=1)]).summary()
+    assert told == {**whole.summary(), "answered": 1, "serving": 4}
+    assert told["slo"]["ttft_s"] == 1.0
+
+
 @pytest.mark.parametrize("median_s", [0.002, 0.03, 0.7, 40.0])
 def test_a_percentile_is_right_within_a_tenth(median_s: float) -> None:
     drawn = random.Random(1)

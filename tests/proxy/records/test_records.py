@@ -205,6 +205,7 @@ async def test_the_last_minute_counts_what_has_ended() -> None:
     summary = counts.summary()
     assert summary["outcomes"] == {"200": 2, "400": 1} and summary["codes"] == {"invalid_json": 1}
     assert summary["ttft_ms"]["p50"] > 0 and summary["requests"] == 3
+    assert (counts.answered, counts.serving) == (1, 1)
     assert counts.kinds["text"].requests == 2, "what makes no sense has no kind"
 
 

@@ -607,6 +607,8 @@ async def test_a_worker_that_hangs_costs_who_asks_for_metrics_a_moment_and_nothi
             async with asyncio.timeout(DEADLINE_S):
                 assert b"epd_proxy_requests_total{" in (await c.hub.metrics())
                 assert not (await c.hub.look(Question(limit=5))).requests
+                counts = (await c.hub.look(Question(window_s=MINUTE_S))).counts
+                assert counts is not None and (counts.answered, counts.serving) == (0, 1)
 
 
 async def test_a_worker_that_answers_what_no_worker_does_costs_its_own_counts_only(
@@ -627,6 +629,9 @@ async def test_a_worker_that_answers_what_no_worker_does_costs_its_own_counts_on
             c.hub.expect(1, unix_url(odd), c.workers[0].setup).serving = True
             assert await c.metric("epd_proxy_requests_total") == 1
             assert len((await c.hub.look(Question(limit=5))).requests) == 1
+            counts = (await c.hub.look(Question(window_s=MINUTE_S))).counts
+            assert counts is not None and (counts.answered, counts.serving) == (1, 2)
+            assert counts.kinds["text"].requests == 1
             seen = len(asked)
             await until(lambda: len(asked) > seen + 2, "it is asked again and again, as all are")
 
