@@ -221,8 +221,10 @@ class Pipeline:
                 items = await self._load(record, request, caller.tenant, held)
                 return await self._tokenize.run(record.id, request, items, sink)
             trial.check()
+            kind = kind_of(request)
+            self.records.arrived(record, kind.value)
             gate = self.gate.admitted(
-                kind_of(request),
+                kind,
                 priority=priority_of(request, caller.limits),
                 sequences=sequences_of(request, self.settings.max_sequences),
                 until=until,
@@ -268,6 +270,7 @@ class Pipeline:
             base = with_xargs(base, **{PROMPT_XARG: prompt.word})
         tokens = prompt_tokens(request, items)
         passed.weighs(tokens)
+        self.records.prompt_known(record, sum(item.tokens for item in items), tokens)
         if self._recording is not None:
             own = [Item(round(one.tokens), *one.size, one.ref.modality.value, one.key) for one in items]
             self._recording.noted(record.id, tokens, own, prompt.nodes)

@@ -103,6 +103,8 @@ def _head(seen: Seen, width: int) -> Iterable[Text]:
         f"running {rates['running']}, {rates['waiting']} of them waiting"
     )
     yield Text(f"TTFT {_percentiles(rates['ttft_ms'])}   TPOT {_percentiles(rates['tpot_ms'])}   (last minute)")
+    if "serving" in rates:
+        yield Text(f"of {rates['answered']} front doors: {rates['serving']} serve, the others are late", "yellow")
     slo = rates["slo"]
     if slo["judged"]:
         shares = f"{slo['judge']} {slo['attainment']:.1%}, mean {slo['mean']['attainment']:.1%}"

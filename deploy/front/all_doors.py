@@ -31,7 +31,7 @@ from proxy.background import Background
 from proxy.config.keys import ApiKeys
 from proxy.config.settings import ProxySettings
 from proxy.page.observed import Status
-from proxy.records.records import Question, RecordsAnswer, merged
+from proxy.records.records import Question, RecordsAnswer, merged, unanswered
 from proxy.registry.announcements import Announcements, take_in
 from proxy.registry.ledger import NOTHING, Tally, Work, total_of
 from proxy.registry.stage_metrics import register_stage_metrics
@@ -205,15 +205,20 @@ class AllDoors(Following):
         return exposition(self._registry, together) + more
 
     async def look(self, question: Question) -> RecordsAnswer:
-        """What all of them know of requests. Who does not answer in time is left out."""
+        """What all of them know of requests. Who does not answer in time is left out, which counts say: of a node those
+        workers that it had when it was heard last."""
 
         async def of(doors: RemoteDoors) -> RecordsAnswer:
-            answer = await doors.look(question)
+            try:
+                async with asyncio.timeout(COUNTS_S):
+                    answer = await doors.look(question)
+            except (TimeoutError, EpdError):
+                return unanswered(question, len(doors.status.pids))
             for request in answer.requests:
                 request["door"] = f"{doors.node}/{request['door']}"
             return answer
 
-        return merged(question, await self._of_all(of, COUNTS_S, but=(TimeoutError, EpdError)))
+        return merged(question, await self._of_all(of))
 
     async def traced(self, subjects: Sequence[str]) -> list[NodeTrace]:
         """What is stamped on each node about these. Nodes of one host may have one folder: each stamp is told once."""

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         profile = profile_of(arguments)
         wiring = _wiring(arguments)
+        time.sleep(profile.start_s.get(wiring.role, 0.0))  # as long nobody can connect, and a signal ends it
         with _bind(arguments.host, arguments.port, arguments.uds) as listening:
             _run(_serve(arguments, wiring, profile, listening))
     except ConfigError as error:

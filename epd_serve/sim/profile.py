@@ -18,8 +18,10 @@ from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from epd_serve.errors import ConfigError
+from epd_serve.roles import Role
 
 Seconds = Annotated[float, Meta(ge=0)]
 Some = Annotated[int, Meta(ge=1)]
@@ -70,6 +72,7 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         output_tokens: length of an answer that nothing bounds.
         item_tokens: of an item whose size cannot be read from its header.
         feature_bytes_per_token: an encoder stores as much; kv_bytes_per_token: a transfer moves as much.
+        start_s: by role, what a simulated stage waits before it serves; 0 where the role is not in it.
         comment: for people.
     """
 
@@ -87,6 +90,7 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     item_tokens: Some = 256
     feature_bytes_per_token: Some = 7168
     kv_bytes_per_token: Annotated[int, Meta(ge=0)] = 57_344
+    start_s: dict[Role, Seconds] = {}
     comment: str = ""
 
     def __post_init__(self) -> None:
@@ -134,9 +138,16 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         return lambda: 1.0 + self.jitter * chance.uniform(-1.0, 1.0)
 
 
+class _Device(Struct):
+    """What simulated stages take of the profile of a device."""
+
+    stages: dict[str, object]
+    start_s: Seconds = 0.0
+
+
 def read_profile(path: str) -> Profile:
-    """The file's profile; of a device's (`deploy/planner/profile.py`) that of its stages on one device each. "" is the
-    one that takes no time.
+    """The file's profile; of a device's (`deploy/planner/profile.py`) that of its stages on one device each, each role
+    of which starts in the device's time unless it says otherwise itself. "" is the one that takes no time.
 
     Raises:
         ConfigError: names the key and the fix.
@@ -145,12 +156,13 @@ def read_profile(path: str) -> Profile:
         return Profile()
     what = f"simulation profile {path}"
     raw = read_object(Path(path), what, "--sim-profile")
-    stages = raw.get("stages")
-    if isinstance(stages, dict):
-        if "1" not in stages:
-            raise ConfigError(f"{what}: stages has no profile for 1 device", param="--sim-profile")
-        raw = stages["1"]
-    return checked(Profile, raw, what, "--sim-profile")
+    if "stages" not in raw:
+        return checked(Profile, raw, what, "--sim-profile")
+    device = checked(_Device, raw, what, "--sim-profile")
+    if "1" not in device.stages:
+        raise ConfigError(f"{what}: stages has no profile for 1 device", param="--sim-profile")
+    stage = checked(Profile, device.stages["1"], what, "--sim-profile")
+    return replace(stage, start_s=dict.fromkeys(Role, device.start_s) | stage.start_s)
 
 
 def read_object(path: Path, what: str, flag: str) -> dict[str, object]:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from epd_serve.errors import NotFoundError
-from proxy.records.minute import Counts
+from proxy.records.minute import MINUTE_S, Counts
 from proxy.records.records import MOST, Question, RecordsAnswer
 
 Look = Callable[[Question], Awaitable[RecordsAnswer]]
@@ -54,7 +54,7 @@ def request_routes(look: Look, tenant: Callable[[Request], str] = everybody) -> 
 
     @router.get("/rates", operation_id="rates")
     async def rates(asked: Request) -> Response:
-        answer = await look(Question(minute=True, tenant=tenant(asked)))
-        return JSONResponse((answer.minute or Counts()).summary())
+        answer = await look(Question(window_s=MINUTE_S, tenant=tenant(asked)))
+        return JSONResponse((answer.counts or Counts()).summary())
 
     return router

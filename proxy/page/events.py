@@ -14,7 +14,7 @@ import msgspec
 
 from epd_serve.errors import EpdError, OverloadedError
 from proxy.page.observed import Observe
-from proxy.records.minute import Counts
+from proxy.records.minute import MINUTE_S, Counts
 from proxy.records.records import Question
 
 EVERY_S = 1.0
@@ -74,7 +74,7 @@ class _Channel:
     def __init__(self, observe: Observe, tenant: str) -> None:
         self.number = self.listeners = 0
         self._observe = observe
-        self._question = Question(limit=REQUESTS, minute=True, tenant=tenant)
+        self._question = Question(limit=REQUESTS, window_s=MINUTE_S, tenant=tenant)
         self._parts: dict[str, tuple[int, bytes]] = {}  # the round in which it changed, and its event
         self._tick = b""
         self._turn = asyncio.Event()
@@ -126,7 +126,7 @@ class _Channel:
             "trouble": b'""',
             "deployment": seen.deployment,
             "instances": seen.instances,
-            "rates": msgspec.json.encode((seen.records.minute or Counts()).summary()),
+            "rates": msgspec.json.encode((seen.records.counts or Counts()).summary()),
             "requests": msgspec.json.encode(seen.records.requests),
         }
 

@@ -1,26 +1,27 @@
-"""What has ended within the last minute: counts, and how long first tokens and tokens took. Pure.
+"""What has come and what has ended within the last minute or less: counts, and how long first tokens and tokens took.
+Pure.
 
 Times are counted in buckets whose ends are a factor of 2**(1/4) apart, so that those of several front doors add up, and
-a percentile is right within a tenth. The minute is cut into parts, of which the oldest is forgotten as a whole.
+a percentile is right within a tenth. The minute is cut into parts of a second, and a window is made of whole parts.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from epd_serve.slo import Slo as Objective
 from proxy.config.limits import Planned, Slo
 from proxy.records.kept import SERIOUS
 from proxy.records.record import Record
 
-PART_S = 5.0
-PARTS = 12
+PART_S, MINUTE_S = 1.0, 60.0
 PER_OCTAVE = 4
 LEAST_S = 1e-4
 FRACTIONS = {"p50": 0.5, "p99": 0.99}
@@ -32,11 +33,34 @@ BEYOND, SLOWER, POINTS = 1.25, 1.5, 0.1
 points, is not what was planned. Simulators of serving are off by a fifth on first tokens (docs/guides/planning.md)."""
 
 
-class Counts(Struct):
-    """What has ended in some time.
+class KindCounts(Struct):
+    """Requests of one kind: those that have come in some time, and those that have ended in it.
 
     Attributes:
-        seconds: how long that was.
+        requests: that have come, before anything of their kind is refused.
+        known_prompts: of requests whose media have been loaded, which those that were refused before have not.
+            item_tokens: of their items. prompt_tokens: of their prompts, items included. Estimated, as loads are
+            (`proxy/stages/cost.py`).
+        ended: requests, refused ones included. known_outputs: of those whose output is known. output_tokens: of it.
+    """
+
+    requests: int = 0
+    known_prompts: int = 0
+    item_tokens: int = 0
+    prompt_tokens: int = 0
+    ended: int = 0
+    known_outputs: int = 0
+    output_tokens: int = 0
+
+
+class Counts(Struct):
+    """What has come and what has ended in some time, at some workers.
+
+    Attributes:
+        seconds: how long that was; of several workers, the longest.
+        serving: workers that serve. answered: those of them that have told their counts, which these are.
+        kinds: by `text` and `media`, requests that ask stages for something. Those that are refused before their body
+            is read, or that make no sense, have no kind.
         outcomes, codes: requests by outcome, and by the code of the error that they ended in.
         refused: by code, those that were turned away with 429 or 503.
         first_byte, token: of streams, by bucket. tokens: of answers, as far as they are known.
@@ -60,8 +84,16 @@ class Counts(Struct):
     by_mean: int = 0
     slo: Slo = SLO
     planned: Planned = UNPLANNED
+    kinds: dict[str, KindCounts] = {}
+    answered: int = 0
+    serving: int = 0
+
+    def kind(self, name: str) -> KindCounts:
+        """Of this kind, to be added to."""
+        return self.kinds.setdefault(name, KindCounts())
 
     def add(self, record: Record) -> None:
+        """It has ended."""
         _count(self.outcomes, record.outcome)
         if record.code:
             _count(self.codes, record.code)
@@ -70,6 +102,11 @@ class Counts(Struct):
         self.retried += record.retried
         tokens = record.tokens_sent
         self.tokens += tokens or 0
+        if record.kind:
+            kind = self.kind(record.kind)
+            kind.ended += 1
+            kind.known_outputs += tokens is not None
+            kind.output_tokens += tokens or 0
         if record.first_byte_s is not None:
             _count(self.first_byte, bucket(record.first_byte_s))
         if (token_s := record.token_s(tokens)) is not None:
@@ -81,9 +118,12 @@ class Counts(Struct):
             self.by_mean += attains(record, token_s, mean)
 
     def summary(self) -> dict[str, Any]:
-        """For people: rates per second, percentiles in ms, None where nothing was counted."""
+        """For people: rates per second, percentiles in ms, None where nothing was counted; of how many workers, where
+        some have not answered."""
         seconds, requests = max(self.seconds, 1.0), sum(self.outcomes.values())
+        complete = self.answered >= self.serving
         return {
+            **({} if complete else {"answered": self.answered, "serving": self.serving}),
             "seconds": round(self.seconds, 1),
             "running": self.running,
             "waiting": self.waiting,
@@ -145,6 +185,7 @@ class Counts(Struct):
 def together(several: Iterable[Counts]) -> Counts:
     """What several processes have counted, in the longest of their times."""
     every = list(several)
+    settings = next((one for one in every if one.answered), Counts())
 
     def summed(name: str) -> dict[Any, int]:
         total: Counter[Any] = Counter()
@@ -166,36 +207,66 @@ def together(several: Iterable[Counts]) -> Counts:
         sum(one.judged for one in every),
         sum(one.attained for one in every),
         sum(one.by_mean for one in every),
-        every[0].slo if every else SLO,
-        every[0].planned if every else UNPLANNED,
+        settings.slo,
+        settings.planned,
+        _kinds(every),
+        sum(one.answered for one in every),
+        sum(one.serving for one in every),
     )
 
 
+def _kinds(several: Sequence[Counts]) -> dict[str, KindCounts]:
+    together: dict[str, list[KindCounts]] = {}
+    for one in several:
+        for name, counts in one.kinds.items():
+            together.setdefault(name, []).append(counts)
+    return {name: KindCounts(*map(sum, zip(*map(astuple, counts), strict=True))) for name, counts in together.items()}
+
+
 class LastMinute:
-    """Of one process. Times are of its clock, and do not go backwards."""
+    """Of one process. Times are of its clock, and do not go backwards. Parts begin at whole multiples of `PART_S`, so
+    those of the processes of one host begin together."""
 
     def __init__(self, now: float, slo: Slo = SLO, planned: Planned = UNPLANNED) -> None:
         self._began = now
         self._slo, self._planned = slo, planned
-        self._parts: deque[tuple[float, Counts]] = deque([(now, Counts(slo=slo))], maxlen=PARTS)
+        self._parts: deque[tuple[float, Counts]] = deque(maxlen=round(MINUTE_S / PART_S) + 1)
+
+    def arrived(self, kind: str, now: float) -> None:
+        """A request of this kind has come."""
+        self._part(now).kind(kind).requests += 1
+
+    def prompt_known(self, kind: str, item_tokens: float, prompt_tokens: float, now: float) -> None:
+        """One that came before has so many tokens of items, and of its prompt with them."""
+        counts = self._part(now).kind(kind)
+        counts.known_prompts += 1
+        counts.item_tokens += round(item_tokens)
+        counts.prompt_tokens += round(prompt_tokens)
 
     def add(self, record: Record) -> None:
         """It has ended."""
         self._part(record.clock + record.total_s).add(record)
 
-    def counts(self, now: float) -> Counts:
-        since = now - PARTS * PART_S
-        counts = together(part for began, part in self._parts if began > since)
-        counts.seconds = min(now - self._began, PARTS * PART_S)
+    def counts(self, now: float, window_s: float = MINUTE_S) -> Counts:
+        """Of the last `window_s` seconds, a minute at most, and of less than `PART_S` before them, since parts are
+        whole. How long that is together, or how long this process has counted if it is younger, is in `seconds`."""
+        since = _part_of(now - min(window_s, MINUTE_S))
+        counts = together(part for began, part in self._parts if began >= since)
+        counts.seconds = now - max(since, self._began)
         counts.slo, counts.planned = self._slo, self._planned
+        counts.answered = counts.serving = 1
         return counts
 
     def _part(self, now: float) -> Counts:
-        began, part = self._parts[-1]
-        if now >= began + PART_S:
-            part = Counts(slo=self._slo)
-            self._parts.append((now, part))
-        return part
+        began = _part_of(now)
+        if not self._parts or self._parts[-1][0] < began:
+            self._parts.append((began, Counts(slo=self._slo)))
+        return self._parts[-1][1]
+
+
+def _part_of(now: float) -> float:
+    """When it began."""
+    return math.floor(now / PART_S) * PART_S
 
 
 def is_judged(record: Record) -> bool:

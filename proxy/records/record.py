@@ -76,6 +76,7 @@ class Record(Struct):
         id: by which the stages and logs know it. client_id: its client's own name for it, or "".
         began: seconds since the epoch. clock: `time.monotonic` at that moment.
         tenant: digest, never the key. media: items by modality. answers: to one prompt.
+        kind: `text` or `media`, of a request that asks stages for something; "" before that is known.
         path, encode, prefill, decode: of the last attempt, and instances that have encoded something for it.
         attempts: at prefill and decode. outcome: as in `epd_proxy_requests_total`, "" while it runs.
         status: of HTTP, 0 where none was sent. code, param, message: of the error, if it ended in one.
@@ -97,6 +98,7 @@ class Record(Struct):
     stream: bool = False
     answers: int = 1
     media: dict[str, int] = {}
+    kind: str = ""
     bytes_in: int = 0
     bytes_out: int = 0
     path: str = ""

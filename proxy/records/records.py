@@ -30,14 +30,14 @@ class Question(Struct, frozen=True):
 
     Attributes:
         id: of a request, ours or its client's: all of it. Without one a list, in this `order`, of at most `limit`.
-        minute: the counts of the last minute.
+        window_s: the counts of so many last seconds, a minute at most; 0: none.
         tenant: whose requests alone are told, or "" for all; counts are of all.
     """
 
     id: str = ""
     order: str = NEWEST
     limit: int = 0
-    minute: bool = False
+    window_s: float = 0.0
     tenant: str = ""
 
 
@@ -49,7 +49,12 @@ class RecordsAnswer(Struct, frozen=True):
     """
 
     requests: list[dict[str, Any]] = []
-    minute: Counts | None = None
+    counts: Counts | None = None
+
+
+def unanswered(question: Question, workers: int) -> RecordsAnswer:
+    """Stands for so many workers that have not answered."""
+    return RecordsAnswer(counts=Counts(serving=workers) if question.window_s else None)
 
 
 def merged(question: Question, several: Iterable[RecordsAnswer]) -> RecordsAnswer:
@@ -57,8 +62,8 @@ def merged(question: Question, several: Iterable[RecordsAnswer]) -> RecordsAnswe
     every = list(several)
     requests = [request for one in every for request in one.requests]
     requests.sort(key=lambda one: one["total_s"] if question.order == SLOWEST else one["began"], reverse=True)
-    minutes = [one.minute for one in every if one.minute is not None]
-    return RecordsAnswer(requests[: question.limit or MOST], together(minutes) if minutes else None)
+    counts = [one.counts for one in every if one.counts is not None]
+    return RecordsAnswer(requests[: question.limit or MOST], together(counts) if counts else None)
 
 
 class Records:
@@ -89,6 +94,15 @@ class Records:
         """It has arrived."""
         self._running[record.id] = record
 
+    def arrived(self, record: Record, kind: str) -> None:
+        """It asks stages for something, `text` or `media`, and has not been refused yet."""
+        record.kind = kind
+        self._minute.arrived(kind, time.monotonic())
+
+    def prompt_known(self, record: Record, item_tokens: float, prompt_tokens: float) -> None:
+        """How much it asks for is known: tokens of its items, and of its prompt with them."""
+        self._minute.prompt_known(record.kind, item_tokens, prompt_tokens, time.monotonic())
+
     def end(self, record: Record, last: bytes) -> None:
         """It has ended, with its outcome; an answer with these bytes."""
         del self._running[record.id]
@@ -106,15 +120,15 @@ class Records:
 
     def look(self, question: Question) -> RecordsAnswer:
         """What this process knows."""
-        minute = self._counts() if question.minute else None
+        counts = self._counts(question.window_s) if question.window_s else None
         if question.id:
-            return merged(question, [RecordsAnswer([report(record) for record in self._called(question)], minute)])
+            return merged(question, [RecordsAnswer([report(record) for record in self._called(question)], counts)])
         if question.limit <= 0:
-            return RecordsAnswer(minute=minute)
-        return RecordsAnswer([summary(record) for record in self._listed(question)], minute)
+            return RecordsAnswer(counts=counts)
+        return RecordsAnswer([summary(record) for record in self._listed(question)], counts)
 
-    def _counts(self) -> Counts:
-        counts = self._minute.counts(time.monotonic())
+    def _counts(self, window_s: float) -> Counts:
+        counts = self._minute.counts(time.monotonic(), window_s)
         counts.running = len(self._running)
         counts.waiting = sum(not (one.attempts or one.encode) for one in self._running.values())
         return counts

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from proxy.background import Background
 from proxy.config.keys import ApiKeys
 from proxy.page.observed import Observe
-from proxy.records.records import Question, RecordsAnswer, merged
+from proxy.records.records import Question, RecordsAnswer, merged, unanswered
 from proxy.registry.announcements import Announcements, take_in
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable
@@ -72,9 +72,10 @@ class Worker:
         if told is not None:
             self.counts = told
 
-    async def look(self, question: Question) -> RecordsAnswer | None:
-        """What it knows of requests; None when it did not say in time."""
-        return await self._asked("/records", RecordsAnswer, msgspec.msgpack.encode(question))
+    async def look(self, question: Question) -> RecordsAnswer:
+        """What it knows of requests; `unanswered` when it did not say in time."""
+        told = await self._asked("/records", RecordsAnswer, msgspec.msgpack.encode(question))
+        return told if told is not None else unanswered(question, 1)
 
     async def _asked(self, path: str, kind: type[T], body: bytes | None = None) -> T | None:
         try:
@@ -222,13 +223,13 @@ class WorkerHub:
         return summed([self._past, *(one.counts for one in serving), own_counts(self._background.registry), mine])
 
     async def look(self, question: Question) -> RecordsAnswer:
-        """What all workers know of requests. One that does not answer in time is left out."""
+        """What all workers know of requests. One that does not answer in time is left out, which counts say."""
         serving = self._serving
         answers = await asyncio.gather(*(one.look(question) for one in serving))
         for worker, answer in zip(serving, answers, strict=True):
-            for request in answer.requests if answer is not None else ():
+            for request in answer.requests:
                 request["door"] = f"front.{worker.row}"
-        return merged(question, [one for one in answers if one is not None])
+        return merged(question, answers)
 
     @property
     def _serving(self) -> Sequence[Worker]:

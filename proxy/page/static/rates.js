@@ -65,6 +65,7 @@ export function update({ rates: told, at }) {
     [`Goodput per second, ${named}`, `${told.slo.goodput_per_s.toFixed(2)} / ${told.slo.mean.goodput_per_s.toFixed(2)}`],
     ...(told.planned === null ? [] : [[`Planned: rate, TTFT p50, TPOT p50, attainment`, `${told.planned.rate_rps.toFixed(1)} / ${milliseconds(told.planned.ttft_ms)} / ${milliseconds(told.planned.tpot_ms)} / ${percent(told.planned.attainment)}`]]),
     ...(told.planned?.apart.length ? [["Not as planned", told.planned.apart.join("; ")]] : []),
+    ...("serving" in told ? [["Front doors that have answered", `${told.answered} of ${told.serving}`]] : []),
     ["Refused", counted(told.refused) || "none"], ["Errors", counted(others) || "none"],
   ];
   replace($("tiles"), tiles.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));

@@ -86,6 +86,12 @@ def test_rates_and_refusals_are_in_the_head() -> None:
     assert "within TTFT 2000 ms, TPOT 50 ms: p90 99.0%, mean 90.0%" in head
 
 
+def test_front_doors_that_have_not_answered_are_named() -> None:
+    whole, partly = Counts(60.0, answered=4, serving=4), Counts(60.0, answered=3, serving=4)
+    said = "of 3 front doors: 4 serve, the others are late"
+    assert said in lines(seen(rates=partly)) and said not in lines(seen(rates=whole))
+
+
 def test_a_plan_stands_beside_what_is_measured_and_what_parts_from_it_is_said() -> None:
     counts = Counts(60.0, {"200": 600}, judged=600, attained=300, planned=Planned(2.0, 0.4, 0.02, 0.95))
     head = "\n".join(lines(seen(rates=counts))[:9])

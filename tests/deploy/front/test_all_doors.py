@@ -34,6 +34,7 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.config.limits import Timeouts
 from proxy.config.settings import ProxySettings
+from proxy.records.minute import MINUTE_S
 from proxy.records.records import Question
 from proxy.registry.instance_state import Work
 from tests.deploy.fake_node import FakeNode
@@ -214,13 +215,16 @@ async def test_whichever_node_had_a_request_it_is_found_and_a_node_that_does_not
             assert told["id"] == name and told["decode"] == h.observed.order.id
 
         async def counted() -> bool:
-            minute = (await h.doors.look(Question(minute=True))).minute
-            return minute is not None and sum(minute.outcomes.values()) == len(ids)
+            counts = (await h.doors.look(Question(window_s=MINUTE_S))).counts
+            return counts is not None and sum(counts.outcomes.values()) == len(ids)
 
         await until(counted)
         h.nodes[0].cut_off()
         listed = (await h.doors.look(Question(limit=10))).requests
         assert [one["id"] for one in listed] == ids[1:]
+        counts = (await h.doors.look(Question(window_s=MINUTE_S))).counts
+        assert counts is not None and (counts.answered, counts.serving) == (1, 2)
+        assert counts.kinds["text"].requests == counts.kinds["text"].ended == 1, "of the node that has answered"
 
 
 async def test_stamps_of_nodes_that_share_a_folder_are_told_once_each_with_its_clock(tmp_path: Path) -> None:

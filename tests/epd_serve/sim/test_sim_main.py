@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,22 @@ def test_a_wrong_flag_is_said_in_one_line(
     assert main([*argv, "--port", "0"]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert said in line
+
+
+@pytest.mark.parametrize(("role", "waits"), [("E", 3.5), ("P", 0.0)])
+def test_nobody_can_connect_before_the_start_of_its_role_is_over(
+    role: str, waits: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, path, waited = tmp_path / "profile.json", tmp_path / "stage", list[float]()
+
+    def sleep(seconds: float) -> None:
+        assert not path.exists()
+        waited.append(seconds)
+
+    profile.write_text('{"start_s": {"E": 3.5}}')
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert main(["--role", role, "--uds", str(path), "--profile", str(profile), "--fault", "x=1"]) == 2
+    assert waited == [waits] and path.exists()
 
 
 def test_importing_it_brings_no_tensors() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from epd_serve.errors import ConfigError
+from epd_serve.roles import Role
 from epd_serve.sim.main import parsed, profile_of
 from epd_serve.sim.profile import Capacity, Line, Profile, read_profile
 
@@ -33,6 +34,13 @@ def test_a_profile_is_read_with_its_defaults(tmp_path: Path) -> None:
     assert profile.encode.seconds(100) == pytest.approx(0.2) and profile.encode.seconds(0) == 0
 
 
+def test_stages_start_in_the_time_of_their_role_or_of_their_device(tmp_path: Path) -> None:
+    assert read_profile(written(tmp_path, {"start_s": {"E": 2, "D": 4.5}})).start_s == {Role.E: 2, Role.D: 4.5}
+    stages = {"1": {"start_s": {"E": 2}}}
+    starts = read_profile(written(tmp_path, {"stages": stages, "start_s": 18.2})).start_s
+    assert starts == {**dict.fromkeys(Role, 18.2), Role.E: 2}
+
+
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
@@ -48,6 +56,9 @@ def test_a_profile_is_read_with_its_defaults(tmp_path: Path) -> None:
         ({"decode_step_s": [1]}, "Expected `array`, got `int` - at `$.decode_step_s[0]`"),
         ({"stages": {"2": {}}}, "stages has no profile for 1 device"),
         ({"stages": {"1": {"jitter": 2}}}, "`$.jitter`"),
+        ({"stages": {"1": 2}}, "Expected `object`, got `int`"),
+        ({"stages": {"1": {}}, "start_s": -1}, "Expected `float` >= 0.0 - at `$.start_s`"),
+        ({"start_s": {"X": 1}}, "Invalid enum value 'X'"),
         ([], "Expected `object`, got `array`"),
     ],
 )

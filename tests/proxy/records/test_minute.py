@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import random
 from statistics import quantiles
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from epd_serve.errors import ConfigError
 from proxy.config.limits import Planned, Slo
-from proxy.records.minute import LEAST_S, PART_S, PARTS, Counts, LastMinute, bucket, percentile_s, together
+from proxy.records.minute import (
+    LEAST_S,
+    MINUTE_S,
+    PART_S,
+    Counts,
+    KindCounts,
+    LastMinute,
+    bucket,
+    percentile_s,
+    together,
+)
 from proxy.records.record import Record
 
 
@@ -33,8 +47,7 @@ def test_what_is_older_than_a_minute_is_forgotten() -> None:
     for second in range(200):
         minute.add(ended(at_s=float(second)))
     counts = minute.counts(200.0)
-    assert counts.seconds == PART_S * PARTS
-    assert 60 - PART_S <= counts.outcomes["200"] <= 60
+    assert counts.seconds == MINUTE_S and counts.outcomes["200"] == 60
     assert minute.counts(1000.0).outcomes == {}
 
 
@@ -43,6 +56,58 @@ def test_a_rate_is_per_second_of_the_time_there_was() -> None:
     for _ in range(30):
         minute.add(ended(at_s=109.0))
     assert minute.counts(110.0).summary()["requests_per_s"] == 3.0
+
+
+@given(
+    times=st.lists(st.floats(1000, 1100)),
+    began=st.floats(990, 1000),
+    now=st.floats(1100, 1170),
+    window_s=st.floats(1, 60),
+)
+def test_a_window_has_what_came_within_the_seconds_that_it_says(
+    times: list[float], began: float, now: float, window_s: float
+) -> None:
+    minute = LastMinute(began)
+    for at_s in sorted(times):
+        minute.arrived("text", at_s)
+    counts = minute.counts(now, window_s)
+    assert window_s <= counts.seconds < window_s + PART_S + 1e-6
+    came = sum(at_s >= math.floor(now - window_s) for at_s in times)
+    assert counts.seconds == pytest.approx(now - math.floor(now - window_s), abs=1e-6)
+    assert (counts.kinds["text"].requests if came else len(counts.kinds)) == came
+
+
+def test_a_window_is_no_longer_than_its_process_has_counted() -> None:
+    minute = LastMinute(103.5)
+    minute.arrived("media", 104.0)
+    counts = minute.counts(105.5, 10.0)
+    assert (counts.seconds, counts.kinds["media"].requests) == (2.0, 1)
+
+
+def test_the_kinds_of_several_processes_add_up() -> None:
+    doors = [LastMinute(0.0) for _ in range(3)]
+    for number, door in enumerate(doors):
+        door.arrived("text", 1.0)
+        door.arrived("media", 1.0)
+        door.prompt_known("media", 250.4, 300.0 + number, 1.5)
+        record = ended(at_s=2.0, tokens=7 if number else None)
+        record.kind = "media"
+        door.add(record)
+    told = [msgspec.msgpack.decode(msgspec.msgpack.encode(door.counts(3.0)), type=Counts) for door in doors]
+    assert together(told).kinds == {
+        "text": KindCounts(requests=3),
+        "media": KindCounts(3, 3, 3 * 250, 300 + 301 + 302, ended=3, known_outputs=2, output_tokens=14),
+    }
+
+
+def test_who_has_not_answered_is_said_and_changes_nothing_else() -> None:
+    door = LastMinute(0.0, Slo(ttft_s=1.0))
+    door.add(ended(1.0, at_s=1.0))
+    whole = door.counts(2.0)
+    assert (whole.answered, whole.serving) == (1, 1) and "serving" not in whole.summary()
+    told = together([Counts(serving=2), whole, Counts(serving=1)]).summary()
+    assert told == {**whole.summary(), "answered": 1, "serving": 4}
+    assert told["slo"]["ttft_s"] == 1.0
 
 
 @pytest.mark.parametrize("median_s", [0.002, 0.03, 0.7, 40.0])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from proxy.config.limits import AdmissionLimits, RecordLimits, Slo
+from proxy.records.minute import MINUTE_S, Counts
 from proxy.records.record import Record
 from proxy.records.records import FAILED, NEWEST, SLOWEST, Question
 from proxy.registry.instance_state import Work
@@ -35,6 +36,12 @@ CHAT = "/v1/chat/completions"
 
 def why(c: Cluster, name: str) -> dict[str, Any]:
     return c.pipeline.records.look(Question(id=name)).requests[0]
+
+
+def counted(c: Cluster) -> Counts:
+    counts = c.pipeline.records.look(Question(window_s=MINUTE_S)).counts
+    assert counts is not None
+    return counts
 
 
 def listed(c: Cluster, order: str = NEWEST, limit: int = 20) -> list[dict[str, Any]]:
@@ -194,11 +201,39 @@ async def test_the_last_minute_counts_what_has_ended() -> None:
             await c.client.post(CHAT, json=text_body(stream=stream))
         await c.client.post(CHAT, content=b"{")
         await c.idle()
-        minute = c.pipeline.records.look(Question(minute=True)).minute
-    assert minute is not None
-    summary = minute.summary()
+        counts = counted(c)
+    summary = counts.summary()
     assert summary["outcomes"] == {"200": 2, "400": 1} and summary["codes"] == {"invalid_json": 1}
     assert summary["ttft_ms"]["p50"] > 0 and summary["requests"] == 3
+    assert (counts.answered, counts.serving) == (1, 1)
+    assert counts.kinds["text"].requests == 2, "what makes no sense has no kind"
+
+
+async def test_what_comes_is_counted_by_kind_before_anything_is_refused() -> None:
+    narrow = AdmissionLimits(sequences_per_instance=1, text_queue=1)
+    released = asyncio.Event()
+    async with cluster("PD0", config=settings(admission=narrow)) as c:
+        c["PD0"].usual = once(released, answer)
+        body = text_body(stream=True, messages=[{"role": "user", "content": "x" * 400}])
+        asked = [asyncio.create_task(c.client.post(CHAT, json=body)) for _ in range(2)]
+        await until(lambda: c.metric("epd_proxy_queue_waiting", kind="text") == 1)
+        assert (await c.client.post(CHAT, json=body)).status_code == 429
+        asked.append(asyncio.create_task(c.client.post(CHAT, json=image_body())))
+        await until(lambda: "media" in counted(c).kinds and counted(c).kinds["media"].known_prompts)
+        early = counted(c).kinds
+        released.set()
+        assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
+        await c.client.post("/tokenize", json=text_body())
+        await c.idle()
+        late = counted(c).kinds
+    text, media = early["text"], early["media"]
+    assert (text.requests, text.known_prompts, text.ended, text.item_tokens) == (3, 2, 1, 0)
+    assert 2 * 100 <= text.prompt_tokens <= 2 * 120, "four characters are a token"
+    assert (media.requests, media.known_prompts, media.ended) == (1, 1, 0)
+    assert 0 < media.item_tokens < media.prompt_tokens
+    assert (late["text"].requests, late["text"].ended, late["text"].known_outputs) == (3, 3, 2)
+    assert (late["media"].ended, late["media"].known_outputs) == (1, 0), "its stage does not say how long its answer is"
+    assert late["text"].output_tokens == 2
 
 
 async def test_a_sink_that_fails_costs_neither_the_client_nor_the_others() -> None:

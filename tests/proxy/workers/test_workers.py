@@ -25,6 +25,7 @@ from proxy.background import Background
 from proxy.config.keys import ApiKeys
 from proxy.config.limits import Timeouts
 from proxy.page.observed import Observed
+from proxy.records.minute import MINUTE_S
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import Lease, Work
 from proxy.registry.table import InstanceTable
@@ -255,8 +256,8 @@ async def test_whichever_worker_had_a_request_it_is_found() -> None:
         assert [one["client_id"] for one in listed] == names[:-6:-1]
 
         async def counted() -> bool:
-            minute = (await c.hub.look(Question(minute=True))).minute
-            return minute is not None and minute.outcomes == {"200": 9}
+            counts = (await c.hub.look(Question(window_s=MINUTE_S))).counts
+            return counts is not None and counts.outcomes == {"200": 9} and counts.kinds["text"].requests == 9
 
         await until(counted)
         assert not (await c.hub.look(Question(id="nobody"))).requests
@@ -606,6 +607,8 @@ async def test_a_worker_that_hangs_costs_who_asks_for_metrics_a_moment_and_nothi
             async with asyncio.timeout(DEADLINE_S):
                 assert b"epd_proxy_requests_total{" in (await c.hub.metrics())
                 assert not (await c.hub.look(Question(limit=5))).requests
+                counts = (await c.hub.look(Question(window_s=MINUTE_S))).counts
+                assert counts is not None and (counts.answered, counts.serving) == (0, 1)
 
 
 async def test_a_worker_that_answers_what_no_worker_does_costs_its_own_counts_only(
@@ -626,6 +629,9 @@ async def test_a_worker_that_answers_what_no_worker_does_costs_its_own_counts_on
             c.hub.expect(1, unix_url(odd), c.workers[0].setup).serving = True
             assert await c.metric("epd_proxy_requests_total") == 1
             assert len((await c.hub.look(Question(limit=5))).requests) == 1
+            counts = (await c.hub.look(Question(window_s=MINUTE_S))).counts
+            assert counts is not None and (counts.answered, counts.serving) == (1, 2)
+            assert counts.kinds["text"].requests == 1
             seen = len(asked)
             await until(lambda: len(asked) > seen + 2, "it is asked again and again, as all are")
 
