@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.change.deployment import Deployment, commanded
-from bench.change.loads import PROFILE, demo_flows, judged, simulated_flows
+from bench.change.loads import LIMIT_S, PROFILE, at_rest, demo_flows, judged, simulated_flows
 from bench.clients.answers import CUT
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
@@ -24,7 +24,6 @@ from epd_serve.engine.template.messages import TEMPLATE_NAME
 REAL, SIMULATED = "E-P-2D", "2E-2P-2D"
 EVERY_S = 10.0
 WHOLE_S = 240.0
-LIMIT_S = 180.0
 GONE_S = 2.0
 """A connection of a process that was killed breaks within this."""
 
@@ -124,7 +123,9 @@ def killed(
         sender.enough()
         run = sender.finish()
         yield {"part": part, "held": deployment.emptied(EMPTY_S)}
-    found = judged(run.rows, excused=lambda record: plan.excuses and excused(record, kills))
+    found = judged(
+        run.rows, excused=lambda record: plan.excuses and excused(record, kills), at_rest=at_rest(target, flows)
+    )
     yield from found.rows(part, run.begun_s)
     for record in () if plan.excuses else run.rows:
         if (gap := gap_s(record, kills)) is not None:

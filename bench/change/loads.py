@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from bench.clients.answers import CUT, ERROR_EVENT
 from bench.clients.results import Outcome, RequestRecord
-from bench.clients.sender import Flow
-from bench.clients.target import Request
+from bench.clients.sender import Flow, ask
+from bench.clients.target import Request, Target
 from bench.workloads.requests import Poisson, arrivals_within
 from bench.workloads.synthetic import demo_body, demo_image, image_body, text_body
+from epd_serve.errors import EpdError
 
 SIDE, ANSWER_TOKENS = 224, 12
+LIMIT_S = 180.0
 REPEATED, NEW = 6, 400
 """Images that are asked about over and over, and those that come round after minutes."""
 
@@ -113,6 +117,18 @@ class Judged:
         return rows
 
 
+def at_rest(target: Target | str, flows: Sequence[Flow]) -> Callable[[RequestRecord], str]:
+    """Returns what asks for a request of these flows again, and returns the answer; "" where there is none."""
+    asked = {flow.kind: flow for flow in flows}
+
+    def again(record: RequestRecord) -> str:
+        with contextlib.suppress(EpdError):
+            return ask(target, json.loads(bytes(asked[record.kind].request(record.n).body)), LIMIT_S).text
+        return ""
+
+    return again
+
+
 def judged(
     records: Sequence[RequestRecord],
     *,
@@ -123,7 +139,7 @@ def judged(
 
     Args:
         excused: whether a request that came to nothing may have.
-        at_rest: asks again, and returns the answer: the model makes mistakes of its own.
+        at_rest: as the function of that name returns it: the model makes mistakes of its own.
     """
     sent = [one for one in records if one.outcome is not Outcome.CANCELLED]
     found = Judged(len(sent))

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.change.deployment import Deployment, commanded
-from bench.change.loads import Judged, demo_flows, judged
+from bench.change.loads import LIMIT_S, Judged, at_rest, demo_flows, judged
 from bench.clients.process import SenderProcess
-from bench.clients.results import RequestRecord
-from bench.clients.sender import Flow, ask
+from bench.clients.sender import Flow
 from bench.served import served
-from epd_serve.errors import EpdError
 
 LAYOUTS = ("EP-D", "E-P-D", "(E-P)-D", "(E-PD)x2", "TP1x2", "EP-D")
 PAUSE_S = 120.0
-LIMIT_S = 180.0
 STEP_S = 5.0
 """Of load between two changes."""
 
@@ -50,14 +45,7 @@ def walked(
         for row in _steps(deployment, layouts, begun + seconds):
             yield {"part": part, **row}
         run = sender.finish()
-        asked = {flow.kind: flow for flow in flows}
-
-        def at_rest(record: RequestRecord) -> str:
-            with contextlib.suppress(EpdError):
-                return _ask_again(url, asked[record.kind], record)
-            return ""
-
-        found: Judged = judged(run.rows, at_rest=at_rest)
+        found: Judged = judged(run.rows, at_rest=at_rest(url, flows))
         yield from found.rows(part, run.begun_s)
 
 
@@ -78,7 +66,3 @@ def _steps(deployment: Deployment, layouts: Iterator[str], until: float) -> Iter
 def _row(change: Row) -> Row:
     names = ("from", "to", "state", "reason", "seconds", "paused_s", "cut_requests", "refused")
     return {name: change[name] for name in names if name in change}
-
-
-def _ask_again(url: str, flow: Flow, record: RequestRecord) -> str:
-    return ask(url, json.loads(bytes(flow.request(record.n).body)), LIMIT_S).text

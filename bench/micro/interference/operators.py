@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-ELEMENT_BYTES = 2  # bfloat16, in which the stages compute
+
+def element_bytes(kind: str) -> int:
+    """Of bfloat16, in which the stages compute; of float32 on a CPU, for without its own instructions for bfloat16 a
+    product takes hundreds of times as long there, and many have none (`epd-serve doctor`)."""
+    return 4 if kind == "cpu" else 2
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def operators(kind: str, devices: int, sizes: Sizes) -> dict[str, Operator]:
         devices: how many there are. An all-reduce takes two; on CPU both ranks share the cores, as two virtual
             devices on the same cores do.
     """
-    s, size = sizes, ELEMENT_BYTES
+    s, size = sizes, element_bytes(kind)
 
     def matmul(rows: int, inner: int, columns: int, times: int = 1) -> tuple[float, float]:
         moved = (rows * inner + inner * columns + rows * columns) * size

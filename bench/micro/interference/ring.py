@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import distributed
 
+from bench.micro.interference.operators import element_bytes
 from npu_ops.memory import DeviceMemory
 from npu_ops.torch_memory import open_memory
 
@@ -24,6 +25,11 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 JOIN_S = 120.0
 STOP_S = 10.0
 _IDLE = datetime.timedelta(hours=12)  # the peer waits in a collective for as long as this process does other things
+
+
+def dtype_of(kind: str) -> torch.dtype:
+    """In which operators compute on such a device."""
+    return torch.float32 if element_bytes(kind) == 4 else torch.bfloat16
 
 
 class Ring:
@@ -51,7 +57,8 @@ class Ring:
 
     def call(self, reduce_bytes: int) -> Callable[[], object]:
         """Queues one all-reduce of so many bytes; they are what the peer was started with."""
-        data = torch.zeros(reduce_bytes // 2, dtype=torch.bfloat16, device=self._device)
+        kind = self._device.type
+        data = torch.zeros(reduce_bytes // element_bytes(kind), dtype=dtype_of(kind), device=self._device)
         return lambda: distributed.all_reduce(data)
 
     def close(self) -> None:
@@ -78,7 +85,8 @@ def _accompany(kind: str, index: int, port: int, reduce_bytes: int) -> None:
     memory: DeviceMemory = open_memory(kind, index)
     memory.enter_thread()
     join(kind, port, rank=1)
-    data = torch.zeros(reduce_bytes // 2, dtype=torch.bfloat16, device=kind if kind == "cpu" else f"{kind}:{index}")
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, index)
+    data = torch.zeros(reduce_bytes // element_bytes(kind), dtype=dtype_of(kind), device=device)
     while True:
         distributed.all_reduce(data)
         memory.fence()()

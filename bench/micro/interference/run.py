@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from bench.micro.interference.operators import Sizes
-from bench.micro.interference.ring import Ring
+from bench.micro.interference.ring import Ring, dtype_of
 from npu_ops.core_grants import CoreGrant, CoreOrder
 from npu_ops.core_limits import cpu_grant, cuda_grant, limit_npu
 from npu_ops.memory import DeviceMemory
@@ -160,7 +160,7 @@ def call_of(name: str, sizes: Sizes, device: torch.device, ring: Ring | None = N
 
 
 def _random(device: torch.device, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+    return torch.randn(*shape, device=device, dtype=dtype_of(device.type))
 
 
 def _matmul(left: torch.Tensor, right: torch.Tensor) -> Call:

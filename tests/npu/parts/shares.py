@@ -21,7 +21,7 @@ from epd_serve.errors import ConfigError
 from npu_ops.mps import PIPE_DIRECTORY_ENV, why_no_mps
 from tests.npu.launches import CardServing, served
 from tests.npu.parts.layouts import in_a_storm
-from tests.npu.rig import Rig, Skipped
+from tests.npu.rig import PartFailed, Rig, Skipped
 from tests.waiting import wait_for
 
 SHARES, CPU_SHARES = (0.3, 0.7), (0.5, 0.5)  # a CPU of two cores has one for each
@@ -91,7 +91,9 @@ def _operators(rig: Rig, shares: tuple[float, float]) -> None:
     found = rig.bench(*words, "--core-share", ",".join(map(str, shares)), name="shares", limit_s=BENCH_S)
     for name in OPERATORS.split(","):
         alone = [row for row in found["rows"] if row.get("operator") == name and row["beside"] is None]
-        whole_ms = min(row["latency_ms"] for row in alone if row["share"] is None)
+        whole_ms = min((row["latency_ms"] for row in alone if row["share"] is None), default=None)
+        if whole_ms is None:
+            raise PartFailed(f"epd-bench interference did not measure {name} alone: see log.txt")
         for row in alone:
             if row["share"] is not None:
                 times = round(row["latency_ms"] / whole_ms, 2)

@@ -27,11 +27,12 @@ def test_an_all_reduce_takes_two_accelerators():
     assert {"copy_to_device", "copy_to_host"} <= set(operators("cuda", 1, EIGHT_B))
 
 
-def test_what_a_matmul_computes_and_moves():
-    one = operators("cpu", 1, BENCH)["encoder_matmul"]
+@pytest.mark.parametrize(("kind", "element"), [("cpu", 4), ("npu", 2)])
+def test_what_a_matmul_computes_and_moves(kind: str, element: int) -> None:
+    one = operators(kind, 1, BENCH)["encoder_matmul"]
 
     assert one.flops == 2 * 1600 * 256 * 1024
-    assert one.moved_bytes == 2 * (1600 * 256 + 256 * 1024 + 1600 * 1024)
+    assert one.moved_bytes == element * (1600 * 256 + 256 * 1024 + 1600 * 1024)
 
 
 def test_decode_moves_more_bytes_than_a_cache_holds():
