@@ -270,7 +270,7 @@ class Pipeline:
             base = with_xargs(base, **{PROMPT_XARG: prompt.word})
         tokens = prompt_tokens(request, items)
         passed.weighs(tokens)
-        self.records.prompt_known(record, sum(item.tokens for item in items), tokens)
+        self.records.prompt_known(record, len(items), sum(item.tokens for item in items), tokens)
         if self._recording is not None:
             own = [Item(round(one.tokens), *one.size, one.ref.modality.value, one.key) for one in items]
             self._recording.noted(record.id, tokens, own, prompt.nodes)

@@ -121,7 +121,20 @@ def parse_counts(words: list[str]) -> dict[str, int]:
     return counts
 
 
+def status_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "--why",
+        action="store_true",
+        help="what the follower of the load has decided lately, and by what (serve --follow advise or act)",
+    )
+
+
 def status(arguments: Arguments) -> int:
+    if arguments["why"]:
+        with client(arguments) as http:
+            decisions = get(http, "/deployment/decisions")
+        print(json.dumps(decisions, indent=2) if arguments["as_json"] else decisions_text(decisions))
+        return DONE
     with client(arguments) as http:
         told = get(http, "/deployment")
         try:
@@ -244,6 +257,29 @@ def status_text(status: Json) -> str:
         change = status["change"]
         lines += ["", f"{change['what']}: {change['from']} → {change['to']}, {change['state']}"]
         lines += [f"  {step_text(step)}" for step in change["steps"]]
+    return "\n".join(lines)
+
+
+def decisions_text(following: Json) -> str:
+    """For people, the newest first."""
+    if following["mode"] == "off":
+        return "the load is not followed: serve with --follow advise, or act"
+    lines = [
+        f"follow: {following['mode']}, every {following['every_s']:g} s; a group may be busy {following['use']:.0%}"
+    ]
+    for one in following["decisions"]:
+        again = f", {one['times']} times alike" if one["times"] > 1 else ""
+        rates = ", ".join(f"{rate:.2f} {kind} requests/s" for kind, rate in one["rates_rps"].items())
+        lines += [
+            "",
+            f"{one['ago_s']:.0f} s ago{again}: {one['layout']}: {one['outcome']}",
+            f"  reckoned with: {rates}",
+        ]
+        groups = [(each["group"], f"{each['needed']:.2f}", str(each["there"])) for each in one["groups"]]
+        lines += [f"  {line}" for line in table([("group", "busy", "there"), *groups]).splitlines()]
+        if (chosen := one["chosen"]) is not None:
+            lines.append(f"  {chosen['what']} to {chosen['layout']}: {chosen['why']}")
+        lines += [f"  not {move['layout']}: {move['reason']}" for move in one["refused"]]
     return "\n".join(lines)
 
 

@@ -61,7 +61,11 @@ COMMANDS = {
         "which layout suits your traffic on your devices, by simulation", planner.run_plan, planner.plan_flags
     ),
     "status": Command(
-        "what a running deployment is, and what is being done about it", changing.status, running=True, json=True
+        "what a running deployment is, and what is being done about it",
+        changing.status,
+        changing.status_flags,
+        running=True,
+        json=True,
     ),
     "relayout": Command(
         "give a running deployment another layout", changing.relayout, changing.relayout_flags, running=True, json=True

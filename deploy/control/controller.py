@@ -26,6 +26,9 @@ from deploy.runtime.protocol import Observed, Spec
 from epd_serve.errors import EpdError, NotFoundError
 from epd_serve.roles import Role
 
+FOLLOW = "follow"
+"""The word of a change that the follower of the load has asked for."""
+
 
 class Controller:
     """In the reconciler's event loop.
@@ -61,6 +64,10 @@ class Controller:
     async def relayout(self, layout: str, *, dry_run: bool = False, pause_s: float = 0.0) -> Json:
         """Raises RefusedError, ConfigError, LayoutError."""
         return await self._relayout("relayout", layout, dry_run=dry_run, pause_s=pause_s)
+
+    async def follow(self, layout: str) -> Json:
+        """For the follower of the load. Raises as `relayout`."""
+        return await self._relayout(FOLLOW, layout)
 
     async def scale(self, counts: Mapping[Role, int], *, dry_run: bool = False, pause_s: float = 0.0) -> Json:
         """Raises as `relayout`."""

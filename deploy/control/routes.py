@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -172,6 +172,56 @@ class Deployment(_Model):
     past: list[Change]
 
 
+class Move(_Model):
+    what: str
+    """`flip` or `scale`."""
+    layout: str
+    relieves: str
+    """The group that lacks most."""
+    before: float
+    """How many times what it may be used it would have to be."""
+    after: float
+    why: str
+
+
+class RefusedMove(Move):
+    reason: str
+
+
+class GroupNeed(_Model):
+    group: str
+    there: int
+    """Copies of it."""
+    needed: float
+    """Copies that would never rest."""
+    peak: float
+    """The most that was needed in the quiet time."""
+
+
+class Decision(_Model):
+    ago_s: float
+    times: int
+    """So many decisions, one after another, were like this one."""
+    outcome: str
+    """`stays`, `advised`, `begun`, `done`, or `held`, `refused`, `failed` or `undone` with the reason."""
+    layout: str
+    rates_rps: dict[str, float]
+    """Requests a second that are reckoned with, by kind."""
+    groups: list[GroupNeed]
+    chosen: Move | None
+    refused: list[RefusedMove]
+
+
+class Following(_Model):
+    mode: str
+    """`off`, `advise` or `act`."""
+    every_s: float | None
+    use: float | None
+    """Share of its time that an instance may be busy."""
+    decisions: list[Decision]
+    """The newest first."""
+
+
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"description": "No layout, or one that cannot be served here."},
     404: {"description": "There is no such instance or change."},
@@ -189,13 +239,17 @@ _BEGUN: dict[int | str, dict[str, Any]] = {
 }
 
 
-def control_routes(controller: Controller) -> APIRouter:
-    """`/deployment` and what is below it."""
+def control_routes(controller: Controller, follow: Callable[[], Json]) -> APIRouter:
+    """`/deployment` and what is below it. `follow`: what the follower of the load has decided (`Following`)."""
     router = APIRouter(tags=["deployment"])
 
     @router.get("/deployment", operation_id="status", response_model=Deployment)
     async def status() -> Response:
         return JSONResponse(await controller.status())
+
+    @router.get("/deployment/decisions", operation_id="decisions", response_model=Following)
+    async def decisions() -> Response:
+        return JSONResponse(follow())
 
     @router.get(
         "/deployment/changes/{number}", operation_id="change", response_model=Change, responses={404: _REFUSALS[404]}

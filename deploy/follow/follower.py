@@ -12,7 +12,8 @@ from dataclasses import replace
 from deploy.change.types import Kind
 from deploy.follow.forecast import followed, surely, upper
 from deploy.follow.moves import TRADE_S, counts_of, forbidden, propose
-from deploy.follow.types import Decision, Limits, Memory, Move, Needs, Observation
+from deploy.follow.types import Decision, Limits, Memory, Needs, Observation
+from epd_serve.layout_parser import parse
 
 TEXT: Kind = "text"
 BACKLOG_S = 10.0
@@ -25,7 +26,8 @@ REST_S, MOST_REST_S = 600.0, 7200.0
 
 
 def step(seen: Observation, memory: Memory, limits: Limits) -> tuple[Memory, Decision]:
-    """Decide. To be called every `limits.every_s`, with the memory that the call before returned."""
+    """Decide. To be called every `limits.every_s`, with the memory that the call before returned; what is then done is
+    told to it by `moved`, and what came to nothing by `failed`."""
     trends = {kind: followed(memory.trends.get(kind), count) for kind, count in seen.came.items()}
     ahead = (seen.start_s + limits.every_s) / seen.window_s
     rates = {kind: max(upper(trend, ahead), surely(seen.came[kind])) / seen.window_s for kind, trend in trends.items()}
@@ -41,7 +43,6 @@ def step(seen: Observation, memory: Memory, limits: Limits) -> tuple[Memory, Dec
     for move in propose(seen, need, text, peak, limits):
         if not (why := forbidden(move, seen, memory)):
             chosen = move
-            memory = _moved(move, seen, memory, limits)
             break
         refused.append((move, why))
     return memory, Decision(seen.at_s, str(seen.layout), rates, need, peak, chosen, tuple(refused))
@@ -65,19 +66,20 @@ def _peak(seen: Observation, memory: Memory, quiet_s: float) -> Needs:
     return {name: max(need.get(name, 0.0) for _, need in memory.needs) for name in counts}
 
 
-def _moved(move: Move, seen: Observation, memory: Memory, limits: Limits) -> Memory:
-    """Remembers what was given up. What was, and is taken again soon after, was given up too early: until that is
-    forgotten everything takes twice as long, so that no load, whatever its period, is followed for ever in vain."""
-    counts = counts_of(seen.layout)
+def moved(decision: Decision, memory: Memory, limits: Limits) -> Memory:
+    """Once what was chosen is being done. What was given up and is taken again soon after was given up too early: until
+    that is forgotten all takes twice as long, so that no load, whatever its period, is followed for ever in vain."""
+    move, counts, at_s = decision.chosen, counts_of(parse(decision.layout)), decision.at_s
+    assert move is not None
     less = [name for name, count in counts.items() if move.counts[name] < count]
     more = [name for name, count in counts.items() if move.counts[name] > count]
     calm, calmed_s = memory.calm, memory.calmed_s
-    if seen.at_s - calmed_s > FORGET_S:
+    if at_s - calmed_s > FORGET_S:
         calm = 1.0
     soon_s = 2 * calm * (TRADE_S if less else limits.quiet_s)
-    if any(seen.at_s - memory.given_up.get(name, -math.inf) < soon_s for name in more):
-        calm, calmed_s = min(2 * calm, MOST_CALM), seen.at_s
-    given_up = {**memory.given_up, **dict.fromkeys(less, seen.at_s)}
+    if any(at_s - memory.given_up.get(name, -math.inf) < soon_s for name in more):
+        calm, calmed_s = min(2 * calm, MOST_CALM), at_s
+    given_up = {**memory.given_up, **dict.fromkeys(less, at_s)}
     return replace(memory, calm=calm, calmed_s=calmed_s, given_up=given_up)
 
 

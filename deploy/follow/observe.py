@@ -33,12 +33,12 @@ TINY = 1e-9
 
 
 class Came(Protocol):
-    """Of one kind of request, in a window; tokens of those whose tokens were counted."""
+    """Of one kind of request, in a window (`proxy.records.minute.KindCounts`)."""
 
     @property
     def requests(self) -> int: ...
     @property
-    def sized(self) -> int: ...
+    def known_prompts(self) -> int: ...
     @property
     def items(self) -> int: ...
     @property
@@ -46,7 +46,7 @@ class Came(Protocol):
     @property
     def prompt_tokens(self) -> int: ...
     @property
-    def ended(self) -> int: ...
+    def known_outputs(self) -> int: ...
     @property
     def output_tokens(self) -> int: ...
 
@@ -99,7 +99,14 @@ class Observer:
         changing: bool = False,
     ) -> Observation:
         for kind, one in came.items():
-            new = (one.sized, one.items, one.item_tokens, one.prompt_tokens, one.ended, one.output_tokens)
+            new = (
+                one.known_prompts,
+                one.items,
+                one.item_tokens,
+                one.prompt_tokens,
+                one.known_outputs,
+                one.output_tokens,
+            )
             before = self._sums.get(kind, (0.0,) * len(new))
             self._sums[kind] = tuple(KEPT * old + more for old, more in zip(before, new, strict=True))
         self._measure(seen)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from deploy.agent.agent import Agent
+    from deploy.follow.live import Follower
     from deploy.front.all_doors import AllDoors
     from deploy.front.doors import FrontDoors
     from deploy.runtime.many import ManyNodes
@@ -214,11 +215,19 @@ class Life(ABC):
         )
         self.doors.registry.register(ControlMetrics(reconciler))
         self.doors.deployment = controller.status
+        follower = None
+        if self.blueprint.config.follow != "off":
+            from deploy.follow.compose import follower_of  # loads the planner
+
+            follower = follower_of(
+                self.blueprint, controller, reconciler, self.doors.table, self.doors.look, self.doors.registry
+            )
         await together(
             self.news.follow(self.host),
             reconciler.run(),
             controller.keep_places(),
-            self._answer(controller),
+            self._answer(controller, follower),
+            *([follower.run()] if follower is not None else []),
             self._say_ready(reconciler),
             self._watch_keys(),
         )
@@ -274,9 +283,9 @@ class Life(ABC):
     async def _running(self) -> list[Spec]:
         return [one.order.spec for one in await anext(self.host.watch())]
 
-    async def _answer(self, controller: Controller) -> None:
+    async def _answer(self, controller: Controller, follower: Follower | None) -> None:
         routes = await asyncio.to_thread(_routes)  # the web framework loads while others go on
-        await self.answer(routes(controller, self.doors))
+        await self.answer(routes(controller, self.doors, follower))
 
     async def _configure(self, options: Sequence[str]) -> None:
         """Noted before anybody goes by it, so that the next life does."""
@@ -347,18 +356,19 @@ class Life(ABC):
         self._killing = asyncio.create_task(self.process.over(KILLED))
 
 
-def _routes() -> Callable[[Controller, Fronts], APIRouter]:
+def _routes() -> Callable[[Controller, Fronts, Follower | None], APIRouter]:
     """Loads the web framework: for a thread."""
     from fastapi import APIRouter
 
     import proxy.http.admin  # noqa: F401
     from deploy.control.routes import control_routes
+    from deploy.follow.report import follow_json
     from deploy.front.trace_routes import trace_routes
     from proxy.http.requests import request_routes
 
-    def routes(controller: Controller, doors: Fronts) -> APIRouter:
+    def routes(controller: Controller, doors: Fronts, follower: Follower | None) -> APIRouter:
         both = APIRouter()
-        both.include_router(control_routes(controller))
+        both.include_router(control_routes(controller, lambda: follow_json(follower)))
         both.include_router(request_routes(doors.look))
         both.include_router(trace_routes(doors.traced))
         return both

@@ -17,8 +17,9 @@ from deploy.host.environment import environment
 from deploy.options.addresses import check_name, host_and_port, port_range
 from epd_serve.core_shares import parse_core_shares
 from epd_serve.engine.kv.grouping_file import PREFIX, open_grouping
-from epd_serve.errors import ConfigError
+from epd_serve.errors import ConfigError, LayoutError
 from epd_serve.kv.faults import Faults
+from epd_serve.layout_parser import parse
 from proxy.config.settings import ProxyOptions
 from proxy.config.tree import Count, CountFrom0, Port, changed, find, settings_of
 
@@ -122,6 +123,16 @@ class DeployConfig(EndpointConfig):
         partial_prefill: prefill a request up to its first image that is not encoded yet, or wait for all.
         step_budgets: hold steps of the stages to the SLO where slo.ttft_s or slo.tpot_s names one, or leave them to
             vLLM.
+        follow: have instances where the load is: change the layout as it comes and goes, only say what would be changed
+            (epd-serve status --why), or leave it alone.
+        follow_profile: of the devices (epd-serve profile), for what stages have not shown yet (default: sim_profile, if
+            it is one).
+        follow_min: least instances, as E=1,P=2 or (E-P)=1 (default: one of each group of the layout).
+        follow_max: most instances, in the same form (default: as many as fit).
+        follow_devices: most devices (0: all of this deployment's nodes; on CPU, as many as the layout has).
+        follow_use: share of its time that an instance may be busy and still keep the SLO.
+        follow_every_s: between two decisions.
+        follow_quiet_s: for how long fewer must have been enough before any is given up.
         kv_transport: how KV travels P→D.
         mooncake_protocol: Mooncake's protocol (NPUs always use ascend).
         kv_grouping: layers per KV packet: adaptive, fixed:N, layerwise or bulk.
@@ -160,6 +171,14 @@ class DeployConfig(EndpointConfig):
     feature_prefetch: Literal["event", "demand"] = "event"
     partial_prefill: Literal["on", "off"] = "on"
     step_budgets: Literal["on", "off"] = "on"
+    follow: Literal["off", "advise", "act"] = "off"
+    follow_profile: str = ""
+    follow_min: str = ""
+    follow_max: str = ""
+    follow_devices: CountFrom0 = 0
+    follow_use: Annotated[float, Meta(gt=0, le=1)] = 0.7
+    follow_every_s: Annotated[float, Meta(ge=1, le=3600)] = 5.0
+    follow_quiet_s: Annotated[float, Meta(ge=10, le=86400)] = 300.0
     kv_transport: Literal["auto", "shm", "mooncake"] = "auto"
     mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
     kv_grouping: str = "adaptive"
@@ -177,6 +196,8 @@ class DeployConfig(EndpointConfig):
         self._check_cluster()
         parse_core_shares(self.core_share)
         _check_grouping(self.kv_grouping, self.kv_packet_floor_kib)
+        for key in ("follow_min", "follow_max"):
+            group_counts(getattr(self, key), key)
         Faults(self.kv_faults)
         if self.mooncake_master:
             host_and_port(self.mooncake_master)
@@ -201,6 +222,21 @@ class DeployConfig(EndpointConfig):
                 raise ConfigError(f"{name} {getattr(self, name)} is for --runtime ray", param=name)
         if self.runtime == "ray" and self.share_devices:
             raise ConfigError("share_devices is for one machine: Ray lends whole devices", param="share_devices")
+
+
+def group_counts(text: str, key: str) -> Mapping[str, int]:
+    """Reads `E=1,(E-P)=2`: copies by group, as one copy stands in a layout. Raises ConfigError: not of that form."""
+    counts = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, count = part.rpartition("=")
+        try:
+            groups = parse(name).groups
+        except LayoutError:
+            groups = ()
+        if len(groups) != 1 or groups[0].repeat != 1 or not count.isdecimal():
+            raise ConfigError(f"{key} {part!r}: write GROUP=COUNT, as E=1,P=2 or (E-P)=1", param=key)
+        counts[str(groups[0])] = int(count)
+    return counts
 
 
 def _check_grouping(text: str, floor_kib: int) -> None:

@@ -104,10 +104,10 @@ def beside_name(one: str, other: str) -> str:
     return f"{one} beside {other}"
 
 
-def read_device_profile(path: Path) -> DeviceProfile:
+def read_device_profile(path: Path, flag: str = "--profile") -> DeviceProfile:
     """Raises ConfigError: it cannot be read, or is none; names the place, and the nearest known key."""
     what = f"profile {path}"
-    return checked(DeviceProfile, read_object(path, what, "--profile"), what, "--profile")
+    return checked(DeviceProfile, read_object(path, what, flag), what, flag)
 
 
 def write_device_profile(path: Path, profile: DeviceProfile) -> None:

@@ -39,13 +39,14 @@ class KindCounts(Struct):
     Attributes:
         requests: that have come, before anything of their kind is refused.
         known_prompts: of requests whose media have been loaded, which those that were refused before have not.
-            item_tokens: of their items. prompt_tokens: of their prompts, items included. Estimated, as loads are
-            (`proxy/stages/cost.py`).
+            items: of those. item_tokens: of them. prompt_tokens: of their prompts, items included. Tokens are
+            estimated, as loads are (`proxy/stages/cost.py`).
         ended: requests, refused ones included. known_outputs: of those whose output is known. output_tokens: of it.
     """
 
     requests: int = 0
     known_prompts: int = 0
+    items: int = 0
     item_tokens: int = 0
     prompt_tokens: int = 0
     ended: int = 0
@@ -236,10 +237,11 @@ class LastMinute:
         """A request of this kind has come."""
         self._part(now).kind(kind).requests += 1
 
-    def prompt_known(self, kind: str, item_tokens: float, prompt_tokens: float, now: float) -> None:
-        """One that came before has so many tokens of items, and of its prompt with them."""
+    def prompt_known(self, kind: str, items: int, item_tokens: float, prompt_tokens: float, now: float) -> None:
+        """One that came before has so many items, tokens of them, and of its prompt with them."""
         counts = self._part(now).kind(kind)
         counts.known_prompts += 1
+        counts.items += items
         counts.item_tokens += round(item_tokens)
         counts.prompt_tokens += round(prompt_tokens)
 

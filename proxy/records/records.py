@@ -99,9 +99,9 @@ class Records:
         record.kind = kind
         self._minute.arrived(kind, time.monotonic())
 
-    def prompt_known(self, record: Record, item_tokens: float, prompt_tokens: float) -> None:
+    def prompt_known(self, record: Record, items: int, item_tokens: float, prompt_tokens: float) -> None:
         """How much it asks for is known: tokens of its items, and of its prompt with them."""
-        self._minute.prompt_known(record.kind, item_tokens, prompt_tokens, time.monotonic())
+        self._minute.prompt_known(record.kind, items, item_tokens, prompt_tokens, time.monotonic())
 
     def end(self, record: Record, last: bytes) -> None:
         """It has ended, with its outcome; an answer with these bytes."""

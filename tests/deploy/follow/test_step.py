@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from deploy.follow.follower import failed, step
+from deploy.follow.follower import failed, moved, step
 from deploy.follow.moves import TRADE_S, counts_of, regrouped
 from deploy.follow.types import Decision, Limits, Memory, Observation
 from epd_serve.layout_parser import parse
@@ -58,6 +58,7 @@ class World:
                 assert str(parse(decision.chosen.layout)) == decision.chosen.layout
                 assert counts_of(parse(decision.chosen.layout)) == decision.chosen.counts
                 self.layout = parse(decision.chosen.layout)
+                self.memory = moved(decision, self.memory, self.limits)
             self.check()
         return self
 

@@ -89,7 +89,7 @@ def test_the_kinds_of_several_processes_add_up() -> None:
     for number, door in enumerate(doors):
         door.arrived("text", 1.0)
         door.arrived("media", 1.0)
-        door.prompt_known("media", 250.4, 300.0 + number, 1.5)
+        door.prompt_known("media", 2, 250.4, 300.0 + number, 1.5)
         record = ended(at_s=2.0, tokens=7 if number else None)
         record.kind = "media"
         door.add(record)

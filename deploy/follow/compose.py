@@ -1,0 +1,52 @@
+"""From the settings of a launch to its follower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from deploy.control.controller import Controller
+from deploy.control.reconciler import Reconciler
+from deploy.follow.live import Follower, Look
+from deploy.follow.observe import Observer
+from deploy.follow.report import FollowMetrics
+from deploy.follow.types import Limits
+from deploy.options.config import group_counts
+from deploy.plan.blueprint import Blueprint
+from deploy.planner.profile import read_device_profile
+from proxy.registry.table import InstanceTable
+
+
+def follower_of(
+    blueprint: Blueprint,
+    controller: Controller,
+    reconciler: Reconciler,
+    table: InstanceTable,
+    look: Look,
+    registry: CollectorRegistry,
+) -> Follower:
+    """Raises ConfigError: the profile cannot be read any more."""
+    config = blueprint.config
+    profile = read_device_profile(Path(blueprint.follow_profile)) if blueprint.follow_profile else None
+    limits = Limits(
+        devices=config.follow_devices or _devices(blueprint),
+        least=group_counts(config.follow_min, "follow_min"),
+        most=group_counts(config.follow_max, "follow_max"),
+        use=config.follow_use,
+        every_s=config.follow_every_s,
+        quiet_s=config.follow_quiet_s,
+        switchable=config.switchable,
+    )
+    follower = Follower(
+        config.follow, limits, Observer(profile, config.slo.limits_s[1]), controller, reconciler, table, look
+    )
+    registry.register(FollowMetrics(follower))
+    return follower
+
+
+def _devices(blueprint: Blueprint) -> int:
+    """All that the nodes have; on a CPU, which has as many virtual ones as are wanted, those of the launch."""
+    if blueprint.device == "cpu":
+        return blueprint.layout.device_count
+    return sum(len(node.inventory.ids) for node in blueprint.machines.nodes)

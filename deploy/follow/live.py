@@ -1,0 +1,208 @@
+"""The follower of a deployment that runs: it looks, decides, and has the layout changed to what was decided.
+
+In the event loop of control, beside the reconciler. A layout is changed as an operator changes it, by the same command,
+so what an operator is promised holds here, too: no last path goes, streams go on, a failed change goes back. It has no
+state of its own to keep: after control has died it watches for a quiet time again before it gives anything up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from deploy.control.changes import Change, State
+from deploy.control.controller import FOLLOW, Controller
+from deploy.control.reconciler import Reconciler
+from deploy.follow.follower import failed, moved, step
+from deploy.follow.moves import name_of
+from deploy.follow.observe import Observer, Seen
+from deploy.follow.types import Decision, Limits, Memory, Observation
+from deploy.runtime.protocol import Observed, Phase
+from epd_serve.errors import EpdError
+from epd_serve.layout import Layout
+from epd_serve.layout_parser import parse
+from proxy.records.minute import Counts, KindCounts
+from proxy.records.records import Question, RecordsAnswer
+from proxy.registry.table import InstanceTable
+
+logger = logging.getLogger(__name__)
+Look = Callable[[Question], Awaitable[RecordsAnswer]]
+WINDOW_S = 10.0
+KINDS = ("text", "media")
+HELD_S = 600.0
+"""For so long after an operator has changed the layout it stays as it was asked for."""
+REMEMBERED = 256
+LOOK_S = 5.0
+"""What front doors may take to say what came."""
+
+
+@dataclass
+class Entry:
+    """Decisions of one outcome, one after another.
+
+    Attributes:
+        decision: the last of them. times: how many.
+        outcome: what became of the move: `stays`, `advised`, `begun`, `done`, `held: …`, `refused: …` or `failed: …`.
+    """
+
+    decision: Decision
+    outcome: str
+    times: int = 1
+
+
+class Follower:
+    """Args:
+        mode: `act`, or `advise`, which decides and changes nothing.
+        table: of the front doors, with what stages report. look: asks all front doors what came.
+
+    Attributes:
+        entries: of the last decisions, the newest last; one stands for several that are alike.
+        moves: that have ended, by what they were and how they ended: `done`, `failed`, `undone` or `refused`.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        limits: Limits,
+        observer: Observer,
+        controller: Controller,
+        reconciler: Reconciler,
+        table: InstanceTable,
+        look: Look,
+    ) -> None:
+        self.mode, self.limits = mode, limits
+        self.entries: deque[Entry] = deque(maxlen=REMEMBERED)
+        self._observer, self._controller = observer, controller
+        self._reconciler, self._table, self._ask = reconciler, table, look
+        self._memory = Memory()
+        self._began: tuple[Change, Entry] | None = None
+        self.moves = Counter[tuple[str, str]]()
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(self.limits.every_s)
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    seen = await self._look()
+            except TimeoutError:
+                logger.warning("nothing is decided: the front doors do not say what comes within %g s", LOOK_S)
+                continue
+            except EpdError as error:
+                logger.warning("nothing is decided: %s", error)
+                continue
+            try:
+                await self.decide(seen)
+            except Exception:  # a defect of ours changes nothing, and the next look may do better
+                logger.exception("nothing is decided")
+
+    async def decide(self, seen: Observation) -> None:
+        """Once, by what is seen now."""
+        self._settle()
+        self._memory, decision = step(seen, self._memory, self.limits)
+        if decision.chosen is None:
+            self._note(Entry(decision, "stays"))
+        elif self.mode != "act":
+            self._note(Entry(decision, "advised"))
+        elif held := self._held():
+            self._note(Entry(decision, f"held: {held}"))
+        else:
+            await self._move(decision)
+
+    async def _move(self, decision: Decision) -> None:
+        assert decision.chosen is not None
+        layout = decision.chosen.layout
+        entry = Entry(decision, "begun")
+        self._note(entry)
+        try:
+            await self._controller.follow(layout)
+        except EpdError as error:
+            entry.outcome = f"refused: {error}"
+            self.moves[decision.chosen.what, "refused"] += 1
+            self._memory = failed(layout, decision.at_s, self._memory)
+            return
+        self._memory = moved(decision, self._memory, self.limits)
+        self._began = (self._reconciler.changes.latest, entry)
+
+    def _settle(self) -> None:
+        """What has become of the change that was begun last."""
+        if self._began is None or not self._began[0].state.over:
+            return
+        change, entry = self._began
+        self._began = None
+        assert entry.decision.chosen is not None
+        self.moves[entry.decision.chosen.what, change.state.value] += 1
+        entry.outcome = "done" if change.state is State.DONE else f"{change.state.value}: {change.reason}"
+        if change.state is State.FAILED:
+            self._memory = failed(change.layout, time.monotonic(), self._memory)
+
+    def _held(self) -> str:
+        """Why an operator's layout stays; "" where it is the follower's own, or has been there long enough."""
+        latest = self._reconciler.changes.latest
+        if latest.what in (FOLLOW, "start", "replace"):
+            return ""
+        ended_s = latest.began + (latest.seconds or 0.0)
+        left_s = HELD_S - (time.monotonic() - ended_s)
+        return f"`{latest.what}` was asked for, and holds for {left_s:.0f} s more" if left_s > 0 else ""
+
+    async def _look(self) -> Observation:
+        counts = (await self._ask(Question(window_s=WINDOW_S))).counts or Counts()
+        layout = parse(self._reconciler.wanted.layout)
+        starts = [s for node in self._reconciler.nodes for s in node.start_s.values()]
+        return self._observer(
+            time.monotonic(),
+            layout,
+            self._seen(layout),
+            {kind: counts.kinds.get(kind, KindCounts()) for kind in KINDS},
+            max(counts.seconds, 1.0),
+            start_s=max(starts, default=0.0),
+            judged=counts.judged,
+            attained=counts.attained,
+            heard=counts.answered / counts.serving if counts.serving else 0.0,
+            changing=self._reconciler.changes.present is not None,
+        )
+
+    def _seen(self, layout: Layout) -> list[Seen]:
+        reports = {view.instance.id: view.stage for view in self._table.snapshot() if view.up}
+        there = self._reconciler.instances
+        seen = []
+        for one in there:
+            if one.phase is not Phase.UP or not (group := _group_of(one, there, layout)):
+                continue
+            token_s = full = 0.0
+            if (report := reports.get(one.order.id)) is not None:
+                full = max(report.running / report.max_running if report.max_running else 0.0, report.kv_used)
+                token_s = 1.0 / report.decode_tokens_per_s if report.decode_tokens_per_s else 0.0
+            seen.append(Seen(one.order.spec.role, group, one.up_s, report, token_s, full))
+        return seen
+
+    def _note(self, entry: Entry) -> None:
+        last = self.entries[-1] if self.entries else None
+        if last is not None and last.outcome == entry.outcome and _alike(last.decision, entry.decision):
+            last.decision, last.times = entry.decision, last.times + 1
+        else:
+            self.entries.append(entry)
+
+
+def _alike(one: Decision, other: Decision) -> bool:
+    moves = [(each.chosen and each.chosen.layout, [move.layout for move, _ in each.refused]) for each in (one, other)]
+    return one.layout == other.layout and moves[0] == moves[1]
+
+
+def _group_of(one: Observed, there: Iterable[Observed], layout: Layout) -> str:
+    """The group that it is a part of; where its role is in several, that which shares its devices as it does."""
+    spec = one.order.spec
+    having = [
+        group
+        for group in layout.groups
+        if group.tp == len(spec.devices) and any(member.role is spec.role for member in group.members)
+    ]
+    if len(having) > 1:
+        others = (other.order.spec for other in there if other is not one)
+        shares = any((other.node, other.devices) == (spec.node, spec.devices) for other in others)
+        having = [group for group in having if group.colocates is shares] or having
+    return name_of(having[0]) if having else ""

@@ -1,0 +1,91 @@
+"""What a follower has decided, as JSON and as Prometheus metrics."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from deploy.follow.live import Entry, Follower
+from deploy.follow.moves import counts_of
+from deploy.follow.types import Move, Needs
+from epd_serve.layout_parser import parse
+
+Json = dict[str, Any]
+
+
+def follow_json(follower: Follower | None) -> Json:
+    """The mode, and decisions, the newest first."""
+    if follower is None:
+        return {"mode": "off", "every_s": None, "use": None, "decisions": []}
+    limits = follower.limits
+    entries = [_entry_json(entry) for entry in reversed(follower.entries)]
+    return {"mode": follower.mode, "every_s": limits.every_s, "use": limits.use, "decisions": entries}
+
+
+def _entry_json(entry: Entry) -> Json:
+    one = entry.decision
+    return {
+        "ago_s": round(time.monotonic() - one.at_s, 1),
+        "times": entry.times,
+        "outcome": entry.outcome,
+        "layout": one.layout,
+        "rates_rps": _rounded(one.rates),
+        "groups": [
+            {"group": name, "there": count, "needed": round(one.need[name], 3), "peak": round(one.peak[name], 3)}
+            for name, count in counts_of(parse(one.layout)).items()
+        ],
+        "chosen": _move_json(one.chosen) if one.chosen is not None else None,
+        "refused": [{**_move_json(move), "reason": why} for move, why in one.refused],
+    }
+
+
+def _move_json(move: Move) -> Json:
+    return {
+        "what": move.what,
+        "layout": move.layout,
+        "relieves": move.relieves,
+        "before": round(move.before, 3),
+        "after": round(move.after, 3),
+        "why": move.why,
+    }
+
+
+def _rounded(values: Needs) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in values.items()}
+
+
+class FollowMetrics(Collector):
+    """`epd_follow_*`: what is wanted of each group is there for an autoscaler of nodes (HPA, KEDA), too."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+
+    def collect(self) -> Iterator[Metric]:
+        entries = self._follower.entries
+        last = entries[-1].decision if entries else None
+        layout = (last.chosen.layout if last.chosen is not None else last.layout) if last is not None else ""
+        desired = counts_of(parse(layout)) if layout else Counter[str]()
+        use = {} if last is None else {
+            name: last.need[name] / count for name, count in counts_of(parse(last.layout)).items()
+        }  # fmt: skip
+        yield _gauge("desired_copies", "Copies of a group that the follower of the load wants.", desired)
+        yield _gauge("utilization", "Share of its time that a group is reckoned to be busy.", use)
+        moves = CounterMetricFamily(
+            "epd_follow_moves", "Changes that the follower has begun, by kind and outcome.", labels=("kind", "outcome")
+        )
+        for (kind, outcome), count in self._follower.moves.items():
+            moves.add_metric((kind, outcome), count)
+        yield moves
+
+
+def _gauge(name: str, about: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(f"epd_follow_{name}", about, labels=("group",))
+    for group, value in values.items():
+        family.add_metric((group,), value)
+    return family
