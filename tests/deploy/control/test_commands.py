@@ -17,6 +17,8 @@ from deploy.cli.command import main
 from deploy.control.aim import Aim
 from deploy.control.controller import Controller
 from deploy.control.routes import control_routes
+from deploy.follow.live import Follower
+from deploy.follow.report import follow_json
 from deploy.host.launches import ADMIN_SOCKET
 from deploy.host.ports import free_ports, listen, private_socket
 from deploy.host.rundir import RunDir
@@ -52,6 +54,7 @@ class Commanded(World):
         super().__init__(folder, layout, **options)
         self.folder = folder
         self.base = ""
+        self.follower: Follower | None = None
         self.front_options: list[str] = []
 
     @contextlib.asynccontextmanager
@@ -68,7 +71,9 @@ class Commanded(World):
                 raise ConfigError("there is no such proxy setting", param="--proxy")
             self.front_options += options
 
-        controller = Controller(run.launch_id, self.reconciler, self.doors, Aimed(self.options), parts, configure)
+        self.controller = controller = Controller(
+            run.launch_id, self.reconciler, self.doors, Aimed(self.options), parts, configure
+        )
 
         async def metrics() -> bytes:
             return b"up 1\n"
@@ -77,7 +82,7 @@ class Commanded(World):
             await self.over()
             with listen("127.0.0.1", port) as listening:
                 path = run.socket(ADMIN_SOCKET)
-                routes = [control_routes(controller)]
+                routes = [control_routes(controller, lambda: follow_json(self.follower))]
                 with private_socket(path) as own:
                     admins = (Admin(own, ""), Admin(listening, KEY))
                     tasks = [

@@ -178,7 +178,7 @@ def test_what_cannot_be_reached_rests_and_is_not_chosen_again_for_a_while() -> N
 
 
 def test_nothing_is_given_up_while_a_front_door_is_silent() -> None:
-    for heard, moved in ((1.0, True), (0.75, False), (0.25, False)):
+    for heard, moves in ((1.0, True), (0.75, False), (0.25, False)):
         memory, chosen = Memory(), None
         for tick in itertools.count(1):
             seen = Observation(5.0 * tick, parse("2E-2P-2D"), {}, WINDOW_S, {"text": 0}, COSTS, heard=heard)
@@ -186,7 +186,7 @@ def test_nothing_is_given_up_while_a_front_door_is_silent() -> None:
             chosen = decision.chosen or chosen
             if tick > 100:
                 break
-        assert (chosen is not None) is moved, heard
+        assert (chosen is not None) is moves, heard
 
 
 def test_a_layout_keeps_its_order_while_it_grows_and_shrinks() -> None:

@@ -1,0 +1,203 @@
+"""A deployment in memory is followed: changed as an operator changes it, and left alone where one has changed it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from deploy.follow import live
+from deploy.follow.live import Follower
+from deploy.follow.observe import Observer
+from deploy.follow.report import FollowMetrics, follow_json
+from deploy.follow.types import Limits
+from deploy.planner.profile import DeviceProfile
+from epd_serve.layout_parser import parse
+from epd_serve.sim.profile import Capacity, Line, Profile
+from proxy.records.minute import Counts, KindCounts
+from proxy.records.records import Question, RecordsAnswer
+from tests.deploy.control.test_commands import Commanded
+from tests.waiting import until
+
+PROFILE = DeviceProfile(
+    "m",
+    "d",
+    {
+        1: Profile(
+            encode=Line(0.0, 0.001),
+            prefill=Line(0.0, 0.0005),
+            decode_step_s=((1, 0.02), (8, 0.04)),
+            capacity=Capacity(max_running=8),
+        )
+    },
+)
+"""A picture of 500 tokens takes an encoder half a second."""
+
+
+class Comes:
+    """What front doors say: so many requests a second, of one size."""
+
+    def __init__(self) -> None:
+        self.text = self.media = 0.0
+        self.answered, self.hangs = 2, False
+        self.asked = 0
+
+    async def look(self, question: Question) -> RecordsAnswer:
+        self.asked += 1
+        if self.hangs:
+            await asyncio.Event().wait()
+        kinds = {"text": self._of(self.text, 0), "media": self._of(self.media, 500)}
+        counts = Counts(seconds=question.window_s, kinds=kinds, answered=self.answered, serving=2)
+        return RecordsAnswer(counts=counts)
+
+    def _of(self, rate: float, item_tokens: int) -> KindCounts:
+        count = round(10 * rate)
+        tokens = count * (item_tokens + 100)
+        return KindCounts(
+            count, count, count * bool(item_tokens), count * item_tokens, tokens, count, count, 50 * count
+        )
+
+
+def metrics_of(registry: CollectorRegistry) -> str:
+    return generate_latest(registry).decode()
+
+
+class Followed(Commanded):
+    def __init__(self, folder: Path, layout: str, mode: str = "act", devices: int = 16, quiet_s: float = 60.0) -> None:
+        super().__init__(folder, layout, both=True)
+        self.comes = Comes()
+        self.mode, self.limits = mode, Limits(devices=devices, every_s=0.02, quiet_s=quiet_s, switchable=True)
+
+    @contextlib.asynccontextmanager
+    async def following(self) -> AsyncIterator[Follower]:
+        async with self.serving():
+            follower = self.follower = Follower(
+                self.mode,
+                self.limits,
+                Observer(PROFILE, 0.05),
+                self.controller,
+                self.reconciler,
+                self.doors.table,
+                self.comes.look,
+            )
+            task = asyncio.create_task(follower.run())
+            try:
+                yield follower
+            finally:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    @property
+    def layout(self) -> str:
+        return self.reconciler.wanted.layout
+
+    def outcomes(self) -> list[str]:
+        return [entry.outcome for entry in self.follower.entries] if self.follower is not None else []
+
+
+async def test_pictures_come_and_encoders_are_started_and_go_again(tmp_path: Path) -> None:
+    world = Followed(tmp_path, "E-P-D", quiet_s=0.5)
+    async with world.following() as follower:
+        world.comes.media = 4.0
+        await until(lambda: len([name for name in world.up() if name.startswith("E")]) >= 3)
+        await until(lambda: "done" in world.outcomes())
+        assert follower.moves["scale", "done"] >= 1
+        world.comes.media = 0.0
+        await until(lambda: world.layout == "E-P-D" and world.reconciler.changes.present is None)
+    assert {change.what for change in world.reconciler.changes.past} == {"start", "follow"}
+    assert all(change.cut == 0 for change in world.reconciler.changes.past)
+
+
+async def test_who_advises_changes_nothing(tmp_path: Path) -> None:
+    world = Followed(tmp_path, "E-P-D", mode="advise")
+    async with world.following() as follower:
+        world.comes.media = 4.0
+        await until(lambda: follower.entries and follower.entries[-1].outcome == "advised")
+        await until(lambda: follower.entries[-1].times > 5)
+        assert world.layout == "E-P-D" and len(world.reconciler.changes.past) == 1
+
+
+async def test_p_becomes_d_where_that_is_enough(tmp_path: Path) -> None:
+    world = Followed(tmp_path, "E-4P-D", devices=6)
+    async with world.following() as follower:
+        begun = len(world.runtime.calls)
+        world.comes.text = 6.0
+        await until(lambda: follower.moves["flip", "done"])
+        assert {call.split()[0] for call in world.runtime.calls[begun:]} == {"flip"}
+
+
+async def test_what_an_operator_has_asked_for_is_left_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = Followed(tmp_path, "E-P-D")
+    async with world.following() as follower:
+        assert await world.says("relayout", "E-2P-D") == 0
+        world.comes.media = 4.0
+        await until(lambda: follower.entries and follower.entries[-1].outcome.startswith("held: `relayout`"))
+        assert world.layout == "E-2P-D"
+        monkeypatch.setattr(live, "HELD_S", 0.0)
+        await until(lambda: world.layout != "E-2P-D")
+
+
+async def test_a_layout_that_cannot_be_reached_rests(tmp_path: Path) -> None:
+    world = Followed(tmp_path, "E-P-D", devices=4)
+    async with world.following() as follower:
+        world.runtime.fate = lambda name: "fails"
+        world.comes.media = 1.0
+        await until(lambda: follower.moves["scale", "failed"])
+        assert world.layout == "E-P-D"
+        asked = world.comes.asked
+        await until(lambda: world.comes.asked > asked + 10)
+        assert follower.moves["scale", "failed"] == 1
+        reasons = [why for entry in follower.entries for _, why in entry.decision.refused]
+        assert any("it failed, and is not tried again" in why for why in reasons)
+
+
+async def test_silent_front_doors_are_waited_for_and_nothing_is_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "LOOK_S", 0.05)
+    world = Followed(tmp_path, "E-P-D")
+    async with world.following() as follower:
+        world.comes.hangs, world.comes.media = True, 4.0
+        asked = world.comes.asked
+        await until(lambda: world.comes.asked > asked + 3)
+        decided = len(follower.entries), world.layout
+        world.comes.hangs, world.comes.answered = False, 0
+        await until(lambda: world.comes.asked > asked + 10)
+        assert world.layout == "E-P-D" and decided[1] == "E-P-D"
+        world.comes.answered = 2
+        await until(lambda: world.layout != "E-P-D")
+
+
+async def test_decisions_are_told_to_people_and_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = Followed(tmp_path, "E-P-D", mode="advise")
+    async with world.following() as follower:
+        world.comes.media = 4.0
+        await until(lambda: follower.entries and follower.entries[-1].outcome == "advised")
+        assert await world.says("status", "--why") == 0
+        said = capsys.readouterr().out
+        assert "follow: advise" in said and "E-P-D: advised" in said and "media requests/s" in said
+        assert await world.says("status", "--why", "--json") == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["mode"] == "advise" and told["decisions"][0]["chosen"]["relieves"] == "E"
+        registry = CollectorRegistry()
+        registry.register(FollowMetrics(follower))
+        encoders = parse(told["decisions"][0]["chosen"]["layout"]).groups[0].repeat
+        assert encoders >= 3 and f'epd_follow_desired_copies{{group="E"}} {encoders}.0' in metrics_of(registry)
+    assert follow_json(None)["mode"] == "off"
+
+
+async def test_without_a_follower_the_status_says_how_to_have_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = Commanded(tmp_path, "E-P-D")
+    async with world.serving():
+        assert await world.says("status", "--why") == 0
+    assert "--follow advise" in capsys.readouterr().out
