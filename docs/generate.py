@@ -25,6 +25,8 @@ from deploy.cli.command import parser as serve_parser
 from deploy.control.changes import Change, Changes, State
 from deploy.control.metrics import ControlMetrics
 from deploy.control.reconciler import Reconciler
+from deploy.follow.live import Follower
+from deploy.follow.report import FollowMetrics
 from deploy.front.key_watch import KeyMetrics
 from deploy.options.config import DeployConfig, ProxyConfig
 from proxy.background import Background
@@ -226,6 +228,7 @@ def metrics() -> str:
             [
                 *_families(ControlMetrics(_idle_reconciler()).collect()),
                 *_own(vars(KeyMetrics(CollectorRegistry())).values()),
+                *_families(FollowMetrics(cast(Follower, SimpleNamespace(entries=(), moves={}))).collect()),
             ],
         ),
     ]
