@@ -51,6 +51,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("transfer ep", "bench.micro.ep.command", "features from E to P, as a request sees them"),
         Command("transfer pd", "bench.micro.pd.command", "KV from P to D, by mode of grouping"),
         Command("interference", "bench.micro.interference.command", "how much operators of the stages slow each other"),
+        Command("follow", "bench.follow.command", "a simulated deployment whose layout follows the load"),
         Command("change", "bench.change.command", "what clients notice of changes, flips and kills"),
         Command("proxy", "bench.micro.proxy.command", "what the proxy costs, over simulated stages"),
     ),

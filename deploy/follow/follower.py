@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from deploy.change.types import Kind
 from deploy.follow.forecast import followed, surely, upper
-from deploy.follow.moves import TRADE_S, counts_of, forbidden, propose
+from deploy.follow.moves import TRADE_S, counts_of, forbidden, in_vain, propose
 from deploy.follow.types import Decision, Limits, Memory, Needs, Observation
 from epd_serve.layout_parser import parse
 
 TEXT: Kind = "text"
-BACKLOG_S = 10.0
+BACKLOG_S = 30.0
 """In which what waits is to be worked off."""
 MOST_CALM = 16.0
 FORGET_S = 3600.0
@@ -41,7 +41,7 @@ def step(seen: Observation, memory: Memory, limits: Limits) -> tuple[Memory, Dec
     peak = _peak(seen, memory, quiet_s)
     chosen, refused = None, []
     for move in propose(seen, need, text, peak, limits):
-        if not (why := forbidden(move, seen, memory)):
+        if not (why := forbidden(move, seen, need, memory)):
             chosen = move
             break
         refused.append((move, why))
@@ -77,9 +77,9 @@ def moved(decision: Decision, memory: Memory, limits: Limits) -> Memory:
     if at_s - calmed_s > FORGET_S:
         calm = 1.0
     soon_s = 2 * calm * (TRADE_S if less else limits.quiet_s)
-    if any(at_s - memory.given_up.get(name, -math.inf) < soon_s for name in more):
+    if any(in_vain(name, decision.need, memory, at_s - soon_s) for name in more):
         calm, calmed_s = min(2 * calm, MOST_CALM), at_s
-    given_up = {**memory.given_up, **dict.fromkeys(less, at_s)}
+    given_up = {**memory.given_up, **{name: (at_s, decision.need[name]) for name in less}}
     return replace(memory, calm=calm, calmed_s=calmed_s, given_up=given_up)
 
 

@@ -22,7 +22,7 @@ ROOM = 0.8
 GAIN = 1.15
 """Who must wait anyway is to wait less by so much, or nothing is moved."""
 TRADE_S = 30.0
-"""For so long a group that gave something up to another one does not get it back."""
+"""For so long a group that gave something up to another one does not get it back, unless more is needed of it."""
 HALF = 0.5
 """Of the devices, that are text's first."""
 HEARD = 0.5
@@ -38,6 +38,15 @@ def counts_of(layout: Layout) -> Counter[str]:
     for group in layout.groups:
         counts[name_of(group)] += group.repeat
     return counts
+
+
+def other_half(name: str) -> str:
+    """The group that one of these can become where P and D are switchable; "" where there is none."""
+    group = parse(name).groups[0]
+    if group.colocates or group.members[0].role not in (Role.P, Role.D):
+        return ""
+    role = Role.D if group.members[0].role is Role.P else Role.P
+    return str(Group((replace(group.members[0], role=role),)))
 
 
 def regrouped(layout: Layout, counts: Counts) -> str:
@@ -91,7 +100,7 @@ def adds(to: Counts, counts: Counts) -> bool:
     return any(to[name] > count for name, count in counts.items())
 
 
-def forbidden(move: Move, seen: Observation, memory: Memory) -> str:
+def forbidden(move: Move, seen: Observation, need: Needs, memory: Memory) -> str:
     """Why a move must not be made now; "" where it may."""
     counts = counts_of(seen.layout)
     less, more = gives_up(move.counts, counts), adds(move.counts, counts)
@@ -104,13 +113,19 @@ def forbidden(move: Move, seen: Observation, memory: Memory) -> str:
         return "nothing is given up while some front doors do not say what comes"
     if until_s > seen.at_s:
         return f"it failed, and is not tried again for {until_s - seen.at_s:.0f} s"
-    again = [name for name in counts if move.counts[name] > counts[name]]
-    since_s = seen.at_s - max((memory.given_up.get(name, -math.inf) for name in again), default=-math.inf)
-    if less and since_s < TRADE_S * memory.calm:
-        return f"the other way round it was decided only {since_s:.0f} s ago"
+    back = [name for name in counts if move.counts[name] > counts[name]]
+    if less and any(in_vain(name, need, memory, seen.at_s - TRADE_S * memory.calm) for name in back):
+        return "the other way round it was decided a moment ago, and no more is needed than then"
     if less and more and move.before < GAIN * move.after:
         return f"{move.relieves} would be less busy by less than {GAIN - 1:.0%}, which is not worth taking from others"
     return ""
+
+
+def in_vain(name: str, need: Needs, memory: Memory, since_s: float) -> bool:
+    """Whether a copy of a group was given up after that time when hardly less was needed of it than now: it should not
+    have been, or the load goes up and down too fast to be followed."""
+    at_s, needed = memory.given_up.get(name, (-math.inf, 0.0))
+    return at_s > since_s and need.get(name, 0.0) < GAIN * GAIN * needed
 
 
 class _Groups:
@@ -129,20 +144,12 @@ class _Groups:
     def flipped(self, wants: Counts) -> Counts:
         """With as many of P as D is short of, or the reverse; as it is where that is not enough for all."""
         short = [name for name, count in self.counts.items() if wants[name] > count]
-        other = self._other_half(short[0]) if len(short) == 1 else ""
+        other = other_half(short[0]) if len(short) == 1 else ""
         if other not in self.counts:
             return self.counts
         lacks = wants[short[0]] - self.counts[short[0]]
         left = self.counts[other] - lacks
         return {**self.counts, short[0]: wants[short[0]], other: left} if left >= wants[other] else self.counts
-
-    def _other_half(self, name: str) -> str:
-        """The group that an instance of this one can become; "" where there is none."""
-        group = self._of[name]
-        if group.colocates or group.members[0].role not in (Role.P, Role.D):
-            return ""
-        role = Role.D if group.members[0].role is Role.P else Role.P
-        return str(Group((replace(group.members[0], role=role),)))
 
     def fitted(self, kept: Counts, wants: Counts, need: Needs, text: Needs) -> Counts:
         """`kept` with no more devices than there may be: first what is kept only for later goes, then all is shared

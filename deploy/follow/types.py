@@ -124,7 +124,7 @@ class Memory:
     Attributes:
         since_s: the first decision; None before it.
         trends: by kind. needs: with the time of each, since `quiet_s` ago.
-        given_up: when a copy was last, by group.
+        given_up: when a copy was last, by group, and what was needed of it then.
         calm: so many times the usual time passes before anything is given up, because before it was too early.
         calmed_s: when that was.
         resting: layouts that could not be reached, each until when, and for how long.
@@ -133,7 +133,7 @@ class Memory:
     since_s: float | None = None
     trends: Mapping[Kind, Trend] = field(default_factory=dict)
     needs: tuple[tuple[float, Needs], ...] = ()
-    given_up: Mapping[str, float] = field(default_factory=dict)
+    given_up: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     calm: float = 1.0
     calmed_s: float = float("-inf")
     resting: Mapping[str, tuple[float, float]] = field(default_factory=dict)

@@ -53,12 +53,13 @@ class Counts:
     """Requests of one kind since the beginning.
 
     Attributes:
-        came, item_tokens, prompt_tokens: of those that arrived, whether they are served yet or not.
+        came, items, item_tokens, prompt_tokens: of those that arrived, whether they are served yet or not.
         ended, output_tokens: of those that were answered. attained: of them those that attained each SLO.
     """
 
     attained: list[int]
     came: int = 0
+    items: int = 0
     item_tokens: int = 0
     prompt_tokens: int = 0
     ended: int = 0

@@ -223,6 +223,7 @@ class _Requests:
         """It has come; while there is no path it waits."""
         counts = self._fleet.counts["media" if request.items else "text"]
         counts.came += 1
+        counts.items += len(request.items)
         counts.item_tokens += request.item_tokens
         counts.prompt_tokens += request.prompt_tokens
         self._fleet.when_served(partial(self._place, _Underway(request, counts)))

@@ -35,6 +35,7 @@ LIMIT_S = 900
 SMALL: Mapping[str, str] = {
     "ablations": "--engine sim --rates 4 --seconds 2 --rounds 1 --only both,pixels",
     "change": "--quick --only flips --flips 3",
+    "follow": "--quick --only square --periods 1",
     "compare": "",
     "latency": "--engine sim --quick",
     "layouts": "--engine sim --layouts TP1,E-P-D --rates 2 --duration 2 --min-samples 1",

@@ -153,7 +153,7 @@ def test_square_waves_move_what_they_must_and_nothing_else(
     world = World("E-P-D", wave(period_s, high, low), Limits(devices=devices, switchable=seed % 2 == 0), seed)
     begun = len(world.go(900).changes)
     edges = 2 * SPAN_S / period_s
-    most = 4 * edges if period_s >= 4 * TRADE_S else SPAN_S / 240
+    most = 4 * edges if period_s >= 2 * TRADE_S else SPAN_S / 240
     assert len(world.go(SPAN_S).changes) - begun <= 4 + most
 
 

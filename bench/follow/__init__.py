@@ -1,0 +1,1 @@
+"""How well a follower of the load follows it."""

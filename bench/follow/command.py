@@ -1,0 +1,189 @@
+"""`epd-bench follow`: a simulated deployment of 16 devices whose layout follows the load.
+
+In parts (`--only`), all simulated (`deploy/planner`), with the profile of a core, starts of four seconds, and decisions
+that are made as in a deployment that runs (`deploy/follow`):
+
+    swing   three minutes of pictures, three minutes of text, again and again: goodput beside that of the best fixed
+            layout, and of an oracle that knows when the load turns and which layout is best then, and pays for starts
+    square  loads that go up and down with periods from 20 seconds to an hour, none at all, and one endless burst: how
+            often something was given up and taken back while no less was needed, and how many requests were starved
+
+Figures:
+
+    swing_over_best_fixed, swing_over_oracle    goodput over theirs
+    swing_attainment, swing_moves               share of requests within the SLO; changes of the layout
+    flaps, starved                              of all square loads
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.follow.traffic import Phase, requests_of
+from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, several, whole
+from deploy.follow.moves import GAIN, TRADE_S, counts_of
+from deploy.follow.simulated import SimulatedFollower
+from deploy.follow.types import Decision, Limits
+from deploy.planner.fleet import Fleet
+from deploy.planner.profile import DeviceProfile, read_device_profile
+from deploy.planner.simulate import Simulated, simulate
+from epd_serve.layout_parser import parse
+from epd_serve.slo import Slo
+from epd_serve.traffic import Request
+
+PROFILE = "bench/results/profiles/plan.json"
+PARTS = ("swing", "square")
+SLO = Slo(8000, 60, "p90")
+"""TTFT five times that of four pictures alone."""
+DEVICES, START_S, HALF_S = 16, 4.0, 180.0
+MEDIA, TEXT = "6E-7P-3D", "E-3P-12D"
+"""The best for each phase of the swing: of the splits with the best bounds and their neighbours, each simulated."""
+FIXED = ("3E-4P-9D", "4E-4P-8D", "4E-5P-7D", "5E-5P-6D", "6E-6P-4D", MEDIA, TEXT)
+SWING = (Phase(HALF_S, 3.0, 5.0), Phase(HALF_S, 28.0, 0.8))
+LEADS_S = (0.0, START_S, 2 * START_S)
+"""Before the load turns, that the oracle begins: the best of them counts."""
+PERIODS_S = (20.0, 60.0, 180.0, 600.0, 3600.0)
+STARVED = 10.0
+"""Times the TTFT of the SLO, that a request waited while another group was less than half used."""
+HALF_USED = 0.5
+
+
+@dataclass
+class Scheduled(SimulatedFollower):
+    """Has layouts at times that are known in advance."""
+
+    schedule: Sequence[tuple[float, str]] = ()
+
+    def _decide(self, fleet: Fleet) -> None:
+        due = [layout for at_s, layout in self.schedule if at_s <= fleet.clock.now_s]
+        if due and parse(due[-1]) != self.layout:
+            self.wants(parse(due[-1]))
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    profile = read_device_profile(Path(arguments.profile))
+    if "swing" in arguments.only:
+        yield from swing(profile, arguments.cycles)
+    if "square" in arguments.only:
+        for period_s in PERIODS_S[: arguments.periods]:
+            half = period_s / 2
+            turns = max(2, round(1800.0 / period_s))
+            load = [Phase(half, 6.0, 4.0), Phase(half, 1.0, 0.0)] * turns
+            yield {"part": "square", "load": f"period {period_s:g} s", **_square(profile, load)}
+        yield {"part": "square", "load": "nothing", **_square(profile, [Phase(1800.0, 0.0, 0.002)])}
+        yield {"part": "square", "load": "endless burst", **_square(profile, [Phase(300.0, 6.0, 20.0)])}
+
+
+def swing(profile: DeviceProfile, cycles: int) -> Iterator[Row]:
+    requests = requests_of(SWING * cycles, 1)
+    for layout in FIXED:
+        yield {
+            "part": "swing",
+            "what": f"fixed {layout}",
+            **_said(simulate(parse(layout), profile, requests, slos=(SLO,))),
+        }
+    for lead_s in LEADS_S:
+        turns = [(turn * HALF_S - lead_s, (MEDIA, TEXT)[turn % 2]) for turn in range(2 * cycles)]
+        oracle = Scheduled(parse(MEDIA), profile, _limits(every_s=1.0), START_S, schedule=turns)
+        yield {"part": "swing", "what": f"oracle {lead_s:g} s ahead", **_said(_run(oracle, requests))}
+    follower = SimulatedFollower(parse(MEDIA), profile, _limits(), START_S, SLO.tpot_ms / 1e3)
+    run = _run(follower, requests)
+    yield {
+        "part": "swing",
+        "what": "follow",
+        **_said(run),
+        "moves": sum(one.chosen is not None for one in follower.decisions),
+    }
+
+
+def _square(profile: DeviceProfile, load: Sequence[Phase]) -> Row:
+    follower = SimulatedFollower(parse("2E-2P-2D"), profile, _limits(), START_S, SLO.tpot_ms / 1e3)
+    run = _run(follower, requests_of(load, 2))
+    return {
+        **_said(run),
+        "moves": sum(one.chosen is not None for one in follower.decisions),
+        "flaps": flaps(follower.decisions),
+        "starved": starved(run, follower.decisions),
+    }
+
+
+def flaps(decisions: Sequence[Decision]) -> int:
+    """Copies of a group that were given up, and taken again within a minute though hardly more was needed than then."""
+    found, given_up = 0, dict[str, tuple[float, float]]()
+    for one in decisions:
+        if one.chosen is None:
+            continue
+        for name, count in counts_of(parse(one.layout)).items():
+            at_s, needed = given_up.get(name, (-TRADE_S * 2, 0.0))
+            if one.chosen.counts[name] < count:
+                given_up[name] = one.at_s, one.need[name]
+            elif one.chosen.counts[name] > count and one.at_s - at_s < 2 * TRADE_S:
+                found += one.need[name] < GAIN * needed
+    return found
+
+
+def starved(run: Simulated, decisions: Sequence[Decision]) -> int:
+    """Requests that waited far too long while some group was less than half used, and nothing was done about it."""
+    idle = [
+        one.at_s
+        for one in decisions
+        if one.chosen is None
+        and any(one.need[name] < HALF_USED * count for name, count in counts_of(parse(one.layout)).items() if count > 1)
+    ]
+    late_s = STARVED * SLO.ttft_ms / 1e3
+    late = [one for one in run.served if one.ttft_s > late_s]
+    return sum(sum(one.at_s < at_s < one.at_s + late_s for at_s in idle) > late_s / (2 * 5.0) for one in late)
+
+
+def _limits(every_s: float = 5.0) -> Limits:
+    return Limits(DEVICES, every_s=every_s, switchable=True)
+
+
+def _run(follower: SimulatedFollower, requests: Sequence[Request]) -> Simulated:
+    return simulate(follower.layout, follower.profile, requests, slos=(SLO,), tick=(1.0, follower))
+
+
+def _said(run: Simulated) -> Row:
+    attained = run.attained(0)
+    rps = attained * len(run.served) / run.span_s if run.span_s else 0.0
+    return {"requests": len(run.served), "attained": round(attained, 4), "goodput_rps": round(rps, 3)}
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    named = dict[str, float]()
+    by_what = {row["what"]: row for row in rows if row["part"] == "swing"}
+    if (follow := by_what.get("follow")) is not None:
+        fixed, oracle = (
+            max(row["goodput_rps"] for what, row in by_what.items() if what.startswith(word))
+            for word in ("fixed", "oracle")
+        )
+        named["swing_over_best_fixed"] = round(follow["goodput_rps"] / fixed, 4)
+        named["swing_over_oracle"] = round(follow["goodput_rps"] / oracle, 4)
+        named["swing_attainment"], named["swing_moves"] = follow["attained"], follow["moves"]
+    if square := [row for row in rows if row["part"] == "square"]:
+        named |= {name: float(sum(row[name] for row in square)) for name in ("flaps", "starved")}
+    return named
+
+
+MEASUREMENT = Measurement(
+    quick="one cycle of the swing, the shorter periods",
+    measure=measure,
+    figures=figures,
+    flags={
+        "--only": flag("parts of it", PARTS, several(one_of(*PARTS))),
+        "--profile": flag("of the devices", PROFILE),
+        "--cycles": flag("of the swing", Usually(3, quick=1), whole()),
+        "--periods": flag("of square waves, the shortest first", Usually(len(PERIODS_S), quick=3), whole()),
+    },
+    about=lambda _: {"kind": "simulated"},
+    goals=(
+        Goal("swing_over_oracle", ">=", 0.95),
+        Goal("swing_over_best_fixed", ">=", 1.3),
+        Goal("flaps", "==", 0),
+        Goal("starved", "==", 0),
+    ),
+)
+add_arguments = MEASUREMENT.add_arguments

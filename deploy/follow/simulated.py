@@ -1,0 +1,245 @@
+"""A simulated deployment that is followed: the same decisions on the simulator's clock, with starts that take time.
+
+Its layout changes as `deploy.change` has it, in short: what may begin does, P and D flip when they are quiet, starts
+wait for devices, what is given up finishes what it has. Nothing fails here.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from msgspec.structs import astuple
+
+from deploy.follow.follower import moved, step
+from deploy.follow.moves import counts_of, name_of, other_half
+from deploy.follow.observe import Observer, Seen
+from deploy.follow.types import Counts, Decision, Limits, Memory
+from deploy.planner.fleet import Fleet
+from deploy.planner.profile import DeviceProfile
+from epd_serve.layout import Layout
+from epd_serve.layout_parser import parse
+from epd_serve.placement import InstancePlan
+from epd_serve.roles import Role
+from proxy.records.minute import KindCounts
+
+TICK_S = 1.0
+WINDOW_S = 10.0
+SPREAD = 0.2
+"""Of start times, to both sides."""
+
+
+@dataclass(eq=False)
+class _Copy:
+    """Of a group: its instances, which come and go together. `becomes`: the role that it flips to once it is quiet."""
+
+    group: str
+    plans: tuple[InstancePlan, ...]
+    up_s: float | None = None
+    draining: bool = False
+    becomes: Role | None = None
+
+    @property
+    def will_be(self) -> str:
+        return self.group if self.becomes is None else other_half(self.group)
+
+    @property
+    def serves(self) -> bool:
+        return self.up_s is not None and not self.draining
+
+
+@dataclass
+class SimulatedFollower:
+    """The `tick` of `simulate`, every `TICK_S`.
+
+    Args:
+        layout: that it begins with. start_s: from a start until an instance serves, on average.
+        tpot_s: of the SLO. act: False only watches.
+
+    Attributes:
+        decisions: all of them.
+    """
+
+    layout: Layout
+    profile: DeviceProfile
+    limits: Limits
+    start_s: float
+    tpot_s: float | None = None
+    seed: int = 0
+    decisions: list[Decision] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._observer = Observer(self.profile, self.tpot_s)
+        self._memory, self._chance = Memory(), random.Random(self.seed)
+        self._copies: list[_Copy] = []
+        self._numbers: Counter[Role] = Counter()
+        self._past: deque[tuple[float, Mapping[str, KindCounts]]] = deque()
+        self._decide_at_s: float | None = None
+
+    def __call__(self, fleet: Fleet) -> None:
+        now_s = fleet.clock.now_s
+        if self._decide_at_s is None:
+            self._take_in(fleet)
+            self._decide_at_s = now_s
+        self._remember(fleet)
+        self._carry_on(fleet)
+        if now_s >= self._decide_at_s:
+            self._decide_at_s = now_s + self.limits.every_s
+            self._decide(fleet)
+
+    def wants(self, layout: Layout) -> None:
+        """From now on."""
+        self.layout = layout
+
+    # --- decisions --------------------------------------------------------------------------------------------------
+
+    def _decide(self, fleet: Fleet) -> None:
+        now_s = fleet.clock.now_s
+        past_s, past = self._past[0]
+        came = {kind: _since(past.get(kind), counts) for kind, counts in _counted(fleet).items()}
+        seen = self._observer(
+            now_s,
+            self.layout,
+            self._seen(fleet),
+            came,
+            max(now_s - past_s, TICK_S),
+            start_s=self.start_s,
+            changing=not self._reached(),
+        )
+        self._memory, decision = step(seen, self._memory, self.limits)
+        self.decisions.append(decision)
+        if decision.chosen is not None:
+            self._memory = moved(decision, self._memory, self.limits)
+            self.wants(parse(decision.chosen.layout))
+            self._carry_on(fleet)
+
+    def _seen(self, fleet: Fleet) -> list[Seen]:
+        now_s = fleet.clock.now_s
+        return [
+            Seen(plan.role, copy.group, now_s - copy.up_s, fleet.instances[plan.id].stage)
+            for copy in self._copies
+            if copy.up_s is not None and copy.serves
+            for plan in copy.plans
+        ]
+
+    def _remember(self, fleet: Fleet) -> None:
+        now_s = fleet.clock.now_s
+        self._past.append((now_s, _counted(fleet)))
+        while self._past[0][0] < now_s - WINDOW_S:
+            self._past.popleft()
+
+    # --- what is done about them ------------------------------------------------------------------------------------
+
+    def _take_in(self, fleet: Fleet) -> None:
+        """What is there at the beginning."""
+        plans = [fleet.instances[name].plan for name in fleet.instances]
+        self._numbers.update(plan.role for plan in plans)
+        left = iter(plans)
+        for group in self.layout.groups:
+            for _ in range(group.repeat):
+                own = tuple(next(left) for _ in range(group.instance_count // group.repeat))
+                self._copies.append(_Copy(name_of(group), own, up_s=-math.inf))
+
+    def _reached(self) -> bool:
+        settled = all(copy.serves for copy in self._copies)
+        return settled and Counter(copy.group for copy in self._copies) == counts_of(self.layout)
+
+    def _carry_on(self, fleet: Fleet) -> None:
+        self._finish(fleet)
+        wanted = counts_of(self.layout)
+        there = Counter(copy.will_be for copy in self._copies if copy.becomes or not copy.draining)
+        if self.limits.switchable:
+            self._flip(fleet, wanted, there)
+        for group, count in wanted.items():
+            for _ in range(count - there[group]):
+                self._start(fleet, group)
+        for group, count in there.items():
+            surplus = [copy for copy in self._copies if copy.group == group and copy.serves]
+            for copy in surplus[: max(0, count - wanted[group])]:
+                self._drain(fleet, copy)
+
+    def _finish(self, fleet: Fleet) -> None:
+        for copy in [copy for copy in self._copies if copy.draining]:
+            names = [plan.id for plan in copy.plans]
+            if copy.becomes is not None and fleet.quiet(names[0]):
+                fleet.take(names[0], copy.becomes)
+                copy.plans = (fleet.instances[names[0]].plan,)
+                copy.group, copy.draining, copy.becomes = other_half(copy.group), False, None
+            elif copy.becomes is None and all(map(fleet.empty, names)):
+                for name in names:
+                    fleet.remove(name)
+                self._copies.remove(copy)
+
+    def _flip(self, fleet: Fleet, wanted: Counts, there: Counter[str]) -> None:
+        for group in [group for group in wanted if there[group] > wanted[group]]:
+            other = other_half(group)
+            while other in wanted and there[group] > wanted[group] and there[other] < wanted[other]:
+                copy = next(
+                    (copy for copy in self._copies if copy.group == group and copy.serves),
+                    None,
+                )
+                if copy is None:
+                    break
+                role = parse(other).groups[0].members[0].role
+                there[group] -= 1
+                there[other] += 1
+                copy.draining, copy.becomes = True, role
+                fleet.drain(copy.plans[0].id)
+        self._finish(fleet)
+
+    def _start(self, fleet: Fleet, group: str) -> None:
+        """Where devices are free; else at a later tick."""
+        copy_of = parse(group).groups[0]
+        used = {device for plan in fleet.held.values() for device in plan.devices}
+        free = [device for device in range(self.limits.devices) if device not in used][: copy_of.tp]
+        if len(free) < copy_of.tp:
+            return
+        plans = []
+        for member in copy_of.members:
+            for _ in range(member.count):
+                plans.append(
+                    InstancePlan(
+                        f"{member.role.value}{self._numbers[member.role]}", member.role, member.tp, tuple(free)
+                    )
+                )
+                self._numbers[member.role] += 1
+        names = [plan.id for plan in plans]
+        copy = _Copy(group, tuple(_beside(plan, names) for plan in plans))
+        self._copies.append(copy)
+        for plan in copy.plans:
+            fleet.hold(plan)
+        fleet.clock.after(self.start_s * self._chance.uniform(1 - SPREAD, 1 + SPREAD), lambda: self._up(fleet, copy))
+
+    def _up(self, fleet: Fleet, copy: _Copy) -> None:
+        copy.up_s = fleet.clock.now_s
+        for plan in copy.plans:
+            fleet.add(plan)
+
+    def _drain(self, fleet: Fleet, copy: _Copy) -> None:
+        """Unless it is the last one of its kind that serves."""
+        serves = [one for one in self._copies if one.group == copy.group and one.serves]
+        if len(serves) > 1:
+            copy.draining = True
+            for plan in copy.plans:
+                fleet.drain(plan.id)
+
+
+def _beside(plan: InstancePlan, names: Sequence[str]) -> InstancePlan:
+    return replace(plan, colocated_with=tuple(name for name in names if name != plan.id))
+
+
+def _counted(fleet: Fleet) -> Mapping[str, KindCounts]:
+    """Since the beginning, by kind."""
+    return {
+        kind: KindCounts(
+            one.came, one.came, one.items, one.item_tokens, one.prompt_tokens, one.ended, one.ended, one.output_tokens
+        )
+        for kind, one in fleet.counts.items()
+    }
+
+
+def _since(before: KindCounts | None, now: KindCounts) -> KindCounts:
+    return KindCounts(*(new - old for new, old in zip(astuple(now), astuple(before or KindCounts()), strict=True)))

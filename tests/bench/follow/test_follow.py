@@ -1,0 +1,40 @@
+"""`epd-bench follow`: what a flap is, what is starved, and which figures follow from rows."""
+
+from __future__ import annotations
+
+from bench.follow.command import FIXED, SWING, figures, flaps
+from bench.follow.traffic import Phase, requests_of
+from deploy.follow.types import Decision, Move
+
+
+def decision(at_s: float, layout: str, to: dict[str, int] | None, need: float) -> Decision:
+    move = None if to is None else Move("scale", "", to, "E", 1.0, 1.0, "")
+    return Decision(at_s, layout, {}, {"E": need, "P": 1.0, "D": 1.0}, {}, move)
+
+
+def test_what_is_given_up_and_taken_again_at_the_same_load_is_a_flap() -> None:
+    down = decision(0.0, "3E-P-D", {"E": 2, "P": 1, "D": 1}, 1.3)
+    assert flaps([down, decision(20.0, "2E-P-D", {"E": 3, "P": 1, "D": 1}, 1.4)]) == 1
+    assert flaps([down, decision(20.0, "2E-P-D", {"E": 3, "P": 1, "D": 1}, 2.0)]) == 0, "more is needed now"
+    assert flaps([down, decision(90.0, "2E-P-D", {"E": 3, "P": 1, "D": 1}, 1.3)]) == 0, "that was long ago"
+    assert flaps([down, decision(20.0, "2E-P-D", None, 1.3)]) == 0
+
+
+def test_phases_follow_one_another_at_their_rates() -> None:
+    requests = requests_of([Phase(100.0, 0.0, 5.0), Phase(100.0, 8.0, 0.0)], 1)
+    assert [one.at_s for one in requests] == sorted(one.at_s for one in requests)
+    first, second = ([one for one in requests if low <= one.at_s < low + 100] for low in (0, 100))
+    assert all(one.items for one in first) and 400 < len(first) < 600
+    assert not any(one.items for one in second) and 700 < len(second) < 900
+    assert requests == requests_of([Phase(100.0, 0.0, 5.0), Phase(100.0, 8.0, 0.0)], 1) and len(SWING) == 2
+
+
+def test_following_is_set_beside_the_best_of_each_kind() -> None:
+    def row(what: str, rps: float) -> dict[str, object]:
+        return {"part": "swing", "what": what, "goodput_rps": rps, "attained": 0.9, "moves": 4}
+
+    rows = [row(f"fixed {FIXED[0]}", 8.0), row("fixed other", 10.0), row("oracle 4 s ahead", 12.5), row("follow", 12.0)]
+    square = [{"part": "square", "flaps": 1, "starved": 2}, {"part": "square", "flaps": 0, "starved": 3}]
+    found = figures(rows + square)
+    assert (found["swing_over_best_fixed"], found["swing_over_oracle"]) == (1.2, 0.96)
+    assert (found["flaps"], found["starved"]) == (1.0, 5.0)
