@@ -14,7 +14,8 @@ from deploy.follow.report import FollowMetrics
 from deploy.follow.types import Limits
 from deploy.options.config import group_counts
 from deploy.plan.blueprint import Blueprint
-from deploy.planner.profile import read_device_profile
+from deploy.planner.profile import DeviceProfile, read_device_profile
+from epd_serve.sim.profile import read_object
 from proxy.registry.table import InstanceTable
 
 
@@ -26,9 +27,9 @@ def follower_of(
     look: Look,
     registry: CollectorRegistry,
 ) -> Follower:
-    """Raises ConfigError: the profile cannot be read any more."""
+    """Raises ConfigError: the profile cannot be read, or is none of devices."""
     config = blueprint.config
-    profile = read_device_profile(Path(blueprint.follow_profile)) if blueprint.follow_profile else None
+    profile = _profile(config.follow_profile, config.sim_profile)
     limits = Limits(
         devices=config.follow_devices or _devices(blueprint),
         least=group_counts(config.follow_min, "follow_min"),
@@ -50,3 +51,12 @@ def _devices(blueprint: Blueprint) -> int:
     if blueprint.device == "cpu":
         return blueprint.layout.device_count
     return sum(len(node.inventory.ids) for node in blueprint.machines.nodes)
+
+
+def _profile(own: str, simulated: str) -> DeviceProfile | None:
+    """The one for the follower, or that of simulated stages where it is of devices."""
+    if own:
+        return read_device_profile(Path(own), "--follow-profile")
+    if simulated and "stages" in read_object(Path(simulated), f"simulation profile {simulated}", "--sim-profile"):
+        return read_device_profile(Path(simulated), "--sim-profile")
+    return None

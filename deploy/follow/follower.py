@@ -5,7 +5,6 @@ The same on the clock of a deployment (`live.py`) and on a simulated one (`simul
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -19,10 +19,8 @@ from epd_serve.layout_parser import parse
 Json = dict[str, Any]
 
 
-def follow_json(follower: Follower | None) -> Json:
+def follow_json(follower: Follower) -> Json:
     """The mode, and decisions, the newest first."""
-    if follower is None:
-        return {"mode": "off", "every_s": None, "use": None, "decisions": []}
     limits = follower.limits
     entries = [_entry_json(entry) for entry in reversed(follower.entries)]
     return {"mode": follower.mode, "every_s": limits.every_s, "use": limits.use, "decisions": entries}

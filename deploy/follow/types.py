@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from deploy.change.types import Kind
 from epd_serve.layout import Layout
@@ -137,3 +139,7 @@ class Memory:
     calm: float = 1.0
     calmed_s: float = float("-inf")
     resting: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+OFF: Mapping[str, Any] = MappingProxyType({"mode": "off", "every_s": None, "use": None, "decisions": ()})
+"""What is told of the follower (`report.follow_json`) where there is none."""

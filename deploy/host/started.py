@@ -19,6 +19,9 @@ from deploy.host.parent_death_exec import parent_death_exec
 from deploy.host.processes import Killing, group_members
 from epd_serve.errors import StageError
 
+ENDS = "Ctrl-C stops everything."
+"""What a deployment says once it is ready."""
+
 _HOUSE = Path(__file__).resolve().parents[2]
 LOOK_EVERY_S = 0.02
 TRACKER_S = 10.0

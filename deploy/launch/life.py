@@ -14,8 +14,9 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -26,6 +27,7 @@ from deploy.control.changes import Deadlines, Journal
 from deploy.control.controller import Controller
 from deploy.control.metrics import ControlMetrics
 from deploy.control.reconciler import Reconciler
+from deploy.follow.types import OFF
 from deploy.front.key_watch import KeyMetrics, KeyWatch, Read, api_keys_of, of_this_machine, read_key_text
 from deploy.host.ending import Ending
 from deploy.host.event_loop import together
@@ -42,13 +44,13 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from deploy.agent.agent import Agent
-    from deploy.follow.live import Follower
     from deploy.front.all_doors import AllDoors
     from deploy.front.doors import FrontDoors
     from deploy.runtime.many import ManyNodes
     from proxy.config.keys import ApiKeys
     from proxy.config.settings import ProxySettings
 
+    Decisions = Callable[[], dict[str, Any]]
     Fronts = FrontDoors | AllDoors
     Host = Agent | ManyNodes
 
@@ -208,25 +210,27 @@ class Life(ABC):
             self.first = tuple(Order(_id(spec), spec) for spec in reconciler.wanted.specs)
             self.news = StageNews(self.screen, [order.id for order in self.first])
             self.screen.open([order.id for order in self.first])
-        for order in self.first:
-            await self.host.start(order)
         controller = Controller(
             self.deployment.id, reconciler, self.doors, self.aim, self._parts, self._configure, self.restarts
         )
-        self.doors.registry.register(ControlMetrics(reconciler))
-        self.doors.deployment = controller.status
-        follower = None
+        follower, decisions = None, lambda: dict(OFF)
         if self.blueprint.config.follow != "off":
             from deploy.follow.compose import follower_of  # loads the planner
+            from deploy.follow.report import follow_json
 
             follower = follower_of(
                 self.blueprint, controller, reconciler, self.doors.table, self.doors.look, self.doors.registry
             )
+            decisions = partial(follow_json, follower)
+        for order in self.first:
+            await self.host.start(order)
+        self.doors.registry.register(ControlMetrics(reconciler))
+        self.doors.deployment = controller.status
         await together(
             self.news.follow(self.host),
             reconciler.run(),
             controller.keep_places(),
-            self._answer(controller, follower),
+            self._answer(controller, decisions),
             *([follower.run()] if follower is not None else []),
             self._say_ready(reconciler),
             self._watch_keys(),
@@ -283,9 +287,9 @@ class Life(ABC):
     async def _running(self) -> list[Spec]:
         return [one.order.spec for one in await anext(self.host.watch())]
 
-    async def _answer(self, controller: Controller, follower: Follower | None) -> None:
+    async def _answer(self, controller: Controller, decisions: Decisions) -> None:
         routes = await asyncio.to_thread(_routes)  # the web framework loads while others go on
-        await self.answer(routes(controller, self.doors, follower))
+        await self.answer(routes(controller, self.doors, decisions))
 
     async def _configure(self, options: Sequence[str]) -> None:
         """Noted before anybody goes by it, so that the next life does."""
@@ -356,19 +360,18 @@ class Life(ABC):
         self._killing = asyncio.create_task(self.process.over(KILLED))
 
 
-def _routes() -> Callable[[Controller, Fronts, Follower | None], APIRouter]:
+def _routes() -> Callable[[Controller, Fronts, Decisions], APIRouter]:
     """Loads the web framework: for a thread."""
     from fastapi import APIRouter
 
     import proxy.http.admin  # noqa: F401
     from deploy.control.routes import control_routes
-    from deploy.follow.report import follow_json
     from deploy.front.trace_routes import trace_routes
     from proxy.http.requests import request_routes
 
-    def routes(controller: Controller, doors: Fronts, follower: Follower | None) -> APIRouter:
+    def routes(controller: Controller, doors: Fronts, decisions: Decisions) -> APIRouter:
         both = APIRouter()
-        both.include_router(control_routes(controller, lambda: follow_json(follower)))
+        both.include_router(control_routes(controller, decisions))
         both.include_router(request_routes(doors.look))
         both.include_router(trace_routes(doors.traced))
         return both

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import epd_serve.demo
+from deploy.host.started import ENDS
 from deploy.memory.placement_table import placement_rows, table
 from deploy.plan.blueprint import Blueprint
 from epd_serve.endpoint import for_http, socket_path
@@ -16,8 +17,6 @@ from epd_serve.instances import Instance
 from store.addresses import authority
 
 SAMPLE = Path(epd_serve.demo.__path__[0]) / "samples" / "red_circle.png"
-
-ENDS = "Ctrl-C stops everything."
 
 
 def ready_message(

@@ -6,10 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from deploy.planner.profile import read_device_profile
 from epd_serve.engine.argv import stage_command
 from epd_serve.errors import ConfigError
-from epd_serve.sim.profile import read_object, read_profile
+from epd_serve.sim.profile import read_profile
 from epd_serve.stage_plan import StageCommand, StagePlan
 
 
@@ -46,16 +45,4 @@ def checked_profile(engine: str, path: str) -> str:
     if path and engine != "sim":
         raise ConfigError("--sim-profile is for simulated stages: add --engine sim", param="--sim-profile")
     read_profile(path)
-    return str(Path(path).resolve()) if path else ""
-
-
-def checked_follow_profile(own: str, simulated: str) -> str:
-    """Of the devices, an absolute path, or "" where there is none: the one for it, or that of simulated stages where it
-    is of devices. Raises ConfigError: it cannot be read, or is no such profile."""
-    path = own
-    if not own:
-        raw = read_object(Path(simulated), f"simulation profile {simulated}", "--sim-profile") if simulated else {}
-        path = simulated if "stages" in raw else ""
-    if path:
-        read_device_profile(Path(path), "--sim-profile" if not own else "--follow-profile")
     return str(Path(path).resolve()) if path else ""

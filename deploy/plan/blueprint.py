@@ -16,7 +16,7 @@ from deploy.memory.check import NO_MEMORY, OneStage
 from deploy.memory.placement_table import short_node
 from deploy.memory.plan import MemoryPlan
 from deploy.options.config import DeployConfig
-from deploy.options.engines import checked_follow_profile, checked_profile
+from deploy.options.engines import checked_profile
 from deploy.options.mooncake import choose_pool, client_warnings, reads_device_memory
 from deploy.options.stage_args import StageArgs, check_alike, parse_stage_args, waits_for_decode
 from deploy.options.versions import numbers
@@ -51,7 +51,7 @@ class Blueprint:
         core_orders: what the workers of an instance have to do about cores, where it has a share.
         pooled: the MM Store has its second tier, Mooncake.
         ways: which way features and KV go between the instances.
-        sim_profile: of simulated stages, an absolute path or "". follow_profile: of the devices, for the follower.
+        sim_profile: of simulated stages, an absolute path or "".
         warnings: one line each, to be shown.
         memory: what each instance gets of its devices, or None where that is unknown or no stage is started.
     """
@@ -68,7 +68,6 @@ class Blueprint:
     pooled: bool = False
     ways: Ways = field(default_factory=Ways)
     sim_profile: str = ""
-    follow_profile: str = ""
     warnings: tuple[str, ...] = ()
     core_orders: Mapping[str, CoreOrder] = field(default_factory=dict)
     memory: MemoryPlan | None = None
@@ -190,9 +189,6 @@ def draw(
             shm_mib=partial(_shm, config, features_travel),
         )
     warnings += memory.warnings
-    follow_profile = ""
-    if config.follow != "off":
-        follow_profile = checked_follow_profile(config.follow_profile, config.sim_profile)
     return Blueprint(
         config=config,
         model=model,
@@ -206,7 +202,6 @@ def draw(
         pooled=pooled,
         ways=ways,
         sim_profile=checked_profile(config.engine, config.sim_profile),
-        follow_profile=follow_profile,
         warnings=tuple(warnings),
         core_orders=divided.orders,
         memory=memory.plan,

@@ -25,8 +25,7 @@ from PIL import Image
 
 from deploy.agent.cpu_time import cpu_seconds, groups, parts, since
 from deploy.host.ports import free_ports
-from deploy.host.started import started
-from deploy.launch.ready_message import ENDS
+from deploy.host.started import ENDS, started
 from deploy.planner.steps import Sent
 from epd_serve.errors import StageError
 

@@ -21,8 +21,8 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.host.environment import is_terminal
+from deploy.host.started import ENDS
 from deploy.launch.life import checked_keys
-from deploy.launch.ready_message import ENDS
 from deploy.launch.screen import Screen
 from deploy.options.config import DeployConfig
 from deploy.ray.cluster import (

@@ -19,6 +19,7 @@ from deploy.control.controller import Controller
 from deploy.control.routes import control_routes
 from deploy.follow.live import Follower
 from deploy.follow.report import follow_json
+from deploy.follow.types import OFF
 from deploy.host.launches import ADMIN_SOCKET
 from deploy.host.ports import free_ports, listen, private_socket
 from deploy.host.rundir import RunDir
@@ -82,7 +83,9 @@ class Commanded(World):
             await self.over()
             with listen("127.0.0.1", port) as listening:
                 path = run.socket(ADMIN_SOCKET)
-                routes = [control_routes(controller, lambda: follow_json(self.follower))]
+                routes = [
+                    control_routes(controller, lambda: follow_json(self.follower) if self.follower else dict(OFF))
+                ]
                 with private_socket(path) as own:
                     admins = (Admin(own, ""), Admin(listening, KEY))
                     tasks = [
@@ -98,6 +101,9 @@ class Commanded(World):
                             with contextlib.suppress(asyncio.CancelledError):
                                 await task
         run.remove()
+
+    def _decisions(self) -> dict[str, Any]:
+        return follow_json(self.follower) if self.follower is not None else dict(OFF)
 
     async def get(self, path: str, key: str = KEY) -> httpx.Response | None:
         async with httpx.AsyncClient(base_url=self.base, trust_env=False, timeout=60) as http:

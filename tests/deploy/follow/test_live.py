@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from deploy.follow import live
 from deploy.follow.live import Follower
 from deploy.follow.observe import Observer
-from deploy.follow.report import FollowMetrics, follow_json
+from deploy.follow.report import FollowMetrics
 from deploy.follow.types import Limits
 from deploy.planner.profile import DeviceProfile
 from epd_serve.layout_parser import parse
@@ -191,7 +191,6 @@ async def test_decisions_are_told_to_people_and_programs(tmp_path: Path, capsys:
         registry.register(FollowMetrics(follower))
         encoders = parse(told["decisions"][0]["chosen"]["layout"]).groups[0].repeat
         assert encoders >= 3 and f'epd_follow_desired_copies{{group="E"}} {encoders}.0' in metrics_of(registry)
-    assert follow_json(None)["mode"] == "off"
 
 
 async def test_without_a_follower_the_status_says_how_to_have_one(

@@ -93,7 +93,8 @@ def engine_flags(rig: Rig, room: int = ROOM, more: str = "", *, weights: bool = 
     hollow = "" if weights or rig.card.kind == "cpu" else HOLLOW
     seqs = "" if rig.card.kind == "cpu" or "--max-num-seqs" in more else "--max-num-seqs 64"
     room = min(room, ROOM) if rig.card.kind == "cpu" else room  # the small model has no more positions
-    words = [f"--max-model-len {room}", hollow, seqs, "--enforce-eager" if rig.card.eager else "", more]
+    dtype = "--dtype float32" if rig.card.kind == "cpu" else ""  # many have no instructions for bfloat16
+    words = [f"--max-model-len {room}", hollow, seqs, dtype, "--enforce-eager" if rig.card.eager else "", more]
     return " ".join(filter(None, words))
 
 
