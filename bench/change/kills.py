@@ -38,7 +38,8 @@ class Victim:
     Attributes:
         kind: of those that are drawn from alike. name: an instance's id, `front.0`, `control`, …
         pid: its process; with `group` that of its whole group.
-        front: connections of clients end with it. decodes: streams go on at another one.
+        front: connections of clients end with it. listens: the socket that they connect to goes, too, until another is
+            there. decodes: streams go on at another one.
         process: what the kernel calls it, where it is one of a group.
     """
 
@@ -47,6 +48,7 @@ class Victim:
     pid: int
     group: bool = False
     front: bool = False
+    listens: bool = False
     decodes: bool = False
     process: str = ""
 
@@ -188,7 +190,8 @@ def excused(record: RequestRecord, kills: Sequence[Kill]) -> bool:
         return False
     for one in kills:
         ends = one.at_s <= record.ended_s <= one.at_s + GONE_S
-        if one.victim.front and record.sent_s <= one.gone_s and ends and record.fault in ("broken", CUT):
+        faults = ("broken", CUT, "unreachable") if one.victim.listens else ("broken", CUT)
+        if one.victim.front and record.sent_s <= one.gone_s and ends and record.fault in faults:
             return True
     return False
 

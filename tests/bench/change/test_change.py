@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from subprocess import Popen
 from typing import Any
 
@@ -70,6 +71,12 @@ def test_a_kill_excuses_connections_of_a_front_door_and_nothing_else(
 def test_what_was_sent_to_a_front_door_that_had_gone_already_is_not_excused(sent_s: float, may: bool) -> None:
     one = record(Outcome.ERROR, fault="broken", sent_s=sent_s)
     assert excused(one, [Kill(9.5, 9.6, FRONT)]) is may
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_connection_is_refused_where_the_socket_went_too_and_nowhere_else(listens: bool) -> None:
+    one = record(Outcome.ERROR, fault="unreachable", sent_s=9.55)
+    assert excused(one, [Kill(one.ended_s - 0.5, one.ended_s, replace(FRONT, listens=listens))]) is listens
 
 
 def test_a_connection_that_broke_long_after_the_kill_is_not_excused() -> None:

@@ -86,12 +86,12 @@ def victims(ray: RayNodes, status: Mapping[str, Any]) -> list[Victim]:
     for name, pid in parts.items():
         node, kind = node_of(name), kind_of(name)
         if kind == NODE:
-            found.append(Victim(NODE, name, pid, front=node in doors, decodes=node in decodes))
+            found.append(Victim(NODE, name, pid, front=node in doors, listens=True, decodes=node in decodes))
         elif kind:
             found.append(Victim(kind, name, pid, front=kind == "front door"))
         actor = stat(pid) if kind == "node actor" else None
         if actor is not None and actor.parent in raylets:
-            found.append(Victim(RAYLET, node, actor.parent, front=node in doors, decodes=node in decodes))
+            found.append(Victim(RAYLET, node, actor.parent, front=node in doors, listens=True, decodes=node in decodes))
     return found
 
 
