@@ -28,7 +28,7 @@ def step(seen: Observation, memory: Memory, limits: Limits) -> tuple[Memory, Dec
     """Decide. To be called every `limits.every_s`, with the memory that the call before returned; what is then done is
     told to it by `moved`, and what came to nothing by `failed`."""
     trends = {kind: followed(memory.trends.get(kind), count) for kind, count in seen.came.items()}
-    ahead = (seen.start_s + limits.every_s) / seen.window_s
+    ahead = (seen.start_s + limits.every_s) / limits.every_s
     rates = {kind: max(upper(trend, ahead), surely(seen.came[kind])) / seen.window_s for kind, trend in trends.items()}
     need = needed(rates, seen)
     quiet_s = limits.quiet_s * memory.calm

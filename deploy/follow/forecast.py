@@ -20,7 +20,7 @@ LEAST = math.sqrt(3 / 8)
 
 
 def followed(trend: Trend | None, count: float) -> Trend:
-    """The trend once that many have come in one more window."""
+    """The trend once that many have come in one more window; windows may overlap."""
     root = math.sqrt(count + 3 / 8)
     if trend is None:
         return Trend(root, 0.0)
@@ -29,12 +29,12 @@ def followed(trend: Trend | None, count: float) -> Trend:
     return Trend(max(level, LEAST), slope, trend.seen + 1)
 
 
-def upper(trend: Trend, windows: float) -> float:
-    """Requests in a window, so many windows from now, that are rarely exceeded; 0 after a long silence."""
+def upper(trend: Trend, steps: float) -> float:
+    """Requests in a window, so many calls of `followed` from now, that are rarely exceeded; 0 after a long silence."""
     if trend.level <= LEAST + 1e-3:
         return 0.0
     slope = trend.slope if trend.level**2 >= FEW else 0.0
-    return max(0.0, trend.level + slope * windows + NINE_IN_TEN) ** 2
+    return max(0.0, trend.level + slope * steps + NINE_IN_TEN) ** 2
 
 
 def surely(count: float) -> float:

@@ -6,7 +6,6 @@ worked yet, or decode, the profile says it (ModServe §4.2: N = ⌈L / C⌉, wit
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -113,7 +112,6 @@ class Observer:
         return Observation(
             at_s,
             layout,
-            _copies(seen),
             window_s,
             {kind: one.requests for kind, one in came.items()},
             {kind: self._costs(layout, self._usual([kind])) for kind in came},
@@ -185,13 +183,6 @@ class Observer:
             elif one.role.decodes:
                 backlog[one.group] += one.report.waiting * seconds[DECODE]
         return backlog
-
-
-def _copies(seen: Iterable[Seen]) -> Counter[str]:
-    """That serve, by group: as many as there are of each of its instances."""
-    there = Counter(one.group for one in seen)
-    size = {name: parse(name).groups[0].instance_count for name in there}
-    return Counter({name: count // size[name] for name, count in there.items()})
 
 
 def _does(layout: Layout) -> Mapping[str, frozenset[str]]:

@@ -57,7 +57,7 @@ class SimulatedFollower:
 
     Args:
         layout: that it begins with. start_s: from a start until an instance serves, on average.
-        tpot_s: of the SLO. act: False only watches.
+        tpot_s: of the SLO.
 
     Attributes:
         decisions: all of them.

@@ -47,7 +47,7 @@ class Observation:
 
     Attributes:
         at_s: of a clock that never goes back.
-        layout: that is wanted. up: copies that serve.
+        layout: that is wanted.
         window_s: for how long arrivals were counted. came: requests in it, by kind, refused ones included.
         costs: group-seconds that a request takes, by kind, then by group.
         backlog: group-seconds of work that waits, by group.
@@ -59,7 +59,6 @@ class Observation:
 
     at_s: float
     layout: Layout
-    up: Counts
     window_s: float
     came: Mapping[Kind, float]
     costs: Mapping[Kind, Needs]

@@ -111,11 +111,3 @@ def test_before_anything_came_nothing_is_needed() -> None:
     seen = observed(Observer(PROFILE, 0.2), "E-P-D", {"text": KindCounts(), "media": KindCounts()})
     assert set(seen.costs) == {"text", "media"} and not any(seen.backlog.values())
     assert all(value < 1 for costs in seen.costs.values() for value in costs.values())
-
-
-@pytest.mark.parametrize(("layout", "count"), [("2E-P-D", {"E": 2}), ("(E-P)x2-D", {"(E-P)": 2})])
-def test_copies_that_serve_are_counted_whole(layout: str, count: Mapping[str, int]) -> None:
-    (name, copies), *_ = count.items()
-    roles = [member.role for member in parse(name).groups[0].members]
-    seen = [Seen(role, name, 60.0, Report()) for role in roles for _ in range(copies)]
-    assert observed(Observer(PROFILE, None), layout, {"text": TEXT}, *seen).up == count

@@ -51,7 +51,7 @@ class World:
             self.now_s += self.limits.every_s
             self.came = [*self.came[-1:], self._arrivals()]
             came = {kind: sum(part[kind] for part in self.came) for kind in COSTS}
-            seen = Observation(self.now_s, self.layout, self.counts, WINDOW_S, came, COSTS, start_s=4.0)
+            seen = Observation(self.now_s, self.layout, WINDOW_S, came, COSTS, start_s=4.0)
             self.memory, decision = step(seen, self.memory, self.limits)
             self.decisions.append(decision)
             if decision.chosen is not None:
@@ -172,7 +172,7 @@ def test_what_cannot_be_reached_rests_and_is_not_chosen_again_for_a_while() -> N
     (first, *_) = [one.chosen for one in world.changes if one.chosen]
     world.layout = parse("E-P-D")
     world.memory = failed(first.layout, world.now_s, world.memory)
-    seen = Observation(world.now_s, world.layout, world.counts, WINDOW_S, {"media": 30}, COSTS)
+    seen = Observation(world.now_s, world.layout, WINDOW_S, {"media": 30}, COSTS)
     _, decision = step(seen, world.memory, LIMITS)
     assert decision.chosen is None or decision.chosen.layout != first.layout
 
@@ -181,7 +181,7 @@ def test_nothing_is_given_up_while_a_front_door_is_silent() -> None:
     for heard, moves in ((1.0, True), (0.75, False), (0.25, False)):
         memory, chosen = Memory(), None
         for tick in itertools.count(1):
-            seen = Observation(5.0 * tick, parse("2E-2P-2D"), {}, WINDOW_S, {"text": 0}, COSTS, heard=heard)
+            seen = Observation(5.0 * tick, parse("2E-2P-2D"), WINDOW_S, {"text": 0}, COSTS, heard=heard)
             memory, decision = step(seen, memory, LIMITS)
             chosen = decision.chosen or chosen
             if tick > 100:
