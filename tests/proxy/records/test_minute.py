@@ -96,7 +96,7 @@ def test_the_kinds_of_several_processes_add_up() -> None:
     told = [msgspec.msgpack.decode(msgspec.msgpack.encode(door.counts(3.0)), type=Counts) for door in doors]
     assert together(told).kinds == {
         "text": KindCounts(requests=3),
-        "media": KindCounts(3, 3, 3 * 250, 300 + 301 + 302, ended=3, known_outputs=2, output_tokens=14),
+        "media": KindCounts(3, 3, 3 * 2, 3 * 250, 300 + 301 + 302, ended=3, known_outputs=2, output_tokens=14),
     }
 
 
