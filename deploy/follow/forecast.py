@@ -26,7 +26,7 @@ def followed(trend: Trend | None, count: float) -> Trend:
         return Trend(root, 0.0)
     level = LEVEL * root + (1 - LEVEL) * (trend.level + trend.slope)
     slope = SLOPE * (level - trend.level) + (1 - SLOPE) * trend.slope
-    return Trend(max(level, LEAST), slope, trend.seen + 1)
+    return Trend(max(level, LEAST), slope)
 
 
 def upper(trend: Trend, steps: float) -> float:

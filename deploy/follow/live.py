@@ -160,8 +160,6 @@ class Follower:
             {kind: counts.kinds.get(kind, KindCounts()) for kind in KINDS},
             max(counts.seconds, 1.0),
             start_s=max(starts, default=0.0),
-            judged=counts.judged,
-            attained=counts.attained,
             heard=counts.answered / counts.serving if counts.serving else 0.0,
             changing=self._reconciler.changes.present is not None,
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
 
 from deploy.change.types import Kind
 from deploy.follow.moves import counts_of
@@ -20,6 +19,7 @@ from deploy.planner.workload import Work
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.roles import Role
+from proxy.records.minute import KindCounts
 from proxy.registry.load import Reported
 
 WARM_S = 10.0
@@ -29,25 +29,6 @@ FILL = 0.02
 KEPT = 0.9
 """Of the sums that usual sizes are made of, from one window to the next."""
 TINY = 1e-9
-
-
-class Came(Protocol):
-    """Of one kind of request, in a window (`proxy.records.minute.KindCounts`)."""
-
-    @property
-    def requests(self) -> int: ...
-    @property
-    def known_prompts(self) -> int: ...
-    @property
-    def items(self) -> int: ...
-    @property
-    def item_tokens(self) -> int: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def known_outputs(self) -> int: ...
-    @property
-    def output_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -88,12 +69,10 @@ class Observer:
         at_s: float,
         layout: Layout,
         seen: Sequence[Seen],
-        came: Mapping[Kind, Came],
+        came: Mapping[Kind, KindCounts],
         window_s: float,
         *,
         start_s: float,
-        judged: int = 0,
-        attained: int = 0,
         heard: float = 1.0,
         changing: bool = False,
     ) -> Observation:
@@ -117,8 +96,6 @@ class Observer:
             {kind: self._costs(layout, self._usual([kind])) for kind in came},
             self._backlog(layout, seen),
             start_s,
-            judged,
-            attained,
             heard,
             changing,
         )

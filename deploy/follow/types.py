@@ -52,7 +52,6 @@ class Observation:
         costs: group-seconds that a request takes, by kind, then by group.
         backlog: group-seconds of work that waits, by group.
         start_s: how long an instance takes to start, by experience.
-        judged, attained: answers in the window that an SLO was asked of, and those that were within it.
         heard: share of the front doors that said what came to them.
         changing: a change is under way.
     """
@@ -64,8 +63,6 @@ class Observation:
     costs: Mapping[Kind, Needs]
     backlog: Needs = field(default_factory=dict)
     start_s: float = 0.0
-    judged: int = 0
-    attained: int = 0
     heard: float = 1.0
     changing: bool = False
 
@@ -76,7 +73,6 @@ class Trend:
 
     level: float
     slope: float
-    seen: int = 1
 
 
 @dataclass(frozen=True)
