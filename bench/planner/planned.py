@@ -177,9 +177,10 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 failed += measured(case, model, rows, arguments, folder / case.workload, seeds)
             figures |= compared(rows)
         if arguments.only != "predict":
-            figures |= speed(arguments.profile, day=arguments.day or not arguments.quick)
+            timed = speed(arguments.profile, day=arguments.day or not arguments.quick)
+            figures |= speed_figures(timed)
     print(f"{_table(rows)}\n\n{goal_table(figures, GOALS)}")
-    write(arguments.json, figures, env, rows)
+    write(arguments.json, figures, env, [*rows, *timed])
     return 1 if failed else 0
 
 
@@ -423,21 +424,33 @@ those of a whole day after that."""
 PLAN_WITHIN_S = 600.0
 
 
-def speed(profile: Path, *, day: bool) -> dict[str, float]:
+def speed(profile: Path, *, day: bool) -> list[Row]:
     """Seconds of plans for 8 and 64 devices, as a user asks for them; of a day at 128 devices where wanted."""
-    figures = {}
+    rows: list[Row] = []
     for devices in (8, 64):
         words = ["plan", "--profile", str(profile), "--workload", PLANNED, "--slo", PLANNED_SLO]
         command = [sys.executable, "-m", "deploy.cli", *words, "--devices", str(devices)]
         begun = time.monotonic()
         subprocess.run(command, check=True, timeout=PLAN_WITHIN_S, stdout=subprocess.DEVNULL)
-        figures[f"plan_s_{devices}"] = round(time.monotonic() - begun, 2)
+        rows.append({"timed": "plan", "devices": devices, "seconds": round(time.monotonic() - begun, 2)})
     if day:
         begun = time.monotonic()
         with ProcessPoolExecutor(DAY_PARTS, get_context("forkserver")) as pool:
             counts = list(pool.map(partial(_part_of_day, profile), range(DAY_PARTS)))
-        figures["day_128_s"] = round(time.monotonic() - begun, 2)
-        figures["day_128_requests"] = float(sum(counts))
+        seconds = round(time.monotonic() - begun, 2)
+        devices = parse(DAY_LAYOUT).device_count
+        rows.append({"timed": "day", "devices": devices, "seconds": seconds, "requests": sum(counts)})
+    return rows
+
+
+def speed_figures(rows: Sequence[Row]) -> dict[str, float]:
+    figures = {}
+    for row in rows:
+        if row["timed"] == "plan":
+            figures[f"plan_s_{row['devices']}"] = row["seconds"]
+        else:
+            figures[f"day_{row['devices']}_s"] = row["seconds"]
+            figures[f"day_{row['devices']}_requests"] = float(row["requests"])
     return figures
 
 

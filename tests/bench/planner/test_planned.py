@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.planner.planned import BELOW, VLLM, compared
+from bench.planner.planned import BELOW, VLLM, compared, speed_figures
 
 
 def row(layout: str, predicted: float, measured: float, *, spread: float = 0.01, **more: Any) -> dict[str, Any]:
@@ -74,3 +74,12 @@ def test_plain_vllm_alone_is_no_case() -> None:
 
 def test_what_was_not_measured_says_nothing() -> None:
     assert compared([{"workload": "w", "layout": "TP1x2", "rate_rps": 1.0, "busy": 0.5, "attained": [1.0] * 3}]) == {}
+
+
+def test_what_was_timed_is_a_figure_by_its_devices() -> None:
+    rows = [
+        {"timed": "plan", "devices": 8, "seconds": 6.4},
+        {"timed": "day", "devices": 128, "seconds": 540.0, "requests": 1_000_000},
+    ]
+
+    assert speed_figures(rows) == {"plan_s_8": 6.4, "day_128_s": 540.0, "day_128_requests": 1e6}
