@@ -57,6 +57,7 @@ class Observation:
         start_s: how long an instance takes to start, by experience.
         heard: share of the front doors that said what came to them.
         changing: a change is under way.
+        busy: group-seconds a second that copies of a group have really worked since the look before.
     """
 
     at_s: float
@@ -69,6 +70,7 @@ class Observation:
     heard: float = 1.0
     changing: bool = False
     sizes: Mapping[Kind, Work] = field(default_factory=dict)
+    busy: Needs = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class Decision:
         need: by that. peak: the most that was needed since `quiet_s`.
         chosen: None where all stays. refused: moves that would help, and what forbids them.
         plan: why the layout is of these groups, and no others. question: that the planner should answer.
+        costs: as observed.
     """
 
     at_s: float
@@ -146,6 +149,7 @@ class Decision:
     refused: tuple[tuple[Move, str], ...] = ()
     plan: str = ""
     question: PlanQuestion | None = None
+    costs: Mapping[Kind, Needs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
