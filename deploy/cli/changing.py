@@ -280,6 +280,7 @@ def decisions_text(following: Json) -> str:
         if (chosen := one["chosen"]) is not None:
             lines.append(f"  {chosen['what']} to {chosen['layout']}: {chosen['why']}")
         lines += [f"  not {move['layout']}: {move['reason']}" for move in one["refused"]]
+        lines.append(f"  {one['plan']}")
     return "\n".join(lines)
 
 

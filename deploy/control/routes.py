@@ -174,7 +174,7 @@ class Deployment(_Model):
 
 class Move(_Model):
     what: str
-    """`flip` or `scale`."""
+    """`flip`, `scale` or `relayout`."""
     layout: str
     relieves: str
     """The group that lacks most."""
@@ -210,6 +210,8 @@ class Decision(_Model):
     groups: list[GroupNeed]
     chosen: Move | None
     refused: list[RefusedMove]
+    plan: str
+    """Why the layout is of these groups, and no others."""
 
 
 class Following(_Model):

@@ -20,7 +20,9 @@ from deploy.control.reconciler import Reconciler
 from deploy.follow.follower import failed, moved, step
 from deploy.follow.moves import name_of
 from deploy.follow.observe import Observer, Seen
-from deploy.follow.types import Decision, Limits, Memory, Observation
+from deploy.follow.planning import answer
+from deploy.follow.plans import Answer, Plans
+from deploy.follow.types import Decision, Limits, Memory, Observation, PlanQuestion
 from deploy.runtime.protocol import Observed, Phase
 from epd_serve.errors import EpdError
 from epd_serve.layout import Layout
@@ -58,6 +60,7 @@ class Follower:
     """Args:
         mode: `act`, or `advise`, which decides and changes nothing.
         table: of the front doors, with what stages report. look: asks all front doors what came.
+        plans: None where the groups of the layout stay.
 
     Attributes:
         entries: of the last decisions, the newest last; one stands for several that are alike.
@@ -73,37 +76,49 @@ class Follower:
         reconciler: Reconciler,
         table: InstanceTable,
         look: Look,
+        plans: Plans | None = None,
     ) -> None:
         self.mode, self.limits = mode, limits
         self.entries: deque[Entry] = deque(maxlen=REMEMBERED)
         self._observer, self._controller = observer, controller
         self._reconciler, self._table, self._ask = reconciler, table, look
+        self._plans = plans
+        self._planning: asyncio.Task[None] | None = None
         self._memory = Memory()
         self._began: tuple[Change, Entry] | None = None
         self.moves = Counter[tuple[str, str]]()
 
     async def run(self) -> None:
         """For ever."""
-        while True:
-            await asyncio.sleep(self.limits.every_s)
-            try:
-                async with asyncio.timeout(LOOK_S):
-                    seen = await self._look()
-            except TimeoutError:
-                logger.warning("nothing is decided: the front doors do not say what comes within %g s", LOOK_S)
-                continue
-            except EpdError as error:
-                logger.warning("nothing is decided: %s", error)
-                continue
-            try:
-                await self.decide(seen)
-            except Exception:  # a defect of ours changes nothing, and the next look may do better
-                logger.exception("nothing is decided")
+        try:
+            while True:
+                await asyncio.sleep(self.limits.every_s)
+                await self._turn()
+        finally:
+            if self._planning is not None:
+                self._planning.cancel()
+
+    async def _turn(self) -> None:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                seen = await self._look()
+        except TimeoutError:
+            logger.warning("nothing is decided: the front doors do not say what comes within %g s", LOOK_S)
+            return
+        except EpdError as error:
+            logger.warning("nothing is decided: %s", error)
+            return
+        try:
+            await self.decide(seen)
+        except Exception:  # a defect of ours changes nothing, and the next look may do better
+            logger.exception("nothing is decided")
 
     async def decide(self, seen: Observation) -> None:
         """Once, by what is seen now."""
         self._settle()
-        self._memory, decision = step(seen, self._memory, self.limits)
+        self._memory, decision = step(seen, self._memory, self.limits, self._plans)
+        if decision.question is not None and not self._held():
+            self._plan(decision.question)
         if decision.chosen is None:
             self._note(Entry(decision, "stays"))
         elif self.mode != "act":
@@ -112,6 +127,19 @@ class Follower:
             self._note(Entry(decision, f"held: {held}"))
         else:
             await self._move(decision)
+
+    def _plan(self, question: PlanQuestion) -> None:
+        """Ask the planner, unless it is at work."""
+        if self._planning is None or self._planning.done():
+            self._planning = asyncio.create_task(self._ask_planner(question), name="plan a layout")
+
+    async def _ask_planner(self, question: PlanQuestion) -> None:
+        assert self._plans is not None
+        try:
+            found = await answer(question, self._plans)
+        except OSError as error:
+            found = Answer(question, trouble=f"it could not be started: {error}")
+        self._plans = self._plans.with_answer(found)
 
     async def _move(self, decision: Decision) -> None:
         assert decision.chosen is not None
@@ -187,7 +215,10 @@ class Follower:
 
 
 def _alike(one: Decision, other: Decision) -> bool:
-    moves = [(each.chosen and each.chosen.layout, [move.layout for move, _ in each.refused]) for each in (one, other)]
+    moves = [
+        (each.chosen and each.chosen.layout, [move.layout for move, _ in each.refused], each.plan.split(":")[0])
+        for each in (one, other)
+    ]
     return one.layout == other.layout and moves[0] == moves[1]
 
 

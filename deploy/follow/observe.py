@@ -98,6 +98,7 @@ class Observer:
             start_s,
             heard,
             changing,
+            {kind: self._usual([kind]) for kind in came},
         )
 
     def _usual(self, kinds: Iterable[Kind]) -> Work:

@@ -40,6 +40,7 @@ def _entry_json(entry: Entry) -> Json:
         ],
         "chosen": _move_json(one.chosen) if one.chosen is not None else None,
         "refused": [{**_move_json(move), "reason": why} for move, why in one.refused],
+        "plan": one.plan,
     }
 
 

@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from deploy.follow import live
+from deploy.follow import live, moves
 from deploy.follow.live import Follower
 from deploy.follow.observe import Observer
+from deploy.follow.plans import Answer, Plans
 from deploy.follow.report import FollowMetrics
-from deploy.follow.types import Limits
+from deploy.follow.types import Limits, PlanQuestion
+from deploy.planner.goodput import Interval
 from deploy.planner.profile import DeviceProfile
 from epd_serve.layout_parser import parse
 from epd_serve.sim.profile import Capacity, Line, Profile
+from epd_serve.slo import Slo
 from proxy.records.minute import Counts, KindCounts
 from proxy.records.records import Question, RecordsAnswer
 from tests.deploy.control.test_commands import Commanded
@@ -68,6 +71,8 @@ def metrics_of(registry: CollectorRegistry) -> str:
 
 
 class Followed(Commanded):
+    plans: Plans | None = None
+
     def __init__(self, folder: Path, layout: str, mode: str = "act", devices: int = 16, quiet_s: float = 60.0) -> None:
         super().__init__(folder, layout, both=True)
         self.comes = Comes()
@@ -84,6 +89,7 @@ class Followed(Commanded):
                 self.reconciler,
                 self.doors.table,
                 self.comes.look,
+                self.plans,
             )
             task = asyncio.create_task(follower.run())
             try:
@@ -130,6 +136,31 @@ async def test_p_becomes_d_where_that_is_enough(tmp_path: Path) -> None:
         world.comes.text = 6.0
         await until(lambda: follower.moves["flip", "done"])
         assert {call.split()[0] for call in world.runtime.calls[begun:]} == {"flip"}
+
+
+async def test_monoliths_become_other_groups_once_the_planner_says_so_and_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def answer(question: PlanQuestion, plans: Plans) -> Answer:
+        asked.append(question.layout)
+        best, other = ("EP-D", "2EPD") if question.rates["media"] > question.rates["text"] else ("2EPD", "EP-D")
+        return Answer(question, {best: Interval.of([90.0]), other: Interval.of([1.0])})
+
+    monkeypatch.setattr(live, "answer", answer)
+    monkeypatch.setattr(moves, "TRADE_S", 0.0)
+    world = Followed(tmp_path, "2EPD", devices=2)
+    world.plans = Plans(PROFILE, Slo(2000.0, 50.0))
+    world.comes.text = 8.0
+    async with world.following() as follower:
+        await until(lambda: follower.entries and "chosen for such work" in follower.entries[-1].decision.plan)
+        world.comes.text, world.comes.media = 0.0, 8.0
+        await until(lambda: world.layout == "EP-D" and follower.moves["relayout", "done"])
+        world.comes.text, world.comes.media = 8.0, 0.0
+        await until(lambda: world.layout == "2EPD" and follower.moves["relayout", "done"] == 2)
+    assert asked == ["2EPD", "EP-D"]
+    assert all(change.cut == 0 for change in world.reconciler.changes.past)
 
 
 async def test_what_an_operator_has_asked_for_is_left_for_a_while(
