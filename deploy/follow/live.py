@@ -56,7 +56,7 @@ class Entry:
 
 class Follower:
     """Args:
-        mode: `act`, or `advise`, which decides and changes nothing.
+        mode: `act`, `advise`, which decides and changes nothing, or `off`, which does not look.
         table: of the front doors, with what stages report. look: asks all front doors what came.
 
     Attributes:
@@ -80,12 +80,15 @@ class Follower:
         self._reconciler, self._table, self._ask = reconciler, table, look
         self._memory = Memory()
         self._began: tuple[Change, Entry] | None = None
+        self._deciding = asyncio.Lock()
         self.moves = Counter[tuple[str, str]]()
 
     async def run(self) -> None:
         """For ever."""
         while True:
             await asyncio.sleep(self.limits.every_s)
+            if self.mode == "off":
+                continue
             try:
                 async with asyncio.timeout(LOOK_S):
                     seen = await self._look()
@@ -96,12 +99,23 @@ class Follower:
                 logger.warning("nothing is decided: %s", error)
                 continue
             try:
-                await self.decide(seen)
+                async with self._deciding:
+                    await self.decide(seen)
             except Exception:  # a defect of ours changes nothing, and the next look may do better
                 logger.exception("nothing is decided")
 
+    async def switch(self, mode: str) -> None:
+        """Returns once what is being decided by the mode before has begun, or come to nothing. Who was `off` has
+        nothing to remember."""
+        async with self._deciding:
+            self.mode = mode
+            if mode == "off":
+                self._memory = Memory()
+
     async def decide(self, seen: Observation) -> None:
         """Once, by what is seen now."""
+        if self.mode == "off":  # since it was looked
+            return
         self._settle()
         self._memory, decision = step(seen, self._memory, self.limits)
         if decision.chosen is None:

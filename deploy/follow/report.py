@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -19,10 +20,10 @@ from epd_serve.layout_parser import parse
 Json = dict[str, Any]
 
 
-def follow_json(follower: Follower) -> Json:
-    """The mode, and decisions, the newest first."""
+def follow_json(follower: Follower, most: int | None = None) -> Json:
+    """The mode, and decisions, the newest first, at most so many."""
     limits = follower.limits
-    entries = [_entry_json(entry) for entry in reversed(follower.entries)]
+    entries = [_entry_json(entry) for entry in islice(reversed(follower.entries), most)]
     return {"mode": follower.mode, "every_s": limits.every_s, "use": limits.use, "decisions": entries}
 
 
@@ -66,7 +67,7 @@ class FollowMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         entries = self._follower.entries
-        last = entries[-1].decision if entries else None
+        last = entries[-1].decision if entries and self._follower.mode != "off" else None
         layout = (last.chosen.layout if last.chosen is not None else last.layout) if last is not None else ""
         desired = counts_of(parse(layout)) if layout else Counter[str]()
         use = {} if last is None else {
