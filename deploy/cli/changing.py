@@ -283,6 +283,11 @@ def decisions_text(following: Json) -> str:
         lines = [
             f"follow: {following['mode']}, every {following['every_s']:g} s; a group may be busy {following['use']:.0%}"
         ]
+    for one in following["budgets"]:
+        beside = f" beside {', '.join(one['neighbours'])}" if one["neighbours"] else ""
+        lines.append(
+            f"{one['instance']}{beside}: {one['item_tokens']} item tokens a step, {one['held_steps']} steps held back"
+        )
     for one in following["decisions"]:
         again = f", {one['times']} times alike" if one["times"] > 1 else ""
         rates = ", ".join(f"{rate:.2f} {kind} requests/s" for kind, rate in one["rates_rps"].items())
@@ -291,8 +296,11 @@ def decisions_text(following: Json) -> str:
             f"{one['ago_s']:.0f} s ago{again}: {one['layout']}: {one['outcome']}",
             f"  reckoned with: {rates}",
         ]
-        groups = [(each["group"], f"{each['needed']:.2f}", str(each["there"])) for each in one["groups"]]
-        lines += [f"  {line}" for line in table([("group", "busy", "there"), *groups]).splitlines()]
+        groups = [
+            (each["group"], *(f"{each[of]:.2f}" for of in ("needed", "peak")), str(each["there"]), str(each["wanted"]))
+            for each in one["groups"]
+        ]
+        lines += [f"  {line}" for line in table([("group", "busy", "peak", "there", "wanted"), *groups]).splitlines()]
         if (chosen := one["chosen"]) is not None:
             lines.append(f"  {chosen['what']} to {chosen['layout']}: {chosen['why']}")
         lines += [f"  not {move['layout']}: {move['reason']}" for move in one["refused"]]

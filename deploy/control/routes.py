@@ -176,6 +176,8 @@ class GroupNeed(_Model):
     group: str
     there: int
     """Copies of it."""
+    wanted: int
+    """In the layout that was chosen."""
     needed: float
     """Copies that would never rest."""
     peak: float
@@ -196,12 +198,26 @@ class Decision(_Model):
     refused: list[RefusedMove]
 
 
+class Budget(_Model):
+    instance: str
+    neighbours: list[str]
+    """That compute on its device."""
+    prompt_tokens: int
+    """That its last step was let have, so that no decode breaks the SLO."""
+    item_tokens: int
+    """Likewise, of images and other media."""
+    held_steps: int
+    """Steps so far whose budget left something for the next ones."""
+
+
 class Following(_Model):
     mode: str
     """`off`, `advise` or `act`."""
     every_s: float | None
     use: float | None
     """Share of its time that an instance may be busy."""
+    budgets: list[Budget]
+    """What stages with an SLO do by themselves at every step, before anything is moved."""
     decisions: list[Decision]
     """The newest first."""
 

@@ -27,6 +27,7 @@ from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from proxy.records.minute import Counts, KindCounts
 from proxy.records.records import Question, RecordsAnswer
+from proxy.registry.instance_state import InstanceView
 from proxy.registry.table import InstanceTable
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,11 @@ class Follower:
         self._began: tuple[Change, Entry] | None = None
         self._deciding = asyncio.Lock()
         self.moves = Counter[tuple[str, str]]()
+
+    @property
+    def views(self) -> tuple[InstanceView, ...]:
+        """Of the instances, with their last reports."""
+        return self._table.snapshot()
 
     async def run(self) -> None:
         """For ever."""
@@ -179,7 +185,7 @@ class Follower:
         )
 
     def _seen(self, layout: Layout) -> list[Seen]:
-        reports = {view.instance.id: view.stage for view in self._table.snapshot() if view.up}
+        reports = {view.instance.id: view.stage for view in self.views if view.up}
         there = self._reconciler.instances
         seen = []
         for one in there:

@@ -197,8 +197,22 @@ async def test_decisions_are_told_to_people_and_programs(tmp_path: Path, capsys:
         assert await world.says("status", "--why", "--json") == 0
         told = json.loads(capsys.readouterr().out)
         assert told["mode"] == "advise" and told["decisions"][0]["chosen"]["relieves"] == "E"
+        group = next(one for one in told["decisions"][0]["groups"] if one["group"] == "E")
         encoders = parse(told["decisions"][0]["chosen"]["layout"]).groups[0].repeat
+        assert (group["there"], group["wanted"]) == (1, encoders)
         assert encoders >= 3 and f'epd_follow_desired_copies{{group="E"}} {encoders}.0' in metrics_of(follower)
+
+
+async def test_what_budgets_hold_back_is_told_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = Followed(tmp_path, "(E-P)-D", mode="advise")
+    world.doors.item_budgets["E0"] = 512
+    async with world.following() as follower:
+        await until(lambda: follower.entries)
+        assert await world.says("status", "--why", "--json") == 0
+        (told,) = json.loads(capsys.readouterr().out)["budgets"]
+        assert (told["instance"], told["neighbours"], told["item_tokens"]) == ("E0", ["P0"], 512)
+        assert await world.says("status", "--why") == 0
+        assert "E0 beside P0: 512 item tokens a step, 0 steps held back" in capsys.readouterr().out
 
 
 async def test_an_operator_has_it_act_and_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
