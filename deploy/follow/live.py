@@ -29,6 +29,7 @@ from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from proxy.records.minute import Counts, KindCounts
 from proxy.records.records import Question, RecordsAnswer
+from proxy.registry.instance_state import InstanceView
 from proxy.registry.table import InstanceTable
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Entry:
 
 class Follower:
     """Args:
-        mode: `act`, or `advise`, which decides and changes nothing.
+        mode: `act`, `advise`, which decides and changes nothing, or `off`, which does not look.
         table: of the front doors, with what stages report. look: asks all front doors what came.
         plans: None where the groups of the layout stay.
 
@@ -86,14 +87,21 @@ class Follower:
         self._planning: asyncio.Task[None] | None = None
         self._memory = Memory()
         self._began: tuple[Change, Entry] | None = None
+        self._deciding = asyncio.Lock()
         self.moves = Counter[tuple[str, str]]()
+
+    @property
+    def views(self) -> tuple[InstanceView, ...]:
+        """Of the instances, with their last reports."""
+        return self._table.snapshot()
 
     async def run(self) -> None:
         """For ever."""
         try:
             while True:
                 await asyncio.sleep(self.limits.every_s)
-                await self._turn()
+                if self.mode != "off":
+                    await self._turn()
         finally:
             if self._planning is not None:
                 self._planning.cancel()
@@ -109,12 +117,23 @@ class Follower:
             logger.warning("nothing is decided: %s", error)
             return
         try:
-            await self.decide(seen)
+            async with self._deciding:
+                await self.decide(seen)
         except Exception:  # a defect of ours changes nothing, and the next look may do better
             logger.exception("nothing is decided")
 
+    async def switch(self, mode: str) -> None:
+        """Returns once what is being decided by the mode before has begun, or come to nothing. Who was `off` has
+        nothing to remember."""
+        async with self._deciding:
+            self.mode = mode
+            if mode == "off":
+                self._memory = Memory()
+
     async def decide(self, seen: Observation) -> None:
         """Once, by what is seen now."""
+        if self.mode == "off":  # since it was looked
+            return
         self._settle()
         self._memory, decision = step(seen, self._memory, self.limits, self._plans)
         if decision.question is not None and not self._held():
@@ -193,7 +212,7 @@ class Follower:
         )
 
     def _seen(self, layout: Layout) -> list[Seen]:
-        reports = {view.instance.id: view.stage for view in self._table.snapshot() if view.up}
+        reports = {view.instance.id: view.stage for view in self.views if view.up}
         there = self._reconciler.instances
         seen = []
         for one in there:

@@ -173,5 +173,5 @@ class Memory:
     suited: Mapping[frozenset[str], Mix] = field(default_factory=dict)
 
 
-OFF: Mapping[str, Any] = MappingProxyType({"mode": "off", "every_s": None, "use": None, "decisions": ()})
+OFF: Mapping[str, Any] = MappingProxyType({"mode": "off", "every_s": None, "use": None, "budgets": (), "decisions": ()})
 """What is told of the follower (`report.follow_json`) where there is none."""
