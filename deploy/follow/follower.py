@@ -36,6 +36,8 @@ def step(seen: Observation, memory: Memory, limits: Limits) -> tuple[Memory, Dec
     since_s = seen.at_s if memory.since_s is None else memory.since_s
     memory = replace(memory, since_s=since_s, trends=trends, needs=needs)
 
+    if seen.devices is not None:
+        limits = replace(limits, devices=min(limits.devices, seen.devices))
     text = needed({kind: rate for kind, rate in rates.items() if kind == TEXT}, seen)
     peak = _peak(seen, memory, quiet_s)
     chosen, refused = None, []
@@ -45,6 +47,22 @@ def step(seen: Observation, memory: Memory, limits: Limits) -> tuple[Memory, Dec
             break
         refused.append((move, why))
     return memory, Decision(seen.at_s, str(seen.layout), rates, need, peak, chosen, tuple(refused))
+
+
+def lacking(seen: Observation, memory: Memory, limits: Limits, decision: Decision) -> tuple[int, ...]:
+    """How many devices each copy has that would be wanted, too, if all of `limits.devices` were there.
+
+    Args:
+        memory: with which the decision was made.
+    """
+    if seen.devices is None:
+        return ()
+    _, other = step(replace(seen, devices=None), memory, limits)
+    if other.chosen is None:
+        return ()
+    counts = decision.chosen.counts if decision.chosen is not None else counts_of(seen.layout)
+    more = {name: count - counts.get(name, 0) for name, count in other.chosen.counts.items()}
+    return tuple(parse(name).groups[0].tp for name, count in more.items() for _ in range(count))
 
 
 def needed(rates: Mapping[Kind, float], seen: Observation) -> Needs:

@@ -75,6 +75,7 @@ class Observer:
         start_s: float,
         heard: float = 1.0,
         changing: bool = False,
+        devices: int | None = None,
     ) -> Observation:
         for kind, one in came.items():
             new = (
@@ -98,6 +99,7 @@ class Observer:
             start_s,
             heard,
             changing,
+            devices,
         )
 
     def _usual(self, kinds: Iterable[Kind]) -> Work:
