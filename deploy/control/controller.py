@@ -88,6 +88,20 @@ class Controller:
         """For the follower of the load. Raises as `relayout`."""
         return await self._relayout(FOLLOW, layout)
 
+    @property
+    def devices(self) -> int | None:
+        """That this deployment has or could lease, as was last seen; None where nothing is lent."""
+        if self._aim.leases is None:
+            return None
+        known = {node.id for node in self._aim.machines.nodes}
+        leased = sum(place.width for place in self._places.leased if place.node in known)
+        return leased + sum(count for node, count in self._places.free.items() if node in known)
+
+    def want(self, widths: Sequence[int]) -> None:
+        """As `Leases.want`, where anything is lent."""
+        if self._aim.leases is not None:
+            self._aim.leases.want(widths)
+
     async def scale(self, counts: Mapping[Role, int], *, dry_run: bool = False, pause_s: float = 0.0) -> Json:
         """Raises as `relayout`."""
         switchable = any(spec.both for spec in self._reconciler.wanted.every)

@@ -218,6 +218,8 @@ class Following(_Model):
     every_s: float | None
     use: float | None
     """Share of its time that an instance may be busy."""
+    lacking: list[int]
+    """Devices of each copy that is wanted, too, and has no place; on a cluster they are asked for in mode `act`."""
     budgets: list[Budget]
     """What stages with an SLO do by themselves at every step, before anything is moved."""
     decisions: list[Decision]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from deploy.control.changes import Change, State
 from deploy.control.controller import FOLLOW, Controller
 from deploy.control.reconciler import Reconciler
-from deploy.follow.follower import failed, moved, step
+from deploy.follow.follower import failed, lacking, moved, step
 from deploy.follow.moves import name_of
 from deploy.follow.observe import Observer, Seen
 from deploy.follow.planning import answer
@@ -65,6 +65,7 @@ class Follower:
 
     Attributes:
         entries: of the last decisions, the newest last; one stands for several that are alike.
+        lacking: how many devices each copy has that is wanted, too, and for which there are none.
         moves: that have ended, by what they were and how they ended: `done`, `failed`, `undone` or `refused`.
     """
 
@@ -88,6 +89,7 @@ class Follower:
         self._memory = Memory()
         self._began: tuple[Change, Entry] | None = None
         self._deciding = asyncio.Lock()
+        self.lacking: tuple[int, ...] = ()
         self.moves = Counter[tuple[str, str]]()
 
     @property
@@ -127,15 +129,20 @@ class Follower:
         nothing to remember."""
         async with self._deciding:
             self.mode = mode
+            if mode != "act":
+                self._controller.want(())
             if mode == "off":
-                self._memory = Memory()
+                self._memory, self.lacking = Memory(), ()
 
     async def decide(self, seen: Observation) -> None:
         """Once, by what is seen now."""
         if self.mode == "off":  # since it was looked
             return
         self._settle()
-        self._memory, decision = step(seen, self._memory, self.limits, self._plans)
+        before = self._memory
+        self._memory, decision = step(seen, before, self.limits, self._plans)
+        if not seen.changing:
+            self.lacking = lacking(seen, before, self.limits, decision)
         if decision.question is not None and not self._held():
             self._plan(decision.question)
         if decision.chosen is None:
@@ -146,6 +153,8 @@ class Follower:
             self._note(Entry(decision, f"held: {held}"))
         else:
             await self._move(decision)
+        if self.mode == "act":
+            self._controller.want(() if self._held() else self.lacking)
 
     def _plan(self, question: PlanQuestion) -> None:
         """Ask the planner, unless it is at work."""
@@ -198,7 +207,7 @@ class Follower:
 
     async def _look(self) -> Observation:
         counts = (await self._ask(Question(window_s=WINDOW_S))).counts or Counts()
-        layout = parse(self._reconciler.wanted.layout)
+        layout, devices = parse(self._reconciler.wanted.layout), self._controller.devices
         starts = [s for node in self._reconciler.nodes for s in node.start_s.values()]
         return self._observer(
             time.monotonic(),
@@ -209,6 +218,7 @@ class Follower:
             start_s=max(starts, default=0.0),
             heard=counts.answered / counts.serving if counts.serving else 0.0,
             changing=self._reconciler.changes.present is not None,
+            devices=None if devices is None else max(devices, layout.device_count),
         )
 
     def _seen(self, layout: Layout) -> list[Seen]:

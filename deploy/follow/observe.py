@@ -77,6 +77,7 @@ class Observer:
         start_s: float,
         heard: float = 1.0,
         changing: bool = False,
+        devices: int | None = None,
     ) -> Observation:
         for kind, one in came.items():
             new = (
@@ -102,6 +103,7 @@ class Observer:
             heard,
             changing,
             {kind: self._usual([kind]) for kind in came},
+            devices,
         )
 
     def _usual(self, kinds: Iterable[Kind]) -> Work:

@@ -30,6 +30,7 @@ def follow_json(follower: Follower, most: int | None = None) -> Json:
         "mode": follower.mode,
         "every_s": limits.every_s,
         "use": limits.use,
+        "lacking": list(follower.lacking),
         "budgets": [_budget_json(view, view.stage) for view in follower.views if view.stage and view.stage.item_budget],
         "decisions": entries,
     }
@@ -103,6 +104,11 @@ class FollowMetrics(Collector):
         }  # fmt: skip
         yield _gauge("desired_copies", "Copies of a group that the follower of the load wants.", desired)
         yield _gauge("utilization", "Share of its time that a group is reckoned to be busy.", use)
+        yield GaugeMetricFamily(
+            "epd_follow_lacking_devices",
+            "Devices that the follower wants beside those that there are.",
+            sum(self._follower.lacking),
+        )
         moves = CounterMetricFamily(
             "epd_follow_moves", "Changes that the follower has begun, by kind and outcome.", labels=("kind", "outcome")
         )

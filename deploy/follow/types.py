@@ -57,6 +57,7 @@ class Observation:
         start_s: how long an instance takes to start, by experience.
         heard: share of the front doors that said what came to them.
         changing: a change is under way.
+        devices: that this deployment has or could lease now, where they are lent; None: all of `Limits.devices`.
     """
 
     at_s: float
@@ -69,6 +70,7 @@ class Observation:
     heard: float = 1.0
     changing: bool = False
     sizes: Mapping[Kind, Work] = field(default_factory=dict)
+    devices: int | None = None
 
 
 @dataclass(frozen=True)
@@ -173,5 +175,7 @@ class Memory:
     suited: Mapping[frozenset[str], Mix] = field(default_factory=dict)
 
 
-OFF: Mapping[str, Any] = MappingProxyType({"mode": "off", "every_s": None, "use": None, "budgets": (), "decisions": ()})
+OFF: Mapping[str, Any] = MappingProxyType(
+    {"mode": "off", "every_s": None, "use": None, "lacking": (), "budgets": (), "decisions": ()}
+)
 """What is told of the follower (`report.follow_json`) where there is none."""
