@@ -24,7 +24,7 @@ MOVED = 0.2
 """By so much of the time a share of work has moved, or the layout still suits it."""
 STEADY = 0.1
 """By more from one decision to the next it is still moving, and nobody knows yet what to plan for."""
-FEW = 8.0
+FEW = 3.0
 """Requests in a window, of which nobody can tell what kind of work comes."""
 STRICT = 5.0
 """Times what a request alone takes: an objective below that is strict."""
