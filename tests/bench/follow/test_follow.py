@@ -44,7 +44,7 @@ def test_a_day_has_its_busiest_hours_apart_and_more_images_in_its_burst() -> Non
     assert max(range(24), key=lambda hour: rates_at(hour)["text"]) == 14
     assert rates_at(20.0)["burst"] == 0.0 < rates_at(12.0)["burst"] and rates_at(12.0)["calm"] == 0.0
     requests = day(5.0, 1)
-    assert 0 < requests[0].at_s and requests[-1].at_s < 24 * 5.0 and requests == day(5.0, 1)
+    assert requests[0].at_s > 0 and requests[-1].at_s < 24 * 5.0 and requests == day(5.0, 1)
     assert [one.at_s for one in requests] == sorted(one.at_s for one in requests)
 
     def images(begin: float, end: float) -> float:
