@@ -228,7 +228,11 @@ def metrics() -> str:
             [
                 *_families(ControlMetrics(_idle_reconciler()).collect()),
                 *_own(vars(KeyMetrics(CollectorRegistry())).values()),
-                *_families(FollowMetrics(cast(Follower, SimpleNamespace(entries=(), moves={}, gains=()))).collect()),
+                *_families(
+                    FollowMetrics(
+                        cast(Follower, SimpleNamespace(entries=(), moves={}, gains=(), mode="off", lacking=()))
+                    ).collect()
+                ),
             ],
         ),
     ]
@@ -296,8 +300,8 @@ def http_api() -> str:
         "What clients may call, from the document that a running server has at `/openapi.json`. Bodies show the fields "
         "that the proxy itself judges; other fields that the stages' vLLM documents are passed on, unknown ones are "
         "left out and counted. See [Sending requests](../guides/sending-requests.md). With API keys, every path but "
-        "the probes wants `Authorization: Bearer KEY` and answers 401 (`invalid_api_key`) without. Requests for an "
-        f"answer may carry `{HEADER}`, the milliseconds from arrival within which they want all of it "
+        "the probes wants `Authorization: Bearer KEY` or `x-api-key: KEY` and answers 401 (`invalid_api_key`) without. "
+        f"Requests for an answer may carry `{HEADER}`, the milliseconds from arrival within which they want all of it "
         "([deadlines](../guides/failures.md#deadlines)).",
         *sections,
     )

@@ -1,18 +1,25 @@
-"""`epd-bench follow`: a simulated deployment of 16 devices whose layout follows the load.
+"""`epd-bench follow`: a simulated deployment whose layout follows the load.
 
-In parts (`--only`), all simulated (`deploy/planner`), with the profile of a core, starts of four seconds, and decisions
-that are made as in a deployment that runs (`deploy/follow`):
+In parts (`--only`), all simulated (`deploy/planner`), with decisions that are made as in a deployment that runs
+(`deploy/follow`). The first two have 16 devices, the profile of a core, and starts of four seconds:
 
     swing   three minutes of pictures, three minutes of text, again and again: goodput beside that of the best fixed
             layout, and of an oracle that knows when the load turns and which layout is best then, and pays for starts
     square  loads that go up and down with periods from 20 seconds to an hour, none at all, and one endless burst: how
             often something was given up and taken back while no less was needed, and how many requests were starved
+    day     a day of ModServe's comparison on 128 devices (`bench/follow/day.py`): devices used beside the fewest that
+            serve it as a fixed layout, without a forecast, with and without P and D becoming each other
 
 Figures:
 
     swing_over_best_fixed, swing_over_oracle    goodput over theirs
     swing_attainment, swing_moves               share of requests within the SLO; changes of the layout
     flaps, starved                              of all square loads
+    day_devices_over_static, day_over_tp4       device-seconds over those of the fewest devices that hold as a fixed
+                                                layout, and over 32 monoliths of four
+    day_attainment, day_worst_hour              share of the day's requests within the SLO, and of its worst hour's
+    day_dropped                                 requests that never ended
+    day_s                                       seconds in which all of the part was simulated
 """
 
 from __future__ import annotations
@@ -22,8 +29,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.follow import day
 from bench.follow.traffic import Phase, requests_of
-from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, several, whole
+from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, positive, several, whole
 from deploy.follow.moves import GAIN, TRADE_S, counts_of
 from deploy.follow.simulated import SimulatedFollower
 from deploy.follow.types import Decision, Limits
@@ -35,7 +43,7 @@ from epd_serve.slo import Slo
 from epd_serve.traffic import Request
 
 PROFILE = "bench/results/profiles/plan.json"
-PARTS = ("swing", "square")
+PARTS = ("swing", "square", "day")
 SLO = Slo(8000, 60, "p90")
 """TTFT five times that of four pictures alone."""
 DEVICES, START_S, HALF_S = 16, 4.0, 180.0
@@ -64,6 +72,9 @@ class Scheduled(SimulatedFollower):
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    if "day" in arguments.only:
+        cases = day.QUICK if arguments.quick else (*day.FOLLOWED, *day.FIXED)
+        yield from day.measure(Path(arguments.day_profile), cases, arguments.hour_s)
     profile = read_device_profile(Path(arguments.profile))
     if "swing" in arguments.only:
         yield from swing(profile, arguments.cycles)
@@ -165,16 +176,18 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         named["swing_attainment"], named["swing_moves"] = follow["attained"], follow["moves"]
     if square := [row for row in rows if row["part"] == "square"]:
         named |= {name: float(sum(row[name] for row in square)) for name in ("flaps", "starved")}
-    return named
+    return named | day.figures([row for row in rows if row["part"] == "day"])
 
 
 MEASUREMENT = Measurement(
-    quick="one cycle of the swing, the shorter periods",
+    quick="one cycle of the swing, the shorter periods, a day that passes in half an hour beside one fixed layout",
     measure=measure,
     figures=figures,
     flags={
         "--only": flag("parts of it", PARTS, several(one_of(*PARTS))),
         "--profile": flag("of the devices", PROFILE),
+        "--day-profile": flag("of the devices of the day", day.PROFILE),
+        "--hour-s": flag("seconds in which an hour of the day passes", Usually(300.0, quick=75.0), positive),
         "--cycles": flag("of the swing", Usually(3, quick=1), whole()),
         "--periods": flag("of square waves, the shortest first", Usually(len(PERIODS_S), quick=3), whole()),
     },
@@ -182,6 +195,10 @@ MEASUREMENT = Measurement(
     goals=(
         Goal("swing_over_oracle", ">=", 0.95),
         Goal("swing_over_best_fixed", ">=", 1.3),
+        Goal("day_devices_over_static", "<=", 0.65),
+        Goal("day_attainment", ">=", 0.99),
+        Goal("day_dropped", "==", 0),
+        Goal("day_s", "<=", 60, "with --quick"),
         Goal("flaps", "==", 0),
         Goal("starved", "==", 0),
     ),

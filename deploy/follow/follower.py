@@ -43,6 +43,8 @@ def step(seen: Observation, memory: Memory, limits: Limits, plans: Plans | None 
         since_s, needs = seen.at_s, needs[-1:]
     memory = replace(memory, since_s=since_s, trends=trends, needs=needs)
 
+    if seen.devices is not None:
+        limits = replace(limits, devices=min(limits.devices, seen.devices))
     text = needed({kind: rate for kind, rate in rates.items() if kind == TEXT}, seen)
     peak = _peak(seen, memory, quiet_s)
     steady = {kind: usual(trend) / seen.window_s for kind, trend in trends.items()}
@@ -67,6 +69,22 @@ def step(seen: Observation, memory: Memory, limits: Limits, plans: Plans | None 
         regroup.question,
         seen.costs,
     )
+
+
+def lacking(seen: Observation, memory: Memory, limits: Limits, decision: Decision) -> tuple[int, ...]:
+    """How many devices each copy has that would be wanted, too, if all of `limits.devices` were there.
+
+    Args:
+        memory: with which the decision was made.
+    """
+    if seen.devices is None:
+        return ()
+    _, other = step(replace(seen, devices=None), memory, limits)
+    if other.chosen is None:
+        return ()
+    counts = decision.chosen.counts if decision.chosen is not None else counts_of(seen.layout)
+    more = {name: count - counts.get(name, 0) for name, count in other.chosen.counts.items()}
+    return tuple(parse(name).groups[0].tp for name, count in more.items() for _ in range(count))
 
 
 def needed(rates: Mapping[Kind, float], seen: Observation) -> Needs:

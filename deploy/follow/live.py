@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from deploy.control.changes import Change, State
 from deploy.control.controller import FOLLOW, Controller
 from deploy.control.reconciler import Reconciler
-from deploy.follow.follower import failed, moved, step
+from deploy.follow.follower import failed, lacking, moved, step
 from deploy.follow.moves import name_of
 from deploy.follow.observe import Observer, Seen
 from deploy.follow.outcome import Gain, Outcome, Working
@@ -65,12 +65,13 @@ class Entry:
 
 class Follower:
     """Args:
-        mode: `act`, or `advise`, which decides and changes nothing.
+        mode: `act`, `advise`, which decides and changes nothing, or `off`, which does not look.
         table: of the front doors, with what stages report. look: asks all front doors what came.
         plans: None where the groups of the layout stay.
 
     Attributes:
         entries: of the last decisions, the newest last; one stands for several that are alike.
+        lacking: how many devices each copy has that is wanted, too, and for which there are none.
         moves: that have ended, by what they were and how they ended: `done`, `failed`, `undone` or `refused`.
         gains: of those that were measured, the newest last.
     """
@@ -97,15 +98,23 @@ class Follower:
         self._after: tuple[Change, Entry, Outcome] | None = None
         self._given: dict[str, float] = {}
         self._busy_s: dict[str, float] = {}
+        self._deciding = asyncio.Lock()
+        self.lacking: tuple[int, ...] = ()
         self.moves = Counter[tuple[str, str]]()
         self.gains: deque[Gain] = deque(maxlen=REMEMBERED)
+
+    @property
+    def views(self) -> tuple[InstanceView, ...]:
+        """Of the instances, with their last reports."""
+        return self._table.snapshot()
 
     async def run(self) -> None:
         """For ever."""
         try:
             while True:
                 await asyncio.sleep(self.limits.every_s)
-                await self._turn()
+                if self.mode != "off":
+                    await self._turn()
         finally:
             if self._planning is not None:
                 self._planning.cancel()
@@ -121,15 +130,31 @@ class Follower:
             logger.warning("nothing is decided: %s", error)
             return
         try:
-            await self.decide(seen)
+            async with self._deciding:
+                await self.decide(seen)
         except Exception:  # a defect of ours changes nothing, and the next look may do better
             logger.exception("nothing is decided")
 
+    async def switch(self, mode: str) -> None:
+        """Returns once what is being decided by the mode before has begun, or come to nothing. Who was `off` has
+        nothing to remember."""
+        async with self._deciding:
+            self.mode = mode
+            if mode != "act":
+                self._controller.want(())
+            if mode == "off":
+                self._memory, self.lacking = Memory(), ()
+
     async def decide(self, seen: Observation) -> None:
         """Once, by what is seen now."""
+        if self.mode == "off":  # since it was looked
+            return
         self._settle()
         await self._prove(seen)
-        self._memory, decision = step(seen, self._memory, self.limits, self._plans)
+        before = self._memory
+        self._memory, decision = step(seen, before, self.limits, self._plans)
+        if not seen.changing:
+            self.lacking = lacking(seen, before, self.limits, decision)
         if decision.question is not None and not self._held():
             self._plan(decision.question)
         if decision.chosen is None:
@@ -140,6 +165,8 @@ class Follower:
             self._note(Entry(decision, f"held: {held}"))
         else:
             await self._move(decision)
+        if self.mode == "act":
+            self._controller.want(() if self._held() else self.lacking)
 
     def _plan(self, question: PlanQuestion) -> None:
         """Ask the planner, unless it is at work."""
@@ -212,7 +239,7 @@ class Follower:
 
     def _working(self) -> dict[str, Working]:
         """Instances that run, as front doors see them."""
-        views = {view.instance.id: view for view in self._table.snapshot()}
+        views = {view.instance.id: view for view in self.views}
         up = (one.order.id for one in self._reconciler.instances if one.phase is Phase.UP)
         return {
             name: Working(view.instance.role, view.given, view.up)
@@ -231,7 +258,7 @@ class Follower:
 
     async def _look(self) -> Observation:
         counts = (await self._ask(Question(window_s=WINDOW_S))).counts or Counts()
-        layout = parse(self._reconciler.wanted.layout)
+        layout, devices = parse(self._reconciler.wanted.layout), self._controller.devices
         starts = [s for node in self._reconciler.nodes for s in node.start_s.values()]
         return self._observer(
             time.monotonic(),
@@ -242,10 +269,11 @@ class Follower:
             start_s=max(starts, default=0.0),
             heard=counts.answered / counts.serving if counts.serving else 0.0,
             changing=self._reconciler.changes.present is not None,
+            devices=None if devices is None else max(devices, layout.device_count),
         )
 
     def _seen(self, layout: Layout) -> list[Seen]:
-        views = {view.instance.id: view for view in self._table.snapshot() if view.up}
+        views = {view.instance.id: view for view in self.views if view.up}
         there = self._reconciler.instances
         seen = []
         for one in there:

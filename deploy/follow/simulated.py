@@ -93,7 +93,7 @@ class SimulatedFollower:
         now_s = fleet.clock.now_s
         if self._decide_at_s is None:
             self._take_in(fleet)
-            self._decide_at_s = now_s
+            self._decide_at_s = now_s + WINDOW_S  # arrivals of less than a window would look like more and more
         self._remember(fleet)
         self._carry_on(fleet)
         if now_s >= self._decide_at_s:
@@ -223,6 +223,7 @@ class SimulatedFollower:
                 fleet.take(names[0], copy.becomes)
                 copy.plans = (fleet.instances[names[0]].plan,)
                 copy.group, copy.draining, copy.becomes = other_half(copy.group), False, None
+                copy.up_s = fleet.clock.now_s  # while it decodes what it had, its prompts are slow
             elif copy.becomes is None and all(map(fleet.empty, names)):
                 for name in names:
                     fleet.remove(name)

@@ -57,6 +57,7 @@ class Observation:
         start_s: how long an instance takes to start, by experience.
         heard: share of the front doors that said what came to them.
         changing: a change is under way.
+        devices: that this deployment has or could lease now, where they are lent; None: all of `Limits.devices`.
         busy: group-seconds a second that copies of a group have really worked since the look before.
     """
 
@@ -70,6 +71,7 @@ class Observation:
     heard: float = 1.0
     changing: bool = False
     sizes: Mapping[Kind, Work] = field(default_factory=dict)
+    devices: int | None = None
     busy: Needs = field(default_factory=dict)
 
 
@@ -177,5 +179,7 @@ class Memory:
     suited: Mapping[frozenset[str], Mix] = field(default_factory=dict)
 
 
-OFF: Mapping[str, Any] = MappingProxyType({"mode": "off", "every_s": None, "use": None, "decisions": ()})
+OFF: Mapping[str, Any] = MappingProxyType(
+    {"mode": "off", "every_s": None, "use": None, "lacking": (), "budgets": (), "decisions": ()}
+)
 """What is told of the follower (`report.follow_json`) where there is none."""

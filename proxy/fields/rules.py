@@ -180,6 +180,33 @@ NESTED: dict[str, dict[str, str]] = {
 """Model → path of an object, or of a list of them → the names that it may have. What has no path passes whole: it is
 data (a JSON schema, template variables), or vLLM's own model of it is closed."""
 
+ANTHROPIC = (
+    "model messages max_tokens system stream stop_sequences temperature top_p top_k tools tool_choice thinking "
+    "output_config chat_template_kwargs vllm_xargs watermarking"
+)
+_BLOCK = "type text citations cache_control source"
+_SOURCE = "type media_type data url file_id"
+NESTED_ANTHROPIC = {
+    "system": "type text citations cache_control",
+    "messages": "role content",
+    "messages.content": (
+        f"{_BLOCK} id name input caller tool_use_id content is_error thinking signature data title context"
+    ),
+    "messages.content.source": _SOURCE,
+    "messages.content.content": f"{_BLOCK} tool_name",
+    "messages.content.content.source": _SOURCE,
+    "tools": (
+        "type name description input_schema strict defer_loading cache_control allowed_callers "
+        "eager_input_streaming input_examples"
+    ),
+    "tool_choice": "type name disable_parallel_tool_use",
+    "thinking": "type budget_tokens display",
+    "output_config": "effort format",
+    "output_config.format": "type schema",
+}
+"""The same for `/v1/messages`, whose fields are Anthropic's: what `proxy/fields/messages.py` makes a chat of, and what
+it may pass over, as it changes no answer."""
+
 
 def names_of(groups: dict[str, str]) -> frozenset[str]:
     """All names of a table of reasons."""

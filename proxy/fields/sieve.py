@@ -16,7 +16,18 @@ from typing import Any
 from msgspec import Struct
 
 from epd_serve.errors import RequestError
-from proxy.fields.rules import IGNORED, NESTED, OUR_XARGS, PASSED, REFUSED, XARGS_REFUSED, Refusal, names_of
+from proxy.fields.rules import (
+    ANTHROPIC,
+    IGNORED,
+    NESTED,
+    NESTED_ANTHROPIC,
+    OUR_XARGS,
+    PASSED,
+    REFUSED,
+    XARGS_REFUSED,
+    Refusal,
+    names_of,
+)
 from proxy.fields.vllm_fields import FIELDS, RELEASES, TYPES
 from proxy.strict_json import SHOWN_CHARS
 
@@ -56,14 +67,23 @@ def rules_of(model: str, release: str = "", *, media_options: bool = False) -> R
             what any of them has, for stages of unknown versions. Nothing that is refused is among it.
         media_options: `MEDIA_OPTIONS` pass.
     """
-    refused = {name.removeprefix(f"{model}."): why for name, why in REFUSED.items() if name.startswith(f"{model}.")}
-    refused |= {name: why for name, why in REFUSED.items() if "." not in name}
-    if media_options:
-        refused = {name: why for name, why in refused.items() if name not in MEDIA_OPTIONS}
+    own = {name.removeprefix(f"{model}."): why for name, why in REFUSED.items() if name.startswith(f"{model}.")}
+    refused = {**own, **_refused_everywhere(media_options)}
     passed = names_of(PASSED) | (frozenset(MEDIA_OPTIONS) if media_options else frozenset())
     known = known_release(release)
     fields = FIELDS[model][known] if known else frozenset().union(*FIELDS[model].values())
     return Rules(_level(NESTED[model], TYPES[model], "", (fields & passed) - refused.keys()), refused)
+
+
+@functools.cache
+def anthropic_rules(*, media_options: bool = False) -> Rules:
+    """The rules for a body of `/v1/messages`, before a chat is made of it."""
+    return Rules(_level(NESTED_ANTHROPIC, {}, "", names_of({"": ANTHROPIC})), _refused_everywhere(media_options))
+
+
+def _refused_everywhere(media_options: bool) -> dict[str, Refusal]:
+    left_out = MEDIA_OPTIONS if media_options else ()
+    return {name: why for name, why in REFUSED.items() if "." not in name and name not in left_out}
 
 
 def known_release(version: str) -> str:

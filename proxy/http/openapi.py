@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from proxy.config.settings import ProxySettings
-from proxy.http.openapi_schemas import ERROR, SCHEMAS, limited, reference
+from proxy.http.openapi_schemas import ANTHROPIC_ERROR, ERROR, SCHEMAS, limited, reference
 from proxy.request.client_deadline import HEADER
 from proxy.request.parse import Endpoint
 
@@ -38,8 +38,14 @@ EXCHANGES = {  # operation and body
     Endpoint.RESPONSES: ("createResponse", "ResponseRequest"),
     Endpoint.TOKENIZE: ("tokenize", "TokenizeRequest"),
     Endpoint.DETOKENIZE: ("detokenize", "DetokenizeRequest"),
+    Endpoint.MESSAGES: ("createMessage", "MessagesRequest"),
+    Endpoint.COUNT_TOKENS: ("countMessageTokens", "CountTokensRequest"),
 }
-ANSWERS = {Endpoint.TOKENIZE: "The tokens, and how many.", Endpoint.DETOKENIZE: "The text."}
+ANSWERS = {
+    Endpoint.TOKENIZE: "The tokens, and how many.",
+    Endpoint.DETOKENIZE: "The text.",
+    Endpoint.COUNT_TOKENS: "How many tokens the prompt has.",
+}
 REQUEST_ID: Json = {
     "name": "x-request-id",
     "in": "header",
@@ -85,6 +91,7 @@ def document(settings: ProxySettings, version: str) -> Json:
 
 def _exchange(endpoint: Endpoint, secured: bool) -> Json:
     operation, body = EXCHANGES[endpoint]
+    error = ANTHROPIC_ERROR if endpoint.is_anthropic else ERROR
     answer: Json = {"application/json": {"schema": {"type": "object"}}}
     if endpoint.generates:
         answer["text/event-stream"] = {"schema": reference("StreamEvent")}
@@ -94,7 +101,7 @@ def _exchange(endpoint: Endpoint, secured: bool) -> Json:
         "requestBody": {"required": True, "content": {"application/json": {"schema": reference(body)}}},
         "responses": {
             "200": {"description": ANSWERS.get(endpoint, "The model's answer."), "content": answer},
-            **_errors({**CLIENT_ERRORS, **BUSY, **SERVER_ERRORS}, secured=secured),
+            **_errors({**CLIENT_ERRORS, **BUSY, **SERVER_ERRORS}, secured=secured, schema=error),
         },
         **_security(secured),
     }
@@ -154,10 +161,10 @@ def _ready() -> Json:
     return {**operation, "parameters": [kind, everything], "responses": responses}
 
 
-def _errors(statuses: dict[int, str], *, secured: bool) -> Json:
+def _errors(statuses: dict[int, str], *, secured: bool, schema: str = ERROR) -> Json:
     if secured:
         statuses = {401: "No API key, or not one of ours.", **statuses}
-    return {str(status): _json(what, reference(ERROR)) for status, what in statuses.items()}
+    return {str(status): _json(what, reference(schema)) for status, what in statuses.items()}
 
 
 def _json(description: str, schema: Json) -> Json:

@@ -13,6 +13,7 @@ from proxy.fields.rules import OUR_XARGS, XARGS_REFUSED
 
 Json = dict[str, Any]
 ERROR = "Error"
+ANTHROPIC_ERROR = "AnthropicError"
 
 
 def reference(name: str) -> Json:
@@ -44,6 +45,33 @@ def _part(kind: str, key: str, value: Json) -> Json:
     return _object({"type": {"const": kind}, key: value}, "type", key, closed=True)
 
 
+def _block(kind: str, properties: Json, *required: str) -> Json:
+    return _object({"type": {"const": kind}, **properties}, "type", *required)
+
+
+def _anthropic_message(role: str, blocks: str) -> Json:
+    content = {"anyOf": [TEXT, {"type": "array", "items": reference(blocks)}]}
+    return _object({"role": {"const": role}, "content": content}, "role", "content")
+
+
+BLOCKS = {
+    "text": _block("text", {"text": TEXT}, "text"),
+    "image": _block("image", {"source": reference("ImageSource")}, "source"),
+    "tool_result": _block(
+        "tool_result",
+        {"tool_use_id": TEXT, "content": {"anyOf": [TEXT, _list(reference("ToolResultBlock"))]}},
+        "tool_use_id",
+    ),
+    "tool_use": _block("tool_use", {"id": TEXT, "name": TEXT, "input": {"type": "object"}}, "id", "name", "input"),
+    "thinking": _block("thinking", {"thinking": TEXT, "signature": TEXT}, "thinking"),
+    "redacted_thinking": _block("redacted_thinking", {"data": TEXT}),
+}
+COUNTED: Json = {
+    "model": reference("Model"),
+    "messages": _list(reference("AnthropicMessage")),
+    "system": {"anyOf": [TEXT, _list(BLOCKS["text"]), {"type": "null"}]},
+    "tools": _or_null(_list(_object({"name": TEXT, "input_schema": {"type": "object"}}, "name", "input_schema"))),
+}
 SHARED: Json = {
     "model": reference("Model"),
     "stream": FLAG,
@@ -67,6 +95,10 @@ SCHEMAS: Json = {
             )
         },
         "error",
+    ),
+    ANTHROPIC_ERROR: _object(
+        {"type": {"const": "error"}, "error": _object({"type": TEXT, "message": TEXT}, "type", "message")},
+        *("type", "error"),
     ),
     "StreamEvent": {
         **_object({"event": TEXT, "data": TEXT}, "data"),
@@ -147,6 +179,30 @@ SCHEMAS: Json = {
     "DetokenizeRequest": _object(
         {"model": reference("Model"), "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}}}, "tokens"
     ),
+    "ImageSource": {
+        "anyOf": [
+            _block("base64", {"media_type": TEXT, "data": TEXT}, "media_type", "data"),
+            _block("url", {"url": URL}, "url"),
+        ]
+    },
+    "ToolResultBlock": {"anyOf": [BLOCKS["text"], BLOCKS["image"]]},
+    "UserBlock": {"anyOf": [BLOCKS["text"], BLOCKS["image"], BLOCKS["tool_result"]]},
+    "AssistantBlock": {"anyOf": [BLOCKS["text"], BLOCKS["tool_use"], BLOCKS["thinking"], BLOCKS["redacted_thinking"]]},
+    "AnthropicMessage": {
+        "anyOf": [_anthropic_message("user", "UserBlock"), _anthropic_message("assistant", "AssistantBlock")]
+    },
+    "MessagesRequest": _object(
+        {
+            **COUNTED,
+            "max_tokens": {"type": "integer", "minimum": 1},
+            "stream": FLAG,
+            "stop_sequences": {"type": ["array", "null"], "items": TEXT},
+            **{name: SHARED[name] for name in ("temperature", "top_p", "vllm_xargs")},
+            "top_k": {"type": ["integer", "null"]},
+        },
+        *("model", "messages", "max_tokens"),
+    ),
+    "CountTokensRequest": _object(COUNTED, "messages"),
     "ModelCard": _object(
         {
             "id": TEXT,

@@ -21,9 +21,9 @@ class Unserved(NamedTuple):
 PLAIN = "`vllm serve` beside this server"
 UNSERVED = (
     Unserved(
-        ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render", "/cohere/v2/chat"),
-        "it asks in another form than OpenAI's, in which no stage can be told of features",
-        "`/v1/chat/completions` and `/tokenize` here, in every layout; " + PLAIN,
+        ("/cohere/v2/chat",),
+        "it asks in another form than OpenAI's and Anthropic's",
+        "`/v1/chat/completions` or `/v1/messages` here, in every layout; " + PLAIN,
     ),
     Unserved(
         (
@@ -57,6 +57,7 @@ UNSERVED = (
             "/v1/chat/completions/derender",
             "/v1/completions/render",
             "/v1/completions/derender",
+            "/v1/messages/render",
             "/v1/responses/render",
             "/inference/v1/generate",
             "/generative_scoring",
@@ -64,7 +65,7 @@ UNSERVED = (
             "/invocations",
         ),
         "it speaks with one engine about its tokens or its inner forms",
-        "`/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/tokenize` here; " + PLAIN,
+        "`/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages` and `/tokenize` here; " + PLAIN,
     ),
     Unserved(
         ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),

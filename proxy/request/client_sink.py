@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Send
 
@@ -21,22 +21,36 @@ CHOICE, OPENING, DELTA = b'"choices":[{', b'"role":"assistant"', b".delta\n"
 """Of events with content, as vLLM writes them: a completion's, of which those with a role have none; a response's."""
 
 
+class AnswerForm(Protocol):
+    """What the client gets in place of what OpenAI's would."""
+
+    def whole(self, status: int, body: bytes) -> bytes:
+        """An answer in one piece, or an error, as JSON."""
+        ...
+
+    def events(self, events: bytes) -> bytes:
+        """These whole events of a stream, of which there may be nothing to send."""
+        ...
+
+
 class ClientSink:
     """Exactly one response: `start`, `write`*, `finish`, or `respond` for all of it at once.
 
     Args:
         headers: of every answer. late_headers: asked when the response begins.
         gap_limit_s: of the gaps between its events with content. content: what marks such an event.
+        form: of the answer, where it is not the stage's.
 
     Attributes:
         committed: the response has begun: its status has been sent.
         goes_on: whether an attempt could go on after what was sent.
-        bytes_sent: of the body. events_sent: of a stream. gaps: between those of them with content.
+        bytes_sent: of the body. events_sent: of a stream, as the stage sends them. gaps: between those of them with
+            content.
     """
 
     __slots__ = (
-        "_before", "_content", "_headers", "_last", "_late_headers", "_send", "bytes_sent", "committed", "events_sent",
-        "finished", "gaps", "goes_on", "status",
+        "_before", "_content", "_form", "_headers", "_last", "_late_headers", "_send", "bytes_sent", "committed",
+        "events_sent", "finished", "gaps", "goes_on", "status",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +61,7 @@ class ClientSink:
         *,
         gap_limit_s: float = math.inf,
         content: bytes = CHOICE,
+        form: AnswerForm | None = None,
     ) -> None:
         self._send = send
         self._headers = headers
@@ -58,11 +73,12 @@ class ClientSink:
         self.bytes_sent = self.events_sent = 0
         self.gaps = Gaps(gap_limit_s)
         self._content = content
+        self._form = form
         self._before = self._last = b""
 
     @property
     def last(self) -> bytes:
-        """The end of what was sent, as it was written: why the answer ended stands in it, and what it took."""
+        """The end of the answer, as a stage sends it: why the answer ended stands in it, and what it took."""
         return self._before + self._last
 
     @property
@@ -75,36 +91,40 @@ class ClientSink:
 
     async def write(self, data: bytes) -> None:
         assert self.committed and not self.finished, "write outside of a started response"
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._count(data)  # where it is cut off meanwhile, nothing was sent
+        sent = data if self._form is None else self._form.events(data)
+        if sent:
+            await self._send({"type": "http.response.body", "body": sent, "more_body": True})
+        self._count(data, len(sent))  # where it is cut off meanwhile, nothing was sent
 
     async def finish(self, data: bytes = b"") -> None:
         """End the response, with the last of it."""
         assert self.committed and not self.finished, "the end of a response that is not under way"
+        sent = data if self._form is None else self._form.events(data)
         self.finished = True
         if data:
             self._last = self.last  # of all the last three are kept
-            self._count(data)
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+            self._count(data, len(sent))
+        await self._send({"type": "http.response.body", "body": sent, "more_body": False})
 
     async def respond_json(
         self, status: int, answer: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> None:
         """A whole JSON response."""
-        body = strict_json.encode(answer)
+        last = strict_json.encode(answer)
+        body = last if self._form is None else self._form.whole(status, last)
         await self._start(
             status, {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
         )
         self.finished = True
-        self.bytes_sent, self._last = len(body), body
+        self.bytes_sent, self._last = len(body), last
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _count(self, data: bytes) -> None:
+    def _count(self, data: bytes, sent_bytes: int) -> None:
         told = data.count(self._content)
         if not self.events_sent and self._content == CHOICE:
             told -= data.count(OPENING)
         self.gaps.add(time.monotonic(), told)
-        self.bytes_sent += len(data)
+        self.bytes_sent += sent_bytes
         self.events_sent += data.count(EVENT_END)
         self._before, self._last = self._last, data
 

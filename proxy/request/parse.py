@@ -1,4 +1,5 @@
-"""Makes a `ParsedRequest` of an OpenAI body: what the proxy must know, and what it must not let through.
+"""Makes a `ParsedRequest` of a body of OpenAI's API or Anthropic's: what the proxy must know, and what it must not let
+through.
 
 Only fields that are known go on (`proxy/fields/sieve.py`); those that could kill an engine or fetch another tenant's
 feature are refused by name. Checked here are the fields that the proxy acts on; their values otherwise
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -17,10 +19,11 @@ from msgspec import Struct
 from epd_serve.errors import NotFoundError, RequestError
 from proxy import strict_json
 from proxy.config.settings import ProxySettings
+from proxy.fields.messages import chat_of, tokenized_chat_of
 from proxy.fields.parts import MediaRef, media_refs
 from proxy.fields.response_parts import response_refs
 from proxy.fields.rules import TEMPLATE_KWARGS_REFUSED
-from proxy.fields.sieve import MEDIA_OPTIONS, Sieve, rules_of
+from proxy.fields.sieve import MEDIA_OPTIONS, Sieve, anthropic_rules, rules_of
 
 REPETITION_LIMITS = {"max_pattern_size": 64, "min_pattern_size": 64, "min_count": 16}
 """Bounds of `repetition_detection`, which vLLM's scheduler looks for in Python after every token, all others waiting
@@ -40,11 +43,18 @@ class Endpoint(StrEnum):
     RESPONSES = "/v1/responses"
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
+    MESSAGES = "/v1/messages"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
 
     @property
     def generates(self) -> bool:
         """Its requests pass through the stages; the others are answered by any tokenizer."""
-        return self not in (Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
+        return self not in (Endpoint.TOKENIZE, Endpoint.DETOKENIZE, Endpoint.COUNT_TOKENS)
+
+    @property
+    def is_anthropic(self) -> bool:
+        """It speaks Anthropic's API; its requests are chats to the stages."""
+        return self in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
 
 
 _MODELS = {
@@ -66,7 +76,8 @@ class ParsedRequest(Struct, frozen=True):
     """A checked client request.
 
     Attributes:
-        body: the client's JSON object; treated as read-only.
+        endpoint: of the stages that it is for. body: for it; the client's own JSON object but for Anthropic's
+            endpoints. Treated as read-only.
         media: its media items, in prompt order.
         needs_fused: the field that only an instance which prefills and decodes can serve, or None.
         dropped: what no rule knows and was left out, as labels of `epd_proxy_fields_dropped`.
@@ -94,6 +105,12 @@ def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -
     """
     body = _decode(raw)
     sieve = Sieve(settings.strict_fields)
+    called: Mapping[tuple[int, int], str] = {}
+    if endpoint.is_anthropic:
+        sieve.body(body, anthropic_rules(media_options=settings.trust_request_mm_kwargs))
+        generates = endpoint.generates
+        body, called = chat_of(body) if generates else tokenized_chat_of(body)
+        endpoint = Endpoint.CHAT if generates else Endpoint.TOKENIZE
     rules = rules_of(_model_of(endpoint, body), settings.vllm_version, media_options=settings.trust_request_mm_kwargs)
     sieve.body(body, rules)
     if xargs := _object(body, "vllm_xargs"):
@@ -122,6 +139,8 @@ def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -
     _one_choice_of_tokens(body)
     stream = _boolean(body, "stream") and endpoint.generates
     media = _media(endpoint, body)
+    if called:
+        media = tuple(replace(ref, param=called[ref.message, ref.part]) for ref in media)
     _check_modalities(media, settings)
     return ParsedRequest(endpoint, body, model, stream, media, _needs_fused(endpoint, body), tuple(sieve.dropped))
 

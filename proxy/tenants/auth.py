@@ -82,7 +82,9 @@ class Callers:
             return Caller(tenant, tenant, self._settings.key_limits)
         known = self._by_digest.get(digest(self._salt, _token(headers)))
         if known is None:
-            raise AuthenticationError("Missing or invalid API key: send it as `Authorization: Bearer <key>`.")
+            raise AuthenticationError(
+                "Missing or invalid API key: send it as `Authorization: Bearer <key>`, or as `x-api-key: <key>`."
+            )
         if name:
             tenant = _digest(b"named/" + _bytes(known.key.tenant or known.key.name) + b"\0" + _bytes(name))
             return known.caller._replace(tenant=tenant)
@@ -108,10 +110,10 @@ def bears(headers: Headers, key: str) -> bool:
 
 
 def _token(headers: Headers) -> bytes:
-    """What it says that it bears, b"" where it says nothing of the kind. Looking up what an unknown key hashes to tells
-    nothing, in however long it takes, about one that is known."""
+    """What it says that it bears, or has in Anthropic's header; b"" where it says nothing of the kind. Looking up what
+    an unknown key hashes to tells nothing, in however long it takes, about one that is known."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    return _bytes(token.strip()) if scheme.lower() == "bearer" else b""
+    return _bytes((token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip())
 
 
 def _named(headers: Headers, tenant_header: str) -> str:

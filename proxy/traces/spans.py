@@ -24,6 +24,7 @@ SCOPE = InstrumentationScope("epd-serve", __version__)
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
+    "/v1/messages": "chat",
     "/v1/completions": "text_completion",
 }
 FINE = ("ok", "cancelled")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -116,6 +117,27 @@ def test_a_response_says_what_chat_says_about_the_same_picture(launch: Serving) 
     assert said == text_of(launch.post("/v1/chat/completions", about(prompt)))
     told = response.headers["x-epd-instances"].split(", ")
     assert {name.partition("=")[2] for name in told} <= set(launch.instances())
+
+
+@every_layout
+def test_a_message_says_what_chat_says_about_the_same_picture(launch: Serving) -> None:
+    prompt = PAIRWISE_DIFFERENT[4]
+    data = about(prompt)["messages"][0]["content"][0]["image_url"]["url"].partition(",")[2]
+    shown = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    content = [shown, {"type": "text", "text": prompt.question}]
+    asked = {"model": "epd-demo", "messages": [{"role": "user", "content": content}]}
+    body = {**asked, "max_tokens": 24, "temperature": 0}
+    said = launch.post("/v1/messages", body).json()
+    chat = launch.post("/v1/chat/completions", about(prompt))
+    assert said["content"] == [{"type": "text", "text": text_of(chat)}]
+    prompt_tokens = chat.json()["usage"]["prompt_tokens"]
+    assert said["usage"]["input_tokens"] == prompt_tokens
+    assert launch.post("/v1/messages/count_tokens", asked).json() == {"input_tokens": prompt_tokens}
+    events = launch.post("/v1/messages", {**body, "stream": True}).text.split("\n\n")[:-1]
+    told = [json.loads(event.partition("\ndata: ")[2]) for event in events]
+    assert told[-1] == {"type": "message_stop"}
+    assert "".join(one["delta"]["text"] for one in told if one["type"] == "content_block_delta") == text_of(chat)
+    assert told[-2]["usage"] == said["usage"]
 
 
 @every_layout

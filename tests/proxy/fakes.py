@@ -150,7 +150,9 @@ async def answer(stage: FakeStage, call: Call, receive: Receive, send: Send) -> 
         await _body(send, b"")
         return
     choices = [{"index": i, "message": {"content": f"from {stage.id}"}} for i in range(call.body.get("n") or 1)]
-    await replies(200, {"object": "chat.completion", "choices": choices, **INTERNALS})(stage, call, receive, send)
+    counted = {"count": 3} if call.path == "/tokenize" else {}
+    body = {"object": "chat.completion", "choices": choices, **INTERNALS, **counted}
+    await replies(200, body)(stage, call, receive, send)
 
 
 def replies(status: int, body: Any) -> Behaviour:

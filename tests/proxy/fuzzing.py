@@ -15,7 +15,7 @@ import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 
-from proxy.fields.rules import NESTED
+from proxy.fields.rules import ANTHROPIC, NESTED, NESTED_ANTHROPIC
 from proxy.fields.vllm_fields import FIELDS
 from proxy.http.openapi import document
 from proxy.request.parse import Endpoint
@@ -25,6 +25,15 @@ from tests.proxy.fakes import settings as proxy_settings
 TIMEOUT_S = 30.0
 """A request that takes this long hangs."""
 KEY = {"authorization": "Bearer fuzz-key"}
+_SOURCE = {"type": "base64", "media_type": "image/png", "data": data_url(image_file()).partition(",")[2]}
+_MESSAGES = [
+    {"role": "user", "content": [{"type": "image", "source": _SOURCE}, {"type": "text", "text": "what?"}]},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}]},
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "1"}]}],
+    },
+]
 GOOD: dict[Endpoint, dict[str, Any]] = {
     Endpoint.CHAT: image_body(data_url(image_file()), stream=True, n=2, vllm_xargs={"a": 1}, unheard_of=1),
     Endpoint.COMPLETIONS: {"model": "demo", "prompt": ["a", "b"], "max_tokens": 3, "logprobs": 1},
@@ -35,6 +44,8 @@ GOOD: dict[Endpoint, dict[str, Any]] = {
     },
     Endpoint.TOKENIZE: {"messages": text_body()["messages"], "add_generation_prompt": True},
     Endpoint.DETOKENIZE: {"tokens": [1, 2, 3]},
+    Endpoint.MESSAGES: {"model": "demo", "max_tokens": 3, "messages": _MESSAGES, "system": "be brief", "stream": True},
+    Endpoint.COUNT_TOKENS: {"messages": _MESSAGES},
 }
 OPERATIONS = sorted(
     one["operationId"] for path in document(proxy_settings(), "0")["paths"].values() for one in path.values()
@@ -114,10 +125,22 @@ def good_bodies(model: str) -> list[tuple[Endpoint, dict[str, Any]]]:
                 "reasoning": {"effort": "low"},
             },
         ),
+        (
+            Endpoint.MESSAGES,
+            {
+                "messages": [{"role": "user", "content": "hello"}],
+                "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+                "tool_choice": {"type": "none"},
+                "stop_sequences": ["x"],
+                "thinking": {"type": "adaptive"},
+                "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+            },
+        ),
         (Endpoint.TOKENIZE, {"messages": turns, "tools": [tool]}),
         (Endpoint.TOKENIZE, {"prompt": "a"}),
     ]
-    length = {Endpoint.CHAT: "max_tokens", Endpoint.COMPLETIONS: "max_tokens", Endpoint.RESPONSES: "max_output_tokens"}
+    length = dict.fromkeys((Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.MESSAGES), "max_tokens")
+    length[Endpoint.RESPONSES] = "max_output_tokens"
     return [
         (endpoint, {**({length[endpoint]: 3} if endpoint in length else {}), **body, "model": model})
         for endpoint, body in [*GOOD.items(), *more]
@@ -158,7 +181,7 @@ class Damage:
         choose, (endpoint, good) = self._random, self._random.choice(self._good)
         body = copy.deepcopy(good)
         for _ in range(choose.choice((0, 1, 1, 1, 1, 2, 2, 3))):
-            self._change(body, model_of(endpoint, body))
+            self._change(body, endpoint)
         raw = written(body)
         if choose.random() < 0.05:
             raw = raw[: choose.randrange(len(raw))]
@@ -167,7 +190,7 @@ class Damage:
             raw = raw[:at] + bytes([choose.randrange(256)]) + raw[at + 1 :]
         return endpoint, raw
 
-    def _change(self, body: dict[str, Any], model: str) -> None:
+    def _change(self, body: dict[str, Any], endpoint: Endpoint) -> None:
         choose, holder, path = self._random, body, ""
         while inner := [(key, one) for key, one in items_of(holder) if isinstance(one, dict | list) and one]:
             if choose.random() < (0.25 if path else 0.5):
@@ -185,8 +208,7 @@ class Damage:
                 case _:
                     holder[at] = self._junk(path)
             return
-        names = NESTED[model].get(path, "").split() if path else sorted(frozenset().union(*FIELDS[model].values()))
-        name = choose.choice([*names, *holder, *holder])
+        name = choose.choice([*_names_at(path, endpoint, body), *holder, *holder])
         if name in holder and choose.random() < 0.15:
             del holder[name]
         else:
@@ -197,6 +219,14 @@ class Damage:
             url = self._random.choice(odd_pictures())
             return [{"type": "image_url", "image_url": {"url": url}}] if name == "content" else url
         return copy.deepcopy(self._random.choice(JUNK))
+
+
+def _names_at(path: str, endpoint: Endpoint, body: dict[str, Any]) -> list[str]:
+    """Names that an object there may have."""
+    if endpoint.is_anthropic:
+        return (NESTED_ANTHROPIC.get(path, "") if path else ANTHROPIC).split()
+    model = model_of(endpoint, body)
+    return NESTED[model].get(path, "").split() if path else sorted(frozenset().union(*FIELDS[model].values()))
 
 
 def model_of(endpoint: Endpoint, body: dict[str, Any]) -> str:
@@ -237,4 +267,5 @@ def fuzz_by_damage(url: str, endpoint: Endpoint, examples: int) -> None:
             response = client.post(endpoint.value, content=raw)
             assert not fault_of(response), (fault_of(response), raw)
             if response.status_code != 200:
-                assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+                error = {"message", "type"} if endpoint.is_anthropic else {"message", "type", "param", "code"}
+                assert set(response.json()["error"]) == error

@@ -16,9 +16,11 @@ from deploy.follow.live import Follower
 from deploy.follow.observe import Observer
 from deploy.follow.plans import Answer, Plans
 from deploy.follow.report import FollowMetrics
+from deploy.follow.switch import Switch
 from deploy.follow.types import Limits, PlanQuestion
 from deploy.planner.goodput import Interval
 from deploy.planner.profile import DeviceProfile
+from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.slo import Slo
@@ -26,6 +28,7 @@ from proxy.records.minute import Counts, KindCounts
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import Work
 from tests.deploy.control.test_commands import Commanded
+from tests.deploy.control.world import FileState
 from tests.waiting import until
 
 PROFILE = DeviceProfile(
@@ -67,7 +70,9 @@ class Comes:
         )
 
 
-def metrics_of(registry: CollectorRegistry) -> str:
+def metrics_of(follower: Follower) -> str:
+    registry = CollectorRegistry()
+    registry.register(FollowMetrics(follower))
     return generate_latest(registry).decode()
 
 
@@ -82,17 +87,10 @@ class Followed(Commanded):
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[Follower]:
         async with self.serving():
-            follower = self.follower = Follower(
-                self.mode,
-                self.limits,
-                Observer(PROFILE, 0.05),
-                self.controller,
-                self.reconciler,
-                self.doors.table,
-                self.comes.look,
-                self.plans,
-            )
-            task = asyncio.create_task(follower.run())
+            follower = self.follower = self.made()
+            await self.switch.begin(lambda: follower)
+            await self.switch.set(self.mode)
+            task = asyncio.create_task(self.switch.run())
             try:
                 yield follower
             finally:
@@ -100,12 +98,24 @@ class Followed(Commanded):
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
+    def made(self) -> Follower:
+        return Follower(
+            "off",
+            self.limits,
+            Observer(PROFILE, 0.05),
+            self.controller,
+            self.reconciler,
+            self.doors.table,
+            self.comes.look,
+            self.plans,
+        )
+
     @property
     def layout(self) -> str:
         return self.reconciler.wanted.layout
 
     def outcomes(self) -> list[str]:
-        return [entry.outcome for entry in self.follower.entries] if self.follower is not None else []
+        return [entry.outcome for entry in self.follower.entries]
 
 
 async def test_pictures_come_and_encoders_are_started_and_go_again(tmp_path: Path) -> None:
@@ -271,10 +281,100 @@ async def test_decisions_are_told_to_people_and_programs(tmp_path: Path, capsys:
         assert await world.says("status", "--why", "--json") == 0
         told = json.loads(capsys.readouterr().out)
         assert told["mode"] == "advise" and told["decisions"][0]["chosen"]["relieves"] == "E"
-        registry = CollectorRegistry()
-        registry.register(FollowMetrics(follower))
+        group = next(one for one in told["decisions"][0]["groups"] if one["group"] == "E")
         encoders = parse(told["decisions"][0]["chosen"]["layout"]).groups[0].repeat
-        assert encoders >= 3 and f'epd_follow_desired_copies{{group="E"}} {encoders}.0' in metrics_of(registry)
+        assert (group["there"], group["wanted"]) == (1, encoders)
+        assert encoders >= 3 and f'epd_follow_desired_copies{{group="E"}} {encoders}.0' in metrics_of(follower)
+
+
+async def test_what_budgets_hold_back_is_told_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = Followed(tmp_path, "(E-P)-D", mode="advise")
+    world.doors.item_budgets["E0"] = 512
+    async with world.following() as follower:
+        await until(lambda: follower.entries)
+        assert await world.says("status", "--why", "--json") == 0
+        (told,) = json.loads(capsys.readouterr().out)["budgets"]
+        assert (told["instance"], told["neighbours"], told["item_tokens"]) == ("E0", ["P0"], 512)
+        assert await world.says("status", "--why") == 0
+        assert "E0 beside P0: 512 item tokens a step, 0 steps held back" in capsys.readouterr().out
+
+
+async def test_an_operator_has_it_act_and_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = Followed(tmp_path, "E-P-D", mode="advise")
+    async with world.following() as follower:
+        world.comes.media = 4.0
+        await until(lambda: follower.entries and follower.entries[-1].outcome == "advised")
+        assert await world.says("follow", "act") == 0
+        assert capsys.readouterr().out == "follow: act\n"
+        await until(lambda: world.layout != "E-P-D" and follower.moves["scale", "done"])
+        assert await world.says("follow", "off") == 0
+        world.comes.media, asked, layout = 9.0, world.comes.asked, world.layout
+        await asyncio.sleep(10 * world.limits.every_s)
+        assert world.comes.asked <= asked + 1 and world.layout == layout
+        assert await world.says("status", "--why") == 0
+        said = capsys.readouterr().out
+        assert "epd-serve follow advise" in said and "E-P-D: done" in said, "what it did is still told"
+        assert "epd_follow_desired_copies{" not in metrics_of(follower)
+        assert await world.says("follow", "act") == 0
+        await until(lambda: world.layout != layout)
+
+
+async def test_nothing_begins_by_a_mode_that_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move of which it is not known yet whether it can begin has begun, or never will, when the answer comes."""
+    world = Followed(tmp_path, "E-P-D")
+    async with world.following() as follower:
+        asked, goes_on = asyncio.Event(), asyncio.Event()
+        follow = world.controller.follow
+
+        async def slow(layout: str) -> object:
+            asked.set()
+            await goes_on.wait()
+            return await follow(layout)
+
+        monkeypatch.setattr(world.controller, "follow", slow)
+        world.comes.media = 4.0
+        await asked.wait()
+        setting = asyncio.create_task(world.post("/deployment/follow", mode="advise"))
+        await asyncio.sleep(0.1)
+        assert not setting.done()
+        goes_on.set()
+        assert (await setting).json() == {"mode": "advise"}
+        begun = world.reconciler.changes.latest.number
+        assert begun == 1
+        await until(lambda: world.reconciler.changes.present is None)
+        world.comes.media = 9.0
+        await until(lambda: follower.entries[-1].outcome == "advised")
+        assert world.reconciler.changes.latest.number == begun
+
+
+async def test_the_next_life_of_control_goes_on_in_the_mode_that_was_set(tmp_path: Path) -> None:
+    world = Followed(tmp_path, "E-P-D", mode="off")
+    async with world.following():
+        assert (await world.post("/deployment/follow", mode="advise")).status_code == 200
+        status = await world.get("/deployment")
+        assert status is not None and status.json()["follow"]["mode"] == "advise"
+        after = Switch("act", FileState(tmp_path))
+        await after.begin(world.made)
+        assert after.told()["mode"] == "advise"
+        assert (await world.post("/deployment/follow", mode="off")).status_code == 200
+        after = Switch("act", FileState(tmp_path))
+        await after.begin(world.made)
+        assert after.told()["mode"] == "off"
+
+
+async def test_a_mode_that_cannot_be_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def unreadable() -> Follower:
+        raise ConfigError("--follow-profile: no such file", param="--follow-profile")
+
+    world = Commanded(tmp_path, "E-P-D")
+    async with world.serving():
+        await world.switch.begin(unreadable)
+        assert await world.says("follow", "act") == 2
+        assert "--follow-profile: no such file" in capsys.readouterr().err
+        assert (await world.post("/deployment/follow", mode="no mode")).status_code == 400
+        assert world.switch.told()["mode"] == "off"
+        assert await world.says("follow", "perhaps") == 2
+        assert "off|advise|act" in capsys.readouterr().err
 
 
 async def test_without_a_follower_the_status_says_how_to_have_one(
@@ -283,4 +383,4 @@ async def test_without_a_follower_the_status_says_how_to_have_one(
     world = Commanded(tmp_path, "E-P-D")
     async with world.serving():
         assert await world.says("status", "--why") == 0
-    assert "--follow advise" in capsys.readouterr().out
+    assert "epd-serve follow advise" in capsys.readouterr().out

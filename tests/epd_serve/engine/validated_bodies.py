@@ -28,15 +28,17 @@ def main(bodies: int, seed: int) -> None:
     for _ in range(bodies):
         endpoint, raw = damage.next()
         try:
-            body = dict(parse(endpoint, raw, config).body)
-            error = _error(model_of(endpoint, body), body)
+            request = parse(endpoint, raw, config)
+            body = dict(request.body)
+            error = _error(model_of(request.endpoint, body), body)
             taken += error is None
             # vLLM's server answers 400 to pydantic's errors and to its own.
             if not (error is None or isinstance(error, ValidationError) or type(error).__name__.startswith("VLLM")):
                 crashes.append(f"{error!r}: {raw.decode()}")
         except EpdError as refused:
             # What the proxy reads itself, messages and their parts, it has to know for certain.
-            if TYPE_REFUSED.search(refused.message) and not refused.message.startswith(("messages[", "input[")):
+            ours = endpoint.is_anthropic or refused.message.startswith(("messages[", "input["))
+            if TYPE_REFUSED.search(refused.message) and not ours:
                 mistyped += 1
                 body = strict_json.decode(raw)
                 if _error(model_of(endpoint, body), body) is None:

@@ -29,6 +29,8 @@ BODIES: dict[Endpoint, dict[str, Any]] = {
     Endpoint.RESPONSES: {"model": "demo", "input": "x"},
     Endpoint.TOKENIZE: {"prompt": "x"},
     Endpoint.DETOKENIZE: {"tokens": [1]},
+    Endpoint.MESSAGES: {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]},
+    Endpoint.COUNT_TOKENS: {"messages": [{"role": "user", "content": "x"}]},
 }
 STRICT = settings(strict_fields=True)
 
@@ -93,7 +95,7 @@ def test_strict_mode_names_the_field_and_the_nearest_one(more: dict[str, Any], p
 
 def test_strict_mode_takes_what_clients_of_openai_send() -> None:
     fields = ("metadata", "service_tier", "safety_identifier", "prompt_cache_key", "user", "prediction")
-    for endpoint in (CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES):
+    for endpoint in (CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.MESSAGES):
         request = parsed(endpoint, {**dict.fromkeys(fields, "x"), "store": False, "unknown": None}, strict_fields=True)
         assert not request.dropped and "safety_identifier" not in request.body and "store" not in request.body
 
@@ -131,6 +133,11 @@ def test_a_refused_field_that_asks_for_nothing_is_left_out(name: str, nothing: o
         (Endpoint.RESPONSES, "input[0].prompt_embeds"),
         (Endpoint.RESPONSES, "input[0].content[0].x_embeds"),
         (Endpoint.RESPONSES, "tools[0].x_embeds"),
+        (Endpoint.MESSAGES, "image_embeds"),
+        (Endpoint.MESSAGES, "messages[0].image_embeds"),
+        (Endpoint.MESSAGES, "messages[0].content[0].image_embeds"),
+        (Endpoint.MESSAGES, "messages[0].content[0].source.image_embeds"),
+        (Endpoint.MESSAGES, "messages[0].content[0].content[0].source.image_embeds"),
     ],
 )
 def test_embeddings_are_refused_wherever_they_stand(endpoint: Endpoint, place: str) -> None:
@@ -152,7 +159,7 @@ def test_names_in_other_letters_are_other_names_and_of_two_equal_ones_the_last_c
         parse(Endpoint.COMPLETIONS, raw.replace(b"null", b'"b"'), settings())
 
 
-@pytest.mark.parametrize("endpoint", [CHAT, Endpoint.RESPONSES, Endpoint.TOKENIZE])
+@pytest.mark.parametrize("endpoint", [CHAT, Endpoint.RESPONSES, Endpoint.TOKENIZE, Endpoint.MESSAGES])
 def test_parameters_of_the_tokenizer_hidden_in_template_variables_are_refused(endpoint: Endpoint) -> None:
     body: dict[str, Any] = {"messages": text_body()["messages"]} if endpoint is Endpoint.TOKENIZE else {}
     padded = {"tokenize": True, "padding": "max_length", "max_length": 1_000_000_000}

@@ -20,7 +20,7 @@ ROUTE = re.compile(r"@router\.(?:get|post)\(\s*\"(/[^\"]*)\"")
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_it_is_refused_by_name_with_what_would_serve_it(method: str) -> None:
     async with cluster("P0", "D0", config=settings()) as c:
-        for path in ("/v1/embeddings", "/v1/messages", "/sleep", "/v1/responses/resp_1/cancel"):
+        for path in ("/v1/embeddings", "/v1/messages/render", "/sleep", "/v1/responses/resp_1/cancel"):
             error = (answer := await c.client.request(method, path)).json()["error"]
             assert (answer.status_code, error["code"]) == (404, "not_served"), path
             assert path in error["message"] and "Use " in error["message"]
