@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deploy.control.changes import Change, State
 from deploy.control.controller import FOLLOW, Controller
@@ -193,6 +193,7 @@ class Follower:
             self.moves[decision.chosen.what, "refused"] += 1
             self._memory = failed(layout, decision.at_s, self._memory)
             return
+        self._settle()  # of what this one supersedes
         self._memory = moved(decision, self._memory, self.limits)
         self._began = (self._reconciler.changes.latest, entry)
 
@@ -204,7 +205,8 @@ class Follower:
         self._began = None
         assert entry.decision.chosen is not None
         self.moves[entry.decision.chosen.what, change.state.value] += 1
-        entry.outcome = "done" if change.state is State.DONE else f"{change.state.value}: {change.reason}"
+        reason = change.reason or "another change was begun"
+        entry.outcome = "done" if change.state is State.DONE else f"{change.state.value}: {reason}"
         if change.state is State.FAILED:
             self._memory = failed(change.layout, time.monotonic(), self._memory)
         if change.state is State.DONE:
@@ -260,7 +262,9 @@ class Follower:
         counts = (await self._ask(Question(window_s=WINDOW_S))).counts or Counts()
         layout, devices = parse(self._reconciler.wanted.layout), self._controller.devices
         starts = [s for node in self._reconciler.nodes for s in node.start_s.values()]
-        return self._observer(
+        change = self._reconciler.changes.present
+        own = change is not None and change.what == FOLLOW and change.state is State.UNDER_WAY
+        seen = self._observer(
             time.monotonic(),
             layout,
             self._seen(layout),
@@ -268,9 +272,10 @@ class Follower:
             max(counts.seconds, 1.0),
             start_s=max(starts, default=0.0),
             heard=counts.answered / counts.serving if counts.serving else 0.0,
-            changing=self._reconciler.changes.present is not None,
+            changing=change is not None,
             devices=None if devices is None else max(devices, layout.device_count),
         )
+        return replace(seen, own=own)
 
     def _seen(self, layout: Layout) -> list[Seen]:
         views = {view.instance.id: view for view in self.views if view.up}

@@ -56,7 +56,7 @@ class Observation:
         backlog: group-seconds of work that waits, by group.
         start_s: how long an instance takes to start, by experience.
         heard: share of the front doors that said what came to them.
-        changing: a change is under way.
+        changing: a change is under way. own: it is the follower's, which may supersede it.
         devices: that this deployment has or could lease now, where they are lent; None: all of `Limits.devices`.
         busy: group-seconds a second that copies of a group have really worked since the look before.
     """
@@ -73,6 +73,7 @@ class Observation:
     sizes: Mapping[Kind, Work] = field(default_factory=dict)
     devices: int | None = None
     busy: Needs = field(default_factory=dict)
+    own: bool = False
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,42 @@ async def test_how_busy_a_move_leaves_a_group_is_told_beside_what_was_predicted(
         assert "E is then busy for 0% of its time, 25% was predicted" in capsys.readouterr().out
 
 
+async def test_what_drains_is_taken_back_once_it_is_needed_again(tmp_path: Path) -> None:
+    world = Followed(tmp_path, "3E-P-D", quiet_s=0.5)
+    async with world.following() as follower:
+        held = [world.doors.table.acquire(name, Work.ENCODE, 500.0) for name in ("E0", "E1", "E2")]
+        await until(lambda: sum(call.startswith("drain E") for call in world.runtime.calls) == 2)
+        assert world.layout == "E-P-D" and world.reconciler.changes.present is not None
+        world.comes.media = 2.0
+        await until(lambda: world.layout.startswith("3E") and world.reconciler.changes.present is None)
+        assert not [call for call in world.runtime.calls if call.startswith(("stop E", "start E3"))]
+        assert follower.moves["scale", "undone"] >= 1
+        assert any("another change was begun" in entry.outcome for entry in follower.entries)
+        for lease in held:
+            lease.release()
+
+
+async def test_a_change_that_an_operator_has_begun_is_never_superseded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "HELD_S", 0.0)
+    world = Followed(tmp_path, "2E-P-D")
+    async with world.following() as follower:
+        lease = world.doors.table.acquire("E1", Work.ENCODE, 500.0)
+        other = world.doors.table.acquire("E0", Work.ENCODE, 500.0)
+        assert await world.says("relayout", "E-P-D", "--no-wait") == 0
+        world.comes.media = 2.0
+        await until(
+            lambda: any(
+                "a change is under way" in why for entry in follower.entries for _, why in entry.decision.refused
+            )
+        )
+        assert world.layout == "E-P-D" and world.reconciler.changes.latest.what == "relayout"
+        lease.release()
+        other.release()
+        await until(lambda: world.layout != "E-P-D")
+
+
 async def test_what_an_operator_has_asked_for_is_left_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
