@@ -193,6 +193,14 @@ def test_what_is_lacking_is_what_more_devices_would_bring() -> None:
     assert lacking(seen, Memory(), LIMITS, replace(decision, chosen=others)) == (), "of other groups nobody knows yet"
 
 
+def test_less_than_the_least_goes_as_far_as_there_is_and_lacks_the_rest() -> None:
+    limits = replace(LIMITS, least={"E": 6})
+    seen = Observation(5.0, parse("E-P-D"), WINDOW_S, {"media": 0, "text": 0}, COSTS, start_s=4.0, devices=5)
+    _, decision = step(seen, Memory(), limits)
+    assert decision.chosen is not None and decision.chosen.counts == {"E": 3, "P": 1, "D": 1}
+    assert lacking(seen, Memory(), limits, decision) == (1, 1, 1)
+
+
 def test_nothing_is_given_up_while_a_front_door_is_silent() -> None:
     for heard, moves in ((1.0, True), (0.75, False), (0.25, False)):
         memory, chosen = Memory(), None
