@@ -1,33 +1,37 @@
 """`epd-bench follow`: a simulated deployment of 16 devices whose layout follows the load.
 
-In parts (`--only`), all simulated (`deploy/planner`), with the profile of a core, starts of four seconds, and decisions
-that are made as in a deployment that runs (`deploy/follow`):
+In parts (`--only`). The first two are simulated (`deploy/planner`), with the profile of a core, starts of four seconds,
+and decisions that are made as in a deployment that runs (`deploy/follow`):
 
     swing   three minutes of pictures, three minutes of text, again and again: goodput beside that of the best fixed
             layout, and of an oracle that knows when the load turns and which layout is best then, and pays for starts
     square  loads that go up and down with periods from 20 seconds to an hour, none at all, and one endless burst: how
             often something was given up and taken back while no less was needed, and how many requests were starved
+    live    such a swing on 16 simulated stages that run, beside what the simulator says of it (`live.py`)
+    real    real stages on two devices, between two kinds of work whose best layouts differ (`real.py`)
 
 Figures:
 
     swing_over_best_fixed, swing_over_oracle    goodput over theirs
     swing_attainment, swing_moves               share of requests within the SLO; changes of the layout
     flaps, starved                              of all square loads
+    live_…, live_predicted_…                    the same of `live`, measured and predicted; live_errors, live_cpu
+    real_over_fixed                             goodput over that of the better of both fixed layouts; real_errors
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from bench.follow import live, real
+from bench.follow.oracle import Scheduled
 from bench.follow.traffic import Phase, requests_of
-from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, several, whole
+from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, positive, several, whole
 from deploy.follow.moves import GAIN, TRADE_S, counts_of
 from deploy.follow.simulated import SimulatedFollower
 from deploy.follow.types import Decision, Limits
-from deploy.planner.fleet import Fleet
 from deploy.planner.profile import DeviceProfile, read_device_profile
 from deploy.planner.simulate import Simulated, simulate
 from epd_serve.layout_parser import parse
@@ -35,7 +39,8 @@ from epd_serve.slo import Slo
 from epd_serve.traffic import Request
 
 PROFILE = "bench/results/profiles/plan.json"
-PARTS = ("swing", "square")
+PARTS = ("swing", "square", "live", "real")
+STAGES = {"live": "simulated stages that run", "real": "real stages"}
 SLO = Slo(8000, 60, "p90")
 """TTFT five times that of four pictures alone."""
 DEVICES, START_S, HALF_S = 16, 4.0, 180.0
@@ -51,18 +56,6 @@ STARVED = 10.0
 HALF_USED = 0.5
 
 
-@dataclass
-class Scheduled(SimulatedFollower):
-    """Has layouts at times that are known in advance."""
-
-    schedule: Sequence[tuple[float, str]] = ()
-
-    def _decide(self, fleet: Fleet) -> None:
-        due = [layout for at_s, layout in self.schedule if at_s <= fleet.clock.now_s]
-        if due and parse(due[-1]) != self.layout:
-            self.wants(parse(due[-1]))
-
-
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     profile = read_device_profile(Path(arguments.profile))
     if "swing" in arguments.only:
@@ -75,6 +68,13 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
             yield {"part": "square", "load": f"period {period_s:g} s", **_square(profile, load)}
         yield {"part": "square", "load": "nothing", **_square(profile, [Phase(1800.0, 0.0, 0.002)])}
         yield {"part": "square", "load": "endless burst", **_square(profile, [Phase(300.0, 6.0, 20.0)])}
+
+    if "live" in arguments.only:
+        yield from live.live(profile, arguments.live_half_s, arguments.live_cycles, measured=not arguments.predict)
+    if "real" in arguments.only:
+        yield from real.real(
+            Path(arguments.real_profile), arguments.real_phase_s, arguments.real_phases, measured=not arguments.predict
+        )
 
 
 def swing(profile: DeviceProfile, cycles: int) -> Iterator[Row]:
@@ -165,23 +165,45 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         named["swing_attainment"], named["swing_moves"] = follow["attained"], follow["moves"]
     if square := [row for row in rows if row["part"] == "square"]:
         named |= {name: float(sum(row[name] for row in square)) for name in ("flaps", "starved")}
-    return named
+    return named | live.figures(rows) | real.figures(rows)
+
+
+def about(arguments: argparse.Namespace) -> dict[str, str]:
+    served = [part for part in ("live", "real") if part in arguments.only and not arguments.predict]
+    return {"kind": "simulated" + "".join(f", {part}: {STAGES[part]}" for part in served)}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--predict", action="store_true", help="serve nothing: of live and real only what the simulator says of them"
+    )
 
 
 MEASUREMENT = Measurement(
-    quick="one cycle of the swing, the shorter periods",
+    quick="one cycle of each swing, shorter ones live, the shorter periods",
     measure=measure,
     figures=figures,
     flags={
         "--only": flag("parts of it", PARTS, several(one_of(*PARTS))),
         "--profile": flag("of the devices", PROFILE),
+        "--live-half-s": flag("of a phase of the live swing", Usually(180.0, quick=40.0), positive),
+        "--live-cycles": flag("of the live swing", Usually(2, quick=1), whole()),
+        "--real-profile": flag("of the real stages' devices", real.PROFILE),
+        "--real-phase-s": flag("of a phase of the real swing", Usually(190.0, quick=60.0), positive),
+        "--real-phases": flag("of the real swing", 2, whole(2)),
         "--cycles": flag("of the swing", Usually(3, quick=1), whole()),
         "--periods": flag("of square waves, the shortest first", Usually(len(PERIODS_S), quick=3), whole()),
     },
-    about=lambda _: {"kind": "simulated"},
+    add_flags=add_flags,
+    about=about,
     goals=(
         Goal("swing_over_oracle", ">=", 0.95),
         Goal("swing_over_best_fixed", ">=", 1.3),
+        Goal("live_over_oracle", ">=", 0.95),
+        Goal("live_over_best_fixed", ">=", 1.3),
+        Goal("live_errors", "==", 0),
+        Goal("real_over_fixed_low", ">=", 1, "more than either, beyond the 90 % interval"),
+        Goal("real_errors", "==", 0),
         Goal("flaps", "==", 0),
         Goal("starved", "==", 0),
     ),
