@@ -1,7 +1,7 @@
 """`epd-bench follow`: a simulated deployment whose layout follows the load.
 
-In parts (`--only`), all simulated (`deploy/planner`), with decisions that are made as in a deployment that runs
-(`deploy/follow`). The first two have 16 devices, the profile of a core, and starts of four seconds:
+In parts (`--only`), with decisions that are made as in a deployment that runs (`deploy/follow`). The first three are
+simulated (`deploy/planner`); the first two have 16 devices, the profile of a core, and starts of four seconds:
 
     swing   three minutes of pictures, three minutes of text, again and again: goodput beside that of the best fixed
             layout, and of an oracle that knows when the load turns and which layout is best then, and pays for starts
@@ -9,6 +9,8 @@ In parts (`--only`), all simulated (`deploy/planner`), with decisions that are m
             how often a move was taken back while the load stayed, and how many requests were starved
     day     a day of ModServe's comparison on 128 devices (`bench/follow/day.py`): devices used beside the fewest that
             serve it as a fixed layout, without a forecast, with and without P and D becoming each other
+    live    such a swing on 16 simulated stages that run, beside what the simulator says of it (`live.py`)
+    real    real stages on two devices, between two kinds of work whose best layouts differ (`real.py`)
 
 Figures:
 
@@ -20,6 +22,8 @@ Figures:
     day_attainment, day_worst_hour              share of the day's requests within the SLO, and of its worst hour's
     day_dropped                                 requests that never ended
     day_s                                       seconds in which all of the part was simulated
+    live_…, live_predicted_…                    the same of `live`, measured and predicted; live_errors, live_cpu
+    real_over_fixed                             goodput over that of the better of both fixed layouts; real_errors
 """
 
 from __future__ import annotations
@@ -27,16 +31,15 @@ from __future__ import annotations
 import argparse
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from bench.follow import day
+from bench.follow import day, live, real
+from bench.follow.oracle import Scheduled
 from bench.follow.traffic import Phase, requests_of
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, positive, several, whole
 from deploy.follow.moves import counts_of
 from deploy.follow.simulated import SimulatedFollower
 from deploy.follow.types import Decision, Limits
-from deploy.planner.fleet import Fleet
 from deploy.planner.profile import DeviceProfile, read_device_profile
 from deploy.planner.simulate import Served, Simulated, simulate
 from epd_serve.layout_parser import parse
@@ -44,7 +47,8 @@ from epd_serve.slo import Slo
 from epd_serve.traffic import Request
 
 PROFILE = "bench/results/profiles/plan.json"
-PARTS = ("swing", "square", "day")
+PARTS = ("swing", "square", "day", "live", "real")
+STAGES = {"live": "simulated stages that run", "real": "real stages"}
 SLO = Slo(8000, 60, "p90")
 """TTFT five times that of four pictures alone."""
 DEVICES, START_S, HALF_S = 16, 4.0, 180.0
@@ -62,18 +66,6 @@ STARVED_S = 2 * SLO.ttft_ms / 1e3
 HALF_USED = 0.5
 
 
-@dataclass
-class Scheduled(SimulatedFollower):
-    """Has layouts at times that are known in advance."""
-
-    schedule: Sequence[tuple[float, str]] = ()
-
-    def _decide(self, fleet: Fleet) -> None:
-        due = [layout for at_s, layout in self.schedule if at_s <= fleet.clock.now_s]
-        if due and parse(due[-1]) != self.layout:
-            self.wants(parse(due[-1]))
-
-
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     if "day" in arguments.only:
         cases = day.QUICK if arguments.quick else (*day.FOLLOWED, *day.FIXED)
@@ -89,6 +81,13 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
             yield {"part": "square", "load": f"period {period_s:g} s", **_square(profile, load)}
         yield {"part": "square", "load": "nearly nothing", **_square(profile, [Phase(1800.0, 0.0, 0.002)])}
         yield {"part": "square", "load": "endless burst", **_square(profile, [Phase(300.0, 6.0, 20.0)])}
+
+    if "live" in arguments.only:
+        yield from live.live(profile, arguments.live_half_s, arguments.live_cycles, measured=not arguments.predict)
+    if "real" in arguments.only:
+        yield from real.real(
+            Path(arguments.real_profile), arguments.real_phase_s, arguments.real_phases, measured=not arguments.predict
+        )
 
 
 def swing(profile: DeviceProfile, cycles: int) -> Iterator[Row]:
@@ -201,11 +200,22 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         named["swing_attainment"], named["swing_moves"] = follow["attained"], follow["moves"]
     if square := [row for row in rows if row["part"] == "square"]:
         named |= {name: float(sum(row[name] for row in square)) for name in ("flaps", "starved")}
-    return named | day.figures([row for row in rows if row["part"] == "day"])
+    return named | day.figures([row for row in rows if row["part"] == "day"]) | live.figures(rows) | real.figures(rows)
+
+
+def about(arguments: argparse.Namespace) -> dict[str, str]:
+    served = [part for part in ("live", "real") if part in arguments.only and not arguments.predict]
+    return {"kind": "simulated" + "".join(f", {part}: {STAGES[part]}" for part in served)}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--predict", action="store_true", help="serve nothing: of live and real only what the simulator says of them"
+    )
 
 
 MEASUREMENT = Measurement(
-    quick="one cycle of the swing, the shorter periods, a day that passes in half an hour beside one fixed layout",
+    quick="one cycle of each swing, shorter ones live, the shorter periods, a day of half an hour",
     measure=measure,
     figures=figures,
     flags={
@@ -213,10 +223,16 @@ MEASUREMENT = Measurement(
         "--profile": flag("of the devices", PROFILE),
         "--day-profile": flag("of the devices of the day", day.PROFILE),
         "--hour-s": flag("seconds in which an hour of the day passes", Usually(300.0, quick=75.0), positive),
+        "--live-half-s": flag("of a phase of the live swing", Usually(180.0, quick=40.0), positive),
+        "--live-cycles": flag("of the live swing", Usually(2, quick=1), whole()),
+        "--real-profile": flag("of the real stages' devices", real.PROFILE),
+        "--real-phase-s": flag("of a phase of the real swing", Usually(190.0, quick=60.0), positive),
+        "--real-phases": flag("of the real swing", 2, whole(2)),
         "--cycles": flag("of the swing", Usually(3, quick=1), whole()),
         "--periods": flag("of square waves, the shortest first", Usually(len(PERIODS_S), quick=3), whole()),
     },
-    about=lambda _: {"kind": "simulated"},
+    add_flags=add_flags,
+    about=about,
     goals=(
         Goal("swing_over_oracle", ">=", 0.95),
         Goal("swing_over_best_fixed", ">=", 1.3),
@@ -224,6 +240,11 @@ MEASUREMENT = Measurement(
         Goal("day_attainment", ">=", 0.99),
         Goal("day_dropped", "==", 0),
         Goal("day_s", "<=", 60, "with --quick"),
+        Goal("live_over_oracle", ">=", 0.95),
+        Goal("live_over_best_fixed", ">=", 1.3),
+        Goal("live_errors", "==", 0),
+        Goal("real_over_fixed_low", ">=", 1, "more than either, beyond the 90 % interval"),
+        Goal("real_errors", "==", 0),
         Goal("flaps", "==", 0),
         Goal("starved", "==", 0),
     ),
