@@ -72,7 +72,8 @@ def step(seen: Observation, memory: Memory, limits: Limits, plans: Plans | None 
 
 
 def lacking(seen: Observation, memory: Memory, limits: Limits, decision: Decision) -> tuple[int, ...]:
-    """How many devices each copy has that would be wanted, too, if all of `limits.devices` were there.
+    """How many devices each copy has that would be wanted, too, if all of `limits.devices` were there, of the groups of
+    the layout.
 
     Args:
         memory: with which the decision was made.
@@ -80,10 +81,10 @@ def lacking(seen: Observation, memory: Memory, limits: Limits, decision: Decisio
     if seen.devices is None:
         return ()
     _, other = step(replace(seen, devices=None), memory, limits)
-    if other.chosen is None:
-        return ()
     counts = decision.chosen.counts if decision.chosen is not None else counts_of(seen.layout)
-    more = {name: count - counts.get(name, 0) for name, count in other.chosen.counts.items()}
+    if other.chosen is None or other.chosen.counts.keys() != counts.keys():  # the groups are about to be others
+        return ()
+    more = {name: count - counts[name] for name, count in other.chosen.counts.items()}
     return tuple(parse(name).groups[0].tp for name, count in more.items() for _ in range(count))
 
 

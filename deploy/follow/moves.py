@@ -164,6 +164,8 @@ class _Groups:
     def _shared_out(self, wants: Counts, need: Needs, text: Needs) -> Counts:
         """What text alone needs, if that is not too much, and then one copy after another to who would be busiest."""
         least = {name: self.bounded(name, 0) for name in wants}
+        if self.devices(least) > self._limits.devices:  # they have yet to come
+            least = dict(self.counts)
         own = {name: math.ceil(text.get(name, 0.0) / self._limits.use) for name in wants}
         shares = {name: min(wants[name], max(least[name], own[name])) for name in wants}
         if self.devices(shares) > HALF * self._limits.devices:

@@ -39,9 +39,14 @@ class Gain:
     measured: float
 
 
+def errors_of(gains: Iterable[Gain]) -> list[float]:
+    """Of the predictions, relative to what was measured, if that was anything."""
+    return [abs(one.predicted - one.measured) / one.measured for one in gains if one.measured]
+
+
 def median_error(gains: Iterable[Gain]) -> float | None:
-    """Of the predictions, relative to what was measured; None where nothing was."""
-    errors = [abs(one.predicted - one.measured) / one.measured for one in gains if one.measured]
+    """None where nothing was measured."""
+    errors = errors_of(gains)
     return median(errors) if errors else None
 
 

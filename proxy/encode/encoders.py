@@ -26,8 +26,8 @@ from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from epd_serve.trace import Trace
 from proxy.config.limits import Timeouts
-from proxy.encode.assignment import calls, share_of, spread
 from proxy.encode.learnt_speeds import LearntSpeeds
+from proxy.encode.spread import calls, share_of, spread
 from proxy.errors import StageDied, StageFault, most_telling
 from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
@@ -96,7 +96,7 @@ class Encoders:
         self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId] = frozenset()
     ) -> None:
         """Have distinct items encoded in parallel, each by its owner or where it is done sooner
-        (`proxy/encode/assignment.py`), once the encoders take the request.
+        (`proxy/encode/spread.py`), once the encoders take the request.
 
         An item that fails is tried elsewhere, alone. Items that no encoder produced are logged and counted;
         `order.done` is not called for them.

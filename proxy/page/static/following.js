@@ -15,7 +15,7 @@ function item(one) {
   const moves = [...(one.chosen ? [one.chosen] : []), ...one.refused];
   return h("li", { "data-state": one.outcome.split(":")[0] },
     h("p", {}, `${one.ago_s.toFixed(0)} s ago${alike}: ${one.layout} with ${rates} requests/s: ${one.outcome}`),
-    h("ul", {}, moves.map((each) => h("li", {}, move(each)))));
+    h("ul", {}, [...moves.map(move), one.plan].filter(Boolean).map((text) => h("li", {}, text))));
 }
 
 function row(group) {
