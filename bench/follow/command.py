@@ -54,9 +54,9 @@ SWING_SLO = Slo(8000, 35, "mean")
 Monoliths and (E-PD) serve text, and are interrupted by pictures; what serves pictures has too few D for text."""
 SWING_PICTURES, SWING_ANSWER = 1, 64
 MEDIA, TEXT = "6E-5P-5D", "E-2P-13D"
-"""The best for each phase of the swing: of the splits with the best bounds and their neighbours, each simulated."""
+"""For each phase of the swing the best of the few splits that were simulated."""
 FIXED = ("TP1x16", "(E-PD)x16", "(E-P)x7-9D", "(E-P)x8-8D", "3E-4P-9D", "3E-5P-8D", MEDIA, TEXT)
-"""By prediction the best of each family for both phases, and those for each of them."""
+"""Some of each family, by simulations of a minute; not all splits were looked at."""
 LEADS_S = (0.0, START_S, 2 * START_S)
 """Before the load turns, that the oracle begins: the best of them counts."""
 PERIODS_S = (2.0, 20.0, 60.0, 180.0, 600.0, 3600.0, 7200.0)
