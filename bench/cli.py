@@ -53,7 +53,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("interference", "bench.micro.interference.command", "how much operators of the stages slow each other"),
         Command("follow", "bench.follow.command", "a simulated deployment whose layout follows the load"),
         Command("change", "bench.change.command", "what clients notice of changes, flips and kills"),
-        Command("proxy", "bench.micro.proxy.command", "what the proxy costs, over simulated stages"),
+        Command("proxy", "bench.proxy.command", "what the proxy costs, over simulated stages"),
     ),
     PAPERS: (
         Command("ablations", "bench.papers.ablations", "what parts of the transfers are worth (EPD-Serve, Table 2)"),

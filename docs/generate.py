@@ -228,7 +228,11 @@ def metrics() -> str:
             [
                 *_families(ControlMetrics(_idle_reconciler()).collect()),
                 *_own(vars(KeyMetrics(CollectorRegistry())).values()),
-                *_families(FollowMetrics(cast(Follower, SimpleNamespace(entries=(), moves={}))).collect()),
+                *_families(
+                    FollowMetrics(
+                        cast(Follower, SimpleNamespace(entries=(), moves={}, mode="off", lacking=()))
+                    ).collect()
+                ),
             ],
         ),
     ]

@@ -68,7 +68,7 @@ class StageTimeout(StageError):
 
 
 class PoisonousRequest(RequestError):
-    """Instances died under this very body: it is refused for a while (`proxy/stages/suspects.py`)."""
+    """Instances died under this very body: it is refused for a while (`proxy/stages/poison.py`)."""
 
     status = 422
     code = "poisonous_request"

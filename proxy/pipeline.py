@@ -54,9 +54,9 @@ from proxy.stages.circuits import Circuits
 from proxy.stages.client import StageClient
 from proxy.stages.cost import prompt_tokens
 from proxy.stages.job import Job
+from proxy.stages.poison import Poison, WatchedBody
 from proxy.stages.prompt_nodes import NO_NODES, prompt_nodes
 from proxy.stages.retry_budget import RetryBudget
-from proxy.stages.suspects import Suspects, Trial
 from proxy.tenants.auth import DEFAULT_TENANT, Caller, Callers
 from proxy.tenants.fair_share import FairShare
 from proxy.tenants.key_limits import KeyGate
@@ -116,7 +116,7 @@ class Pipeline:
         self.metrics.retry_budget.set_function(lambda: self._budget.left(time.monotonic()))
         self.metrics.in_flight.set_function(lambda: self.drain.running)
         self.metrics.draining.set_function(lambda: self.drain.began)
-        self._suspects = Suspects(settings.poison, self.metrics, wait_s=timeouts.instance_wait_s)
+        self._poison = Poison(settings.poison, self.metrics)
         self.metrics.memory_held.set_function(lambda: self.memory.held_bytes)
         self._stages = StageClient(timeouts, key=settings.bearer_of_stages())
         fetcher = UrlFetcher(settings.media, apart=apart, transport=media_transport, resolver=resolver)
@@ -212,7 +212,7 @@ class Pipeline:
             until: loop time at which the client wants the whole answer; whoever calls cancels then.
         """
         try:
-            trial = self._suspects.trial(raw)
+            watched = self._poison.watched(raw)
             request = self._parsed(endpoint, raw, held)
             _note(record, request)
             for name in request.dropped:
@@ -220,7 +220,7 @@ class Pipeline:
             if not endpoint.generates:  # takes no place with the stages, so it waits for none
                 items = await self._load(record, request, caller.tenant, held)
                 return await self._tokenize.run(record.id, request, items, sink)
-            trial.check()
+            watched.check()
             kind = kind_of(request)
             self.records.arrived(record, kind.value)
             gate = self.gate.admitted(
@@ -232,7 +232,7 @@ class Pipeline:
             )
             with gate as passed:
                 self._budget.deposit()
-                job = await self._job(record, request, caller.tenant, held, passed, trial)
+                job = await self._job(record, request, caller.tenant, held, passed, watched)
                 del request  # and with it the media as the client wrote them
                 await self._run(job, sink)
         except RecursionError:  # what can just be decoded may be too deep to be measured, or written again
@@ -257,7 +257,7 @@ class Pipeline:
         tenant: str,
         held: MemoryReservation,
         passed: Pass,
-        trial: Trial,
+        watched: WatchedBody,
     ) -> Job:
         items = await self._load(record, request, tenant, held) if request.media else ()
         salt = tenant if self.settings.tells_tenants_apart else None
@@ -277,7 +277,7 @@ class Pipeline:
         if items:
             held.give_back(source_bytes(request.media))
             request = structs.replace(request, body=base, media=tuple(item.ref for item in items))
-        return Job(record.id, request, base, items, tokens, passed, trial, record, prompt)
+        return Job(record.id, request, base, items, tokens, passed, watched, record, prompt)
 
     async def _run(self, job: Job, sink: ClientSink) -> None:
         if not self._router.encodes_apart(job):

@@ -27,6 +27,11 @@ class Deployment:
     def status(self) -> dict[str, Any]:
         return self._get("/deployment")
 
+    def decisions(self) -> list[dict[str, Any]]:
+        """What the follower of the load has decided, the newest first; nothing where it is not followed."""
+        told: list[dict[str, Any]] = self._get("/deployment/decisions")["decisions"]
+        return told
+
     def relayout(self, layout: str, pause_s: float = 0.0) -> dict[str, Any]:
         """The change, when it is over; with `refused` where it was not begun."""
         return self._changed("/deployment/layout", {"layout": layout, "pause_s": pause_s})

@@ -1,41 +1,54 @@
-"""`epd-bench follow`: a simulated deployment of 16 devices whose layout follows the load.
+"""`epd-bench follow`: a simulated deployment whose layout follows the load.
 
-In parts (`--only`), all simulated (`deploy/planner`), with the profile of a core, starts of four seconds, and decisions
-that are made as in a deployment that runs (`deploy/follow`):
+In parts (`--only`), with decisions that are made as in a deployment that runs (`deploy/follow`). The first three are
+simulated (`deploy/planner`); the first two have 16 devices, the profile of a core, and starts of four seconds:
 
     swing   three minutes of pictures, three minutes of text, again and again: goodput beside that of the best fixed
             layout, and of an oracle that knows when the load turns and which layout is best then, and pays for starts
-    square  loads that go up and down with periods from 20 seconds to an hour, none at all, and one endless burst: how
-            often something was given up and taken back while no less was needed, and how many requests were starved
+    square  loads that go up and down with periods from two seconds to two hours, hardly any, and one endless burst:
+            how often a move was taken back while the load stayed, and how many requests were starved
+    day     a day of ModServe's comparison on 128 devices (`bench/follow/day.py`): devices used beside the fewest that
+            serve it as a fixed layout, without a forecast, with and without P and D becoming each other
+    live    such a swing on 16 simulated stages that run, beside what the simulator says of it (`live.py`)
+    real    real stages on two devices, between two kinds of work whose best layouts differ (`real.py`)
 
 Figures:
 
     swing_over_best_fixed, swing_over_oracle    goodput over theirs
     swing_attainment, swing_moves               share of requests within the SLO; changes of the layout
     flaps, starved                              of all square loads
+    day_devices_over_static, day_over_tp4       device-seconds over those of the fewest devices that hold as a fixed
+                                                layout, and over 32 monoliths of four
+    day_attainment, day_worst_hour              share of the day's requests within the SLO, and of its worst hour's
+    day_dropped                                 requests that never ended
+    day_s                                       seconds in which all of the part was simulated
+    live_…, live_predicted_…                    the same of `live`, measured and predicted; live_errors, live_cpu
+    real_over_fixed                             goodput over that of the better of both fixed layouts; real_errors
 """
 
 from __future__ import annotations
 
 import argparse
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from bench.follow import day, live, real
+from bench.follow.oracle import Scheduled
 from bench.follow.traffic import Phase, requests_of
-from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, several, whole
-from deploy.follow.moves import GAIN, TRADE_S, counts_of
+from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, positive, several, whole
+from deploy.follow.moves import counts_of
 from deploy.follow.simulated import SimulatedFollower
 from deploy.follow.types import Decision, Limits
-from deploy.planner.fleet import Fleet
 from deploy.planner.profile import DeviceProfile, read_device_profile
-from deploy.planner.simulate import Simulated, simulate
+from deploy.planner.simulate import Served, Simulated, simulate
 from epd_serve.layout_parser import parse
 from epd_serve.slo import Slo
 from epd_serve.traffic import Request
 
 PROFILE = "bench/results/profiles/plan.json"
-PARTS = ("swing", "square")
+PARTS = ("swing", "square", "day", "live", "real")
+STAGES = {"live": "simulated stages that run", "real": "real stages"}
 SLO = Slo(8000, 60, "p90")
 """TTFT five times that of four pictures alone."""
 DEVICES, START_S, HALF_S = 16, 4.0, 180.0
@@ -45,25 +58,18 @@ FIXED = ("3E-4P-9D", "4E-4P-8D", "4E-5P-7D", "5E-5P-6D", "6E-6P-4D", MEDIA, TEXT
 SWING = (Phase(HALF_S, 3.0, 5.0), Phase(HALF_S, 28.0, 0.8))
 LEADS_S = (0.0, START_S, 2 * START_S)
 """Before the load turns, that the oracle begins: the best of them counts."""
-PERIODS_S = (20.0, 60.0, 180.0, 600.0, 3600.0)
-STARVED = 10.0
-"""Times the TTFT of the SLO, that a request waited while another group was less than half used."""
+PERIODS_S = (2.0, 20.0, 60.0, 180.0, 600.0, 3600.0, 7200.0)
+TRUE_S, BAND = 2.0, 1.25
+"""What truly comes is what came in so many seconds; so many times as much is another load."""
+STARVED_S = 2 * SLO.ttft_ms / 1e3
+"""Ten times what four pictures take alone."""
 HALF_USED = 0.5
 
 
-@dataclass
-class Scheduled(SimulatedFollower):
-    """Has layouts at times that are known in advance."""
-
-    schedule: Sequence[tuple[float, str]] = ()
-
-    def _decide(self, fleet: Fleet) -> None:
-        due = [layout for at_s, layout in self.schedule if at_s <= fleet.clock.now_s]
-        if due and parse(due[-1]) != self.layout:
-            self.wants(parse(due[-1]))
-
-
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    if "day" in arguments.only:
+        cases = day.QUICK if arguments.quick else (*day.FOLLOWED, *day.FIXED)
+        yield from day.measure(Path(arguments.day_profile), cases, arguments.hour_s)
     profile = read_device_profile(Path(arguments.profile))
     if "swing" in arguments.only:
         yield from swing(profile, arguments.cycles)
@@ -73,8 +79,15 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
             turns = max(2, round(1800.0 / period_s))
             load = [Phase(half, 6.0, 4.0), Phase(half, 1.0, 0.0)] * turns
             yield {"part": "square", "load": f"period {period_s:g} s", **_square(profile, load)}
-        yield {"part": "square", "load": "nothing", **_square(profile, [Phase(1800.0, 0.0, 0.002)])}
+        yield {"part": "square", "load": "nearly nothing", **_square(profile, [Phase(1800.0, 0.0, 0.002)])}
         yield {"part": "square", "load": "endless burst", **_square(profile, [Phase(300.0, 6.0, 20.0)])}
+
+    if "live" in arguments.only:
+        yield from live.live(profile, arguments.live_half_s, arguments.live_cycles, measured=not arguments.predict)
+    if "real" in arguments.only:
+        yield from real.real(
+            Path(arguments.real_profile), arguments.real_phase_s, arguments.real_phases, measured=not arguments.predict
+        )
 
 
 def swing(profile: DeviceProfile, cycles: int) -> Iterator[Row]:
@@ -105,37 +118,59 @@ def _square(profile: DeviceProfile, load: Sequence[Phase]) -> Row:
     return {
         **_said(run),
         "moves": sum(one.chosen is not None for one in follower.decisions),
-        "flaps": flaps(follower.decisions),
+        "flaps": flaps(follower.decisions, load),
         "starved": starved(run, follower.decisions),
     }
 
 
-def flaps(decisions: Sequence[Decision]) -> int:
-    """Copies of a group that were given up, and taken again within a minute though hardly more was needed than then."""
-    found, given_up = 0, dict[str, tuple[float, float]]()
+def flaps(decisions: Sequence[Decision], load: Sequence[Phase]) -> int:
+    """Moves of a group's copies that were taken back while what truly came stayed within the band."""
+    found, moved = 0, dict[str, tuple[float, bool]]()
     for one in decisions:
         if one.chosen is None:
             continue
         for name, count in counts_of(parse(one.layout)).items():
-            at_s, needed = given_up.get(name, (-TRADE_S * 2, 0.0))
-            if one.chosen.counts[name] < count:
-                given_up[name] = one.at_s, one.need[name]
-            elif one.chosen.counts[name] > count and one.at_s - at_s < 2 * TRADE_S:
-                found += one.need[name] < GAIN * needed
+            if (to := one.chosen.counts[name]) == count:
+                continue
+            at_s, up = moved.get(name, (one.at_s, to > count))
+            found += up != (to > count) and _steady(load, at_s, one.at_s)
+            moved[name] = one.at_s, to > count
     return found
 
 
+def _steady(load: Sequence[Phase], begin_s: float, end_s: float) -> bool:
+    """Whether what came from then on, and until then, was one load."""
+    times = [begin_s + TRUE_S * step for step in range(int((end_s - begin_s) / TRUE_S) + 1)]
+    by_kind = zip(*(true_rates(load, at_s) for at_s in times), strict=True)
+    return all(max(rates) <= BAND * min(rates) for rates in by_kind)
+
+
+def true_rates(load: Sequence[Phase], at_s: float) -> tuple[float, float]:
+    """Requests a second of text and with images, of the `TRUE_S` until then."""
+    text = media = begin_s = 0.0
+    for phase in load:
+        within_s = max(0.0, min(at_s, begin_s + phase.seconds) - max(at_s - TRUE_S, begin_s))
+        text, media = text + within_s * phase.text_rps, media + within_s * phase.media_rps
+        begin_s += phase.seconds
+    return text / TRUE_S, media / TRUE_S
+
+
 def starved(run: Simulated, decisions: Sequence[Decision]) -> int:
-    """Requests that waited far too long while some group was less than half used, and nothing was done about it."""
-    idle = [
+    """Requests that waited far too long, or for ever, while for half of that time or more some group was less than half
+    used, and nothing was done about it."""
+    idle_s = [
         one.at_s
         for one in decisions
         if one.chosen is None
         and any(one.need[name] < HALF_USED * count for name, count in counts_of(parse(one.layout)).items() if count > 1)
     ]
-    late_s = STARVED * SLO.ttft_ms / 1e3
-    late = [one for one in run.served if one.ttft_s > late_s]
-    return sum(sum(one.at_s < at_s < one.at_s + late_s for at_s in idle) > late_s / (2 * 5.0) for one in late)
+    late = [one for one in run.served if one.ttft_s > STARVED_S]
+    return sum(_between(idle_s, one) >= max(1, _between([each.at_s for each in decisions], one) / 2) for one in late)
+
+
+def _between(times_s: Sequence[float], one: Served) -> int:
+    """Of these times, ascending, those at which it waited."""
+    return bisect_left(times_s, one.first_s) - bisect_left(times_s, one.at_s)
 
 
 def _limits(every_s: float = 5.0) -> Limits:
@@ -165,23 +200,51 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         named["swing_attainment"], named["swing_moves"] = follow["attained"], follow["moves"]
     if square := [row for row in rows if row["part"] == "square"]:
         named |= {name: float(sum(row[name] for row in square)) for name in ("flaps", "starved")}
-    return named
+    return named | day.figures([row for row in rows if row["part"] == "day"]) | live.figures(rows) | real.figures(rows)
+
+
+def about(arguments: argparse.Namespace) -> dict[str, str]:
+    served = [part for part in ("live", "real") if part in arguments.only and not arguments.predict]
+    return {"kind": "simulated" + "".join(f", {part}: {STAGES[part]}" for part in served)}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--predict", action="store_true", help="serve nothing: of live and real only what the simulator says of them"
+    )
 
 
 MEASUREMENT = Measurement(
-    quick="one cycle of the swing, the shorter periods",
+    quick="one cycle of each swing, shorter ones live, the shorter periods, a day of half an hour",
     measure=measure,
     figures=figures,
     flags={
         "--only": flag("parts of it", PARTS, several(one_of(*PARTS))),
         "--profile": flag("of the devices", PROFILE),
+        "--day-profile": flag("of the devices of the day", day.PROFILE),
+        "--hour-s": flag("seconds in which an hour of the day passes", Usually(300.0, quick=75.0), positive),
+        "--live-half-s": flag("of a phase of the live swing", Usually(180.0, quick=40.0), positive),
+        "--live-cycles": flag("of the live swing", Usually(2, quick=1), whole()),
+        "--real-profile": flag("of the real stages' devices", real.PROFILE),
+        "--real-phase-s": flag("of a phase of the real swing", Usually(190.0, quick=60.0), positive),
+        "--real-phases": flag("of the real swing", 2, whole(2)),
         "--cycles": flag("of the swing", Usually(3, quick=1), whole()),
         "--periods": flag("of square waves, the shortest first", Usually(len(PERIODS_S), quick=3), whole()),
     },
-    about=lambda _: {"kind": "simulated"},
+    add_flags=add_flags,
+    about=about,
     goals=(
         Goal("swing_over_oracle", ">=", 0.95),
         Goal("swing_over_best_fixed", ">=", 1.3),
+        Goal("day_devices_over_static", "<=", 0.65),
+        Goal("day_attainment", ">=", 0.99),
+        Goal("day_dropped", "==", 0),
+        Goal("day_s", "<=", 60, "with --quick"),
+        Goal("live_over_oracle", ">=", 0.95),
+        Goal("live_over_best_fixed", ">=", 1.3),
+        Goal("live_errors", "==", 0),
+        Goal("real_over_fixed_low", ">=", 1, "more than either, beyond the 90 % interval"),
+        Goal("real_errors", "==", 0),
         Goal("flaps", "==", 0),
         Goal("starved", "==", 0),
     ),

@@ -1,4 +1,4 @@
-"""`epd-serve status|relayout|scale|drain|restart|undo`: asks a running deployment, and waits until it is done."""
+"""`epd-serve status|relayout|scale|drain|restart|undo|follow`: asks a running deployment, and waits for its end."""
 
 from __future__ import annotations
 
@@ -61,6 +61,10 @@ def undo_flags(parser: Parser) -> None:
     _wait(parser)
 
 
+def follow_flags(parser: Parser) -> None:
+    parser.add_argument("mode", choices=("off", "advise", "act"), metavar="off|advise|act", help="from now on")
+
+
 def _dry_run(parser: Parser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done, or what is short")
 
@@ -110,6 +114,15 @@ def undo(arguments: Arguments) -> int:
     return _change(arguments, "undo")
 
 
+def follow(arguments: Arguments) -> int:
+    with client(arguments) as http:
+        answer = http.post("/deployment/follow", json={"mode": arguments["mode"]})
+        if answer.status_code >= 400:
+            return _refused(answer, arguments["as_json"])
+    print(answer.text if arguments["as_json"] else f"follow: {arguments['mode']}")
+    return DONE
+
+
 def parse_counts(words: list[str]) -> dict[str, int]:
     """`E=3` or `P=1,D=3` as numbers by role. Raises ConfigError."""
     counts = {}
@@ -125,7 +138,7 @@ def status_flags(parser: Parser) -> None:
     parser.add_argument(
         "--why",
         action="store_true",
-        help="what the follower of the load has decided lately, and by what (serve --follow advise or act)",
+        help="what the follower of the load has decided lately, and by what",
     )
 
 
@@ -244,6 +257,8 @@ def status_text(status: Json) -> str:
         devices = f"{short_node(one['node'])}:" * several + ",".join(map(str, one["devices"]))
         rows.append((str(one["id"]), role, devices, state, str(one["in_flight"]), str(one["restarts"])))
     lines = [f"launch {status['launch']}: {status['layout']}, {status['state']}"]
+    if (mode := status["follow"]["mode"]) != "off":
+        lines.append(f"follow: {mode} (status --why: what was decided, and by what)")
     if status["trouble"]:
         lines.append(f"not reached: {status['trouble']}")
     if status["paused_s"]:
@@ -263,10 +278,16 @@ def status_text(status: Json) -> str:
 def decisions_text(following: Json) -> str:
     """For people, the newest first."""
     if following["mode"] == "off":
-        return "the load is not followed: serve with --follow advise, or act"
-    lines = [
-        f"follow: {following['mode']}, every {following['every_s']:g} s; a group may be busy {following['use']:.0%}"
-    ]
+        lines = ["the load is not followed: epd-serve follow advise, or act"]
+    else:
+        lines = [
+            f"follow: {following['mode']}, every {following['every_s']:g} s; a group may be busy {following['use']:.0%}"
+        ]
+    for one in following["budgets"]:
+        beside = f" beside {', '.join(one['neighbours'])}" if one["neighbours"] else ""
+        lines.append(
+            f"{one['instance']}{beside}: {one['item_tokens']} item tokens a step, {one['held_steps']} steps held back"
+        )
     for one in following["decisions"]:
         again = f", {one['times']} times alike" if one["times"] > 1 else ""
         rates = ", ".join(f"{rate:.2f} {kind} requests/s" for kind, rate in one["rates_rps"].items())
@@ -275,11 +296,15 @@ def decisions_text(following: Json) -> str:
             f"{one['ago_s']:.0f} s ago{again}: {one['layout']}: {one['outcome']}",
             f"  reckoned with: {rates}",
         ]
-        groups = [(each["group"], f"{each['needed']:.2f}", str(each["there"])) for each in one["groups"]]
-        lines += [f"  {line}" for line in table([("group", "busy", "there"), *groups]).splitlines()]
+        groups = [
+            (each["group"], *(f"{each[of]:.2f}" for of in ("needed", "peak")), str(each["there"]), str(each["wanted"]))
+            for each in one["groups"]
+        ]
+        lines += [f"  {line}" for line in table([("group", "busy", "peak", "there", "wanted"), *groups]).splitlines()]
         if (chosen := one["chosen"]) is not None:
             lines.append(f"  {chosen['what']} to {chosen['layout']}: {chosen['why']}")
         lines += [f"  not {move['layout']}: {move['reason']}" for move in one["refused"]]
+        lines.append(f"  {one['plan']}")
     return "\n".join(lines)
 
 

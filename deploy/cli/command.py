@@ -94,6 +94,13 @@ COMMANDS = {
         running=True,
         json=True,
     ),
+    "follow": Command(
+        "have instances where the load is, only say what would be changed, or neither",
+        changing.follow,
+        changing.follow_flags,
+        running=True,
+        json=True,
+    ),
     "logs": Command("what the stages of a running deployment say", end.logs, end.logs_flags, running=True),
     "down": Command("end a running deployment once its requests have ended", end.down, end.down_flags, running=True),
     "why": Command(

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Protocol
 
 from deploy.change.limits import kinds, required
 from deploy.change.scaling import scaled
@@ -29,6 +30,19 @@ from epd_serve.roles import Role
 FOLLOW = "follow"
 """The word of a change that the follower of the load has asked for."""
 
+TOLD = 20
+"""Decisions of the follower in a status; `GET /deployment/decisions` has all that are remembered."""
+
+
+class Following(Protocol):
+    """Whether the load is followed, and what was decided (`deploy/follow/switch.py`)."""
+
+    def told(self, most: int | None = None) -> Json:
+        """The mode, and decisions, the newest first, at most so many."""
+
+    async def set(self, mode: str) -> None:
+        """To `off`, `advise` or `act`. Raises ConfigError: the deployment's settings allow no follower."""
+
 
 class Controller:
     """In the reconciler's event loop.
@@ -38,6 +52,9 @@ class Controller:
         aim: makes what is wanted of a layout's text and the specs of those that may stay.
         parts: pids of the processes that are no stages, by name. restarts: of those whose lives are counted.
         configure: has front doors that start from now on go by these `--proxy` options, too; raises ConfigError.
+
+    Attributes:
+        following: of the load.
     """
 
     def __init__(
@@ -48,6 +65,7 @@ class Controller:
         aim: Aim,
         parts: Callable[[], Awaitable[Mapping[str, int]]],
         configure: Callable[[Sequence[str]], Awaitable[None]],
+        following: Following,
         restarts: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._launch = launch
@@ -58,6 +76,7 @@ class Controller:
         self._parts = parts
         self._restarts = restarts
         self._configure = configure
+        self.following = following
         self._restarting: asyncio.Task[None] | None = None
         self._front_trouble = ""
 
@@ -68,6 +87,20 @@ class Controller:
     async def follow(self, layout: str) -> Json:
         """For the follower of the load. Raises as `relayout`."""
         return await self._relayout(FOLLOW, layout)
+
+    @property
+    def devices(self) -> int | None:
+        """That this deployment has or could lease, as was last seen; None where nothing is lent."""
+        if self._aim.leases is None:
+            return None
+        known = {node.id for node in self._aim.machines.nodes}
+        leased = sum(place.width for place in self._places.leased if place.node in known)
+        return leased + sum(count for node, count in self._places.free.items() if node in known)
+
+    def want(self, widths: Sequence[int]) -> None:
+        """As `Leases.want`, where anything is lent."""
+        if self._aim.leases is not None:
+            self._aim.leases.want(widths)
 
     async def scale(self, counts: Mapping[Role, int], *, dry_run: bool = False, pause_s: float = 0.0) -> Json:
         """Raises as `relayout`."""
@@ -149,6 +182,7 @@ class Controller:
                 name: {"pid": pid, "restarts": self._restarts.get(name)} for name, pid in (await self._parts()).items()
             },
             "front": {"restarting": self._front_restarts, "trouble": self._front_trouble},
+            "follow": self.following.told(TOLD),
         }
 
     async def keep_places(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Mapping
 
 from deploy.control.aim import Aim
 from deploy.control.reconciler import Reconciler
@@ -24,12 +25,13 @@ class Places:
 
     Attributes:
         turn: held by whoever aims, until what he aims at is wanted or refused.
-        leased: as it was last seen.
+        leased: as it was last seen. free: devices that could be leased then, by node.
     """
 
     def __init__(self, aim: Aim, reconciler: Reconciler, *, look_s: float) -> None:
         self.turn = asyncio.Lock()
         self.leased: tuple[Place, ...] = ()
+        self.free: Mapping[str, int] = {}
         self._aim = aim
         self._reconciler = reconciler
         self._look_s = look_s
@@ -60,6 +62,7 @@ class Places:
         async with self.turn:
             if not reconciler.knows:
                 return
+            self.free = await leases.free()
             places = self.leased = await leases.places()
             if self._aim.has_moved(reconciler.wanted, places):
                 await reconciler.look()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from collections.abc import Awaitable
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi import Path as InPath
@@ -56,6 +56,11 @@ class Scale(Pause, DryRun):
 class RestartFront(_Body):
     proxy: list[str] = []
     """Options of the front doors, `KEY=VALUE`; others stay as they are."""
+
+
+class Follow(_Body):
+    mode: Literal["off", "advise", "act"]
+    """`advise` decides and changes nothing."""
 
 
 class Step(_Model):
@@ -151,30 +156,9 @@ class Part(_Model):
     """Lives before this one; null where nobody counts them."""
 
 
-class Deployment(_Model):
-    launch: str
-    layout: str
-    """What is wanted."""
-    state: str
-    """`steady`, `changing`, `paused` or `degraded`."""
-    trouble: str
-    """Why what is wanted is not there, or what it waits for."""
-    paused_s: float
-    """For how long new requests still wait."""
-    change: Change | None
-    nodes: list[Node]
-    instances: list[Instance]
-    front: Front
-    parts: dict[str, Part]
-    """Processes beside the stages, by name."""
-    layouts: list[str]
-    """That were wanted, the present one last."""
-    past: list[Change]
-
-
 class Move(_Model):
     what: str
-    """`flip` or `scale`."""
+    """`flip`, `scale` or `relayout`."""
     layout: str
     relieves: str
     """The group that lacks most."""
@@ -192,6 +176,8 @@ class GroupNeed(_Model):
     group: str
     there: int
     """Copies of it."""
+    wanted: int
+    """In the layout that was chosen."""
     needed: float
     """Copies that would never rest."""
     peak: float
@@ -210,6 +196,20 @@ class Decision(_Model):
     groups: list[GroupNeed]
     chosen: Move | None
     refused: list[RefusedMove]
+    plan: str
+    """Why the layout is of these groups, and no others."""
+
+
+class Budget(_Model):
+    instance: str
+    neighbours: list[str]
+    """That compute on its device."""
+    prompt_tokens: int
+    """That its last step was let have, so that no decode breaks the SLO."""
+    item_tokens: int
+    """Likewise, of images and other media."""
+    held_steps: int
+    """Steps so far whose budget left something for the next ones."""
 
 
 class Following(_Model):
@@ -218,12 +218,39 @@ class Following(_Model):
     every_s: float | None
     use: float | None
     """Share of its time that an instance may be busy."""
+    lacking: list[int]
+    """Devices of each copy that is wanted, too, and has no place; on a cluster they are asked for in mode `act`."""
+    budgets: list[Budget]
+    """What stages with an SLO do by themselves at every step, before anything is moved."""
     decisions: list[Decision]
     """The newest first."""
 
 
+class Deployment(_Model):
+    launch: str
+    layout: str
+    """What is wanted."""
+    state: str
+    """`steady`, `changing`, `paused` or `degraded`."""
+    trouble: str
+    """Why what is wanted is not there, or what it waits for."""
+    paused_s: float
+    """For how long new requests still wait."""
+    change: Change | None
+    nodes: list[Node]
+    instances: list[Instance]
+    front: Front
+    follow: Following
+    """Of the decisions the last 20."""
+    parts: dict[str, Part]
+    """Processes beside the stages, by name."""
+    layouts: list[str]
+    """That were wanted, the present one last."""
+    past: list[Change]
+
+
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "No layout, or one that cannot be served here."},
+    400: {"description": "No layout, or one that cannot be served here; of `follow`, a profile that cannot be read."},
     404: {"description": "There is no such instance or change."},
     409: {
         "description": "Refused: `shortage` (`what`, `where`, `needed_bytes`, `free_bytes`, `blocks`, `pause_helps`), "
@@ -239,8 +266,8 @@ _BEGUN: dict[int | str, dict[str, Any]] = {
 }
 
 
-def control_routes(controller: Controller, follow: Callable[[], Json]) -> APIRouter:
-    """`/deployment` and what is below it. `follow`: what the follower of the load has decided (`Following`)."""
+def control_routes(controller: Controller) -> APIRouter:
+    """`/deployment` and what is below it."""
     router = APIRouter(tags=["deployment"])
 
     @router.get("/deployment", operation_id="status", response_model=Deployment)
@@ -249,7 +276,15 @@ def control_routes(controller: Controller, follow: Callable[[], Json]) -> APIRou
 
     @router.get("/deployment/decisions", operation_id="decisions", response_model=Following)
     async def decisions() -> Response:
-        return JSONResponse(follow())
+        return JSONResponse(controller.following.told())
+
+    @router.post("/deployment/follow", operation_id="follow", response_model=Follow, responses={400: _REFUSALS[400]})
+    async def follow(body: Follow) -> Response:
+        try:
+            await controller.following.set(body.mode)
+        except ConfigError as error:
+            return _refused(error)
+        return JSONResponse(dict(body))
 
     @router.get(
         "/deployment/changes/{number}", operation_id="change", response_model=Change, responses={404: _REFUSALS[404]}

@@ -10,6 +10,7 @@ from deploy.control.controller import Controller
 from deploy.control.reconciler import Reconciler
 from deploy.follow.live import Follower, Look
 from deploy.follow.observe import Observer
+from deploy.follow.plans import Plans
 from deploy.follow.report import FollowMetrics
 from deploy.follow.types import Limits
 from deploy.options.config import group_counts
@@ -39,9 +40,10 @@ def follower_of(
         quiet_s=config.follow_quiet_s,
         switchable=config.switchable,
     )
-    follower = Follower(
-        config.follow, limits, Observer(profile, config.slo.limits_s[1]), controller, reconciler, table, look
-    )
+    slo, _ = config.slo.objectives()
+    observer = Observer(profile, slo.tpot_ms / 1e3)
+    plans = Plans(profile, slo) if profile is not None and config.follow_relayout == "on" else None
+    follower = Follower(config.follow, limits, observer, controller, reconciler, table, look, plans)
     registry.register(FollowMetrics(follower))
     return follower
 

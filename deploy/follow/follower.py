@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deploy.change.types import Kind
-from deploy.follow.forecast import followed, surely, upper
-from deploy.follow.moves import TRADE_S, counts_of, forbidden, in_vain, propose
+from deploy.follow.forecast import followed, surely, upper, usual
+from deploy.follow.moves import TRADE_S, added, busiest, counts_of, forbidden, given_up, in_vain, propose
+from deploy.follow.plans import Plans, consider
 from deploy.follow.types import Decision, Limits, Memory, Needs, Observation
 from epd_serve.layout_parser import parse
 
@@ -24,9 +25,13 @@ REST_S, MOST_REST_S = 600.0, 7200.0
 """For how long a layout that could not be reached is not tried again: each time twice as long."""
 
 
-def step(seen: Observation, memory: Memory, limits: Limits) -> tuple[Memory, Decision]:
+def step(seen: Observation, memory: Memory, limits: Limits, plans: Plans | None = None) -> tuple[Memory, Decision]:
     """Decide. To be called every `limits.every_s`, with the memory that the call before returned; what is then done is
-    told to it by `moved`, and what came to nothing by `failed`."""
+    told to it by `moved`, and what came to nothing by `failed`.
+
+    Args:
+        plans: what the planner has answered; None where the groups of the layout are to stay.
+    """
     trends = {kind: followed(memory.trends.get(kind), count) for kind, count in seen.came.items()}
     ahead = (seen.start_s + limits.every_s) / limits.every_s
     rates = {kind: max(upper(trend, ahead), surely(seen.came[kind])) / seen.window_s for kind, trend in trends.items()}
@@ -34,17 +39,44 @@ def step(seen: Observation, memory: Memory, limits: Limits) -> tuple[Memory, Dec
     quiet_s = limits.quiet_s * memory.calm
     needs = (*((at_s, one) for at_s, one in memory.needs if at_s > seen.at_s - quiet_s), (seen.at_s, need))
     since_s = seen.at_s if memory.since_s is None else memory.since_s
+    if needs[0][1].keys() != need.keys():  # other groups, of which nobody knows yet what was needed
+        since_s, needs = seen.at_s, needs[-1:]
     memory = replace(memory, since_s=since_s, trends=trends, needs=needs)
 
+    if seen.devices is not None:
+        limits = replace(limits, devices=min(limits.devices, seen.devices))
     text = needed({kind: rate for kind, rate in rates.items() if kind == TEXT}, seen)
     peak = _peak(seen, memory, quiet_s)
+    steady = {kind: usual(trend) / seen.window_s for kind, trend in trends.items()}
+    relieves, _ = busiest(need, counts_of(seen.layout), limits.use)
+    regroup = consider(seen, memory, rates, steady, relieves, limits, plans)
+    memory = regroup.memory
     chosen, refused = None, []
-    for move in propose(seen, need, text, peak, limits):
+    for move in (*propose(seen, need, text, peak, limits), *regroup.moves):
         if not (why := forbidden(move, seen, need, memory)):
             chosen = move
             break
         refused.append((move, why))
-    return memory, Decision(seen.at_s, str(seen.layout), rates, need, peak, chosen, tuple(refused))
+    return memory, Decision(
+        seen.at_s, str(seen.layout), rates, need, peak, chosen, tuple(refused), regroup.why, regroup.question
+    )
+
+
+def lacking(seen: Observation, memory: Memory, limits: Limits, decision: Decision) -> tuple[int, ...]:
+    """How many devices each copy has that would be wanted, too, if all of `limits.devices` were there, of the groups of
+    the layout.
+
+    Args:
+        memory: with which the decision was made.
+    """
+    if seen.devices is None:
+        return ()
+    _, other = step(replace(seen, devices=None), memory, limits)
+    counts = decision.chosen.counts if decision.chosen is not None else counts_of(seen.layout)
+    if other.chosen is None or other.chosen.counts.keys() != counts.keys():  # the groups are about to be others
+        return ()
+    more = {name: count - counts[name] for name, count in other.chosen.counts.items()}
+    return tuple(parse(name).groups[0].tp for name, count in more.items() for _ in range(count))
 
 
 def needed(rates: Mapping[Kind, float], seen: Observation) -> Needs:
@@ -70,16 +102,18 @@ def moved(decision: Decision, memory: Memory, limits: Limits) -> Memory:
     that is forgotten all takes twice as long, so that no load, whatever its period, is followed for ever in vain."""
     move, counts, at_s = decision.chosen, counts_of(parse(decision.layout)), decision.at_s
     assert move is not None
-    less = [name for name, count in counts.items() if move.counts[name] < count]
-    more = [name for name, count in counts.items() if move.counts[name] > count]
+    less, more = given_up(move.counts, counts), added(move.counts, counts)
     calm, calmed_s = memory.calm, memory.calmed_s
     if at_s - calmed_s > FORGET_S:
         calm = 1.0
     soon_s = 2 * calm * (TRADE_S if less else limits.quiet_s)
     if any(in_vain(name, decision.need, memory, at_s - soon_s) for name in more):
         calm, calmed_s = min(2 * calm, MOST_CALM), at_s
-    given_up = {**memory.given_up, **{name: (at_s, decision.need[name]) for name in less}}
-    return replace(memory, calm=calm, calmed_s=calmed_s, given_up=given_up)
+    gone = {**memory.given_up, **{name: (at_s, decision.need[name]) for name in less}}
+    suited = memory.suited
+    if move.what == "relayout" and memory.mix is not None:
+        suited = {**suited, frozenset(move.counts): memory.mix}
+    return replace(memory, calm=calm, calmed_s=calmed_s, given_up=gone, suited=suited)
 
 
 def failed(layout: str, at_s: float, memory: Memory) -> Memory:

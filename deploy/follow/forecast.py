@@ -29,6 +29,11 @@ def followed(trend: Trend | None, count: float) -> Trend:
     return Trend(max(level, LEAST), slope)
 
 
+def usual(trend: Trend) -> float:
+    """Requests in a window, chance evened out."""
+    return max(0.0, trend.level**2 - 3 / 8)
+
+
 def upper(trend: Trend, steps: float) -> float:
     """Requests in a window, so many calls of `followed` from now, that are rarely exceeded; 0 after a long silence."""
     if trend.level <= LEAST + 1e-3:

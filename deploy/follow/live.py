@@ -17,16 +17,19 @@ from dataclasses import dataclass
 from deploy.control.changes import Change, State
 from deploy.control.controller import FOLLOW, Controller
 from deploy.control.reconciler import Reconciler
-from deploy.follow.follower import failed, moved, step
+from deploy.follow.follower import failed, lacking, moved, step
 from deploy.follow.moves import name_of
 from deploy.follow.observe import Observer, Seen
-from deploy.follow.types import Decision, Limits, Memory, Observation
+from deploy.follow.planning import answer
+from deploy.follow.plans import Answer, Plans
+from deploy.follow.types import Decision, Limits, Memory, Observation, PlanQuestion
 from deploy.runtime.protocol import Observed, Phase
 from epd_serve.errors import EpdError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from proxy.records.minute import Counts, KindCounts
 from proxy.records.records import Question, RecordsAnswer
+from proxy.registry.instance_state import InstanceView
 from proxy.registry.table import InstanceTable
 
 logger = logging.getLogger(__name__)
@@ -56,11 +59,13 @@ class Entry:
 
 class Follower:
     """Args:
-        mode: `act`, or `advise`, which decides and changes nothing.
+        mode: `act`, `advise`, which decides and changes nothing, or `off`, which does not look.
         table: of the front doors, with what stages report. look: asks all front doors what came.
+        plans: None where the groups of the layout stay.
 
     Attributes:
         entries: of the last decisions, the newest last; one stands for several that are alike.
+        lacking: how many devices each copy has that is wanted, too, and for which there are none.
         moves: that have ended, by what they were and how they ended: `done`, `failed`, `undone` or `refused`.
     """
 
@@ -73,37 +78,73 @@ class Follower:
         reconciler: Reconciler,
         table: InstanceTable,
         look: Look,
+        plans: Plans | None = None,
     ) -> None:
         self.mode, self.limits = mode, limits
         self.entries: deque[Entry] = deque(maxlen=REMEMBERED)
         self._observer, self._controller = observer, controller
         self._reconciler, self._table, self._ask = reconciler, table, look
+        self._plans = plans
+        self._planning: asyncio.Task[None] | None = None
         self._memory = Memory()
         self._began: tuple[Change, Entry] | None = None
+        self._deciding = asyncio.Lock()
+        self.lacking: tuple[int, ...] = ()
         self.moves = Counter[tuple[str, str]]()
+
+    @property
+    def views(self) -> tuple[InstanceView, ...]:
+        """Of the instances, with their last reports."""
+        return self._table.snapshot()
 
     async def run(self) -> None:
         """For ever."""
-        while True:
-            await asyncio.sleep(self.limits.every_s)
-            try:
-                async with asyncio.timeout(LOOK_S):
-                    seen = await self._look()
-            except TimeoutError:
-                logger.warning("nothing is decided: the front doors do not say what comes within %g s", LOOK_S)
-                continue
-            except EpdError as error:
-                logger.warning("nothing is decided: %s", error)
-                continue
-            try:
+        try:
+            while True:
+                await asyncio.sleep(self.limits.every_s)
+                if self.mode != "off":
+                    await self._turn()
+        finally:
+            if self._planning is not None:
+                self._planning.cancel()
+
+    async def _turn(self) -> None:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                seen = await self._look()
+        except TimeoutError:
+            logger.warning("nothing is decided: the front doors do not say what comes within %g s", LOOK_S)
+            return
+        except EpdError as error:
+            logger.warning("nothing is decided: %s", error)
+            return
+        try:
+            async with self._deciding:
                 await self.decide(seen)
-            except Exception:  # a defect of ours changes nothing, and the next look may do better
-                logger.exception("nothing is decided")
+        except Exception:  # a defect of ours changes nothing, and the next look may do better
+            logger.exception("nothing is decided")
+
+    async def switch(self, mode: str) -> None:
+        """Returns once what is being decided by the mode before has begun, or come to nothing. Who was `off` has
+        nothing to remember."""
+        async with self._deciding:
+            self.mode = mode
+            if mode != "act":
+                self._controller.want(())
+            if mode == "off":
+                self._memory, self.lacking = Memory(), ()
 
     async def decide(self, seen: Observation) -> None:
         """Once, by what is seen now."""
+        if self.mode == "off":  # since it was looked
+            return
         self._settle()
-        self._memory, decision = step(seen, self._memory, self.limits)
+        before = self._memory
+        self._memory, decision = step(seen, before, self.limits, self._plans)
+        if not seen.changing:
+            self.lacking = lacking(seen, before, self.limits, decision)
+        if decision.question is not None and not self._held():
+            self._plan(decision.question)
         if decision.chosen is None:
             self._note(Entry(decision, "stays"))
         elif self.mode != "act":
@@ -112,6 +153,21 @@ class Follower:
             self._note(Entry(decision, f"held: {held}"))
         else:
             await self._move(decision)
+        if self.mode == "act":
+            self._controller.want(() if self._held() else self.lacking)
+
+    def _plan(self, question: PlanQuestion) -> None:
+        """Ask the planner, unless it is at work."""
+        if self._planning is None or self._planning.done():
+            self._planning = asyncio.create_task(self._ask_planner(question), name="plan a layout")
+
+    async def _ask_planner(self, question: PlanQuestion) -> None:
+        assert self._plans is not None
+        try:
+            found = await answer(question, self._plans)
+        except OSError as error:
+            found = Answer(question, trouble=f"it could not be started: {error}")
+        self._plans = self._plans.with_answer(found)
 
     async def _move(self, decision: Decision) -> None:
         assert decision.chosen is not None
@@ -151,7 +207,7 @@ class Follower:
 
     async def _look(self) -> Observation:
         counts = (await self._ask(Question(window_s=WINDOW_S))).counts or Counts()
-        layout = parse(self._reconciler.wanted.layout)
+        layout, devices = parse(self._reconciler.wanted.layout), self._controller.devices
         starts = [s for node in self._reconciler.nodes for s in node.start_s.values()]
         return self._observer(
             time.monotonic(),
@@ -162,10 +218,11 @@ class Follower:
             start_s=max(starts, default=0.0),
             heard=counts.answered / counts.serving if counts.serving else 0.0,
             changing=self._reconciler.changes.present is not None,
+            devices=None if devices is None else max(devices, layout.device_count),
         )
 
     def _seen(self, layout: Layout) -> list[Seen]:
-        reports = {view.instance.id: view.stage for view in self._table.snapshot() if view.up}
+        reports = {view.instance.id: view.stage for view in self.views if view.up}
         there = self._reconciler.instances
         seen = []
         for one in there:
@@ -187,7 +244,10 @@ class Follower:
 
 
 def _alike(one: Decision, other: Decision) -> bool:
-    moves = [(each.chosen and each.chosen.layout, [move.layout for move, _ in each.refused]) for each in (one, other)]
+    moves = [
+        (each.chosen and each.chosen.layout, [move.layout for move, _ in each.refused], each.plan.split(":")[0])
+        for each in (one, other)
+    ]
     return one.layout == other.layout and moves[0] == moves[1]
 
 

@@ -86,24 +86,26 @@ def propose(seen: Observation, need: Needs, text: Needs, peak: Needs, limits: Li
         relieves, before = busiest(need, counts, limits.use)
         after = busiest(need, to, limits.use)[1]
         why = f"{relieves} would be used {need.get(relieves, 0.0) / counts[relieves]:.0%} of its time"
-        if gives_up(to, counts) and not adds(to, counts):
-            most = (f"{max(peak[name], 0.0):.2f} {name}" for name in counts if to[name] < counts[name])
+        if (less := given_up(to, counts)) and not added(to, counts):
+            most = (f"{max(peak[name], 0.0):.2f} {name}" for name in less)
             why = f"no more than {', '.join(most)} was needed for a while"
         yield Move(what, regrouped(seen.layout, to), to, relieves, before, after, why)
 
 
-def gives_up(to: Counts, counts: Counts) -> bool:
-    return any(to[name] < count for name, count in counts.items())
+def given_up(to: Counts, counts: Counts) -> list[str]:
+    """Groups that there will be fewer of."""
+    return [name for name, count in counts.items() if to.get(name, 0) < count]
 
 
-def adds(to: Counts, counts: Counts) -> bool:
-    return any(to[name] > count for name, count in counts.items())
+def added(to: Counts, counts: Counts) -> list[str]:
+    """Groups that there will be more of."""
+    return given_up(counts, to)
 
 
 def forbidden(move: Move, seen: Observation, need: Needs, memory: Memory) -> str:
     """Why a move must not be made now; "" where it may."""
     counts = counts_of(seen.layout)
-    less, more = gives_up(move.counts, counts), adds(move.counts, counts)
+    less, more = given_up(move.counts, counts), added(move.counts, counts)
     until_s, _ = memory.resting.get(move.layout, (0.0, 0.0))
     if seen.changing:
         return "a change is under way"
@@ -113,8 +115,7 @@ def forbidden(move: Move, seen: Observation, need: Needs, memory: Memory) -> str
         return "nothing is given up while some front doors do not say what comes"
     if until_s > seen.at_s:
         return f"it failed, and is not tried again for {until_s - seen.at_s:.0f} s"
-    back = [name for name in counts if move.counts[name] > counts[name]]
-    if less and any(in_vain(name, need, memory, seen.at_s - TRADE_S * memory.calm) for name in back):
+    if less and any(in_vain(name, need, memory, seen.at_s - TRADE_S * memory.calm) for name in more):
         return "the other way round it was decided a moment ago, and no more is needed than then"
     if less and more and move.before < GAIN * move.after:
         return f"{move.relieves} would be less busy by less than {GAIN - 1:.0%}, which is not worth taking from others"
@@ -163,6 +164,8 @@ class _Groups:
     def _shared_out(self, wants: Counts, need: Needs, text: Needs) -> Counts:
         """What text alone needs, if that is not too much, and then one copy after another to who would be busiest."""
         least = {name: self.bounded(name, 0) for name in wants}
+        if self.devices(least) > self._limits.devices:  # they have yet to come
+            least = dict(self.counts)
         own = {name: math.ceil(text.get(name, 0.0) / self._limits.use) for name in wants}
         shares = {name: min(wants[name], max(least[name], own[name])) for name in wants}
         if self.devices(shares) > HALF * self._limits.devices:

@@ -26,8 +26,9 @@ WARM_S = 10.0
 """A stage that has been up for less is not as fast as it will be."""
 FILL = 0.02
 """Of a stage's batch; from fewer requests nobody can tell how many it would hold."""
-KEPT = 0.9
-"""Of the sums that usual sizes are made of, from one window to the next."""
+KEPT, ENOUGH = 0.9, 50.0
+"""Of the sums that usual sizes are made of, from one window to the next; less, where they are of more requests than are
+enough: sizes may change at once (ModServe §3.2: bursts of images are requests with more of them)."""
 TINY = 1e-9
 
 
@@ -63,6 +64,7 @@ class Observer:
         self._profile, self._tpot_s = profile, tpot_s
         self._sums: dict[Kind, tuple[float, ...]] = {}
         self._token_s: dict[tuple[str, str], float] = {}
+        self._slower: dict[tuple[str, str], float] = {}
 
     def __call__(
         self,
@@ -75,6 +77,7 @@ class Observer:
         start_s: float,
         heard: float = 1.0,
         changing: bool = False,
+        devices: int | None = None,
     ) -> Observation:
         for kind, one in came.items():
             new = (
@@ -86,7 +89,8 @@ class Observer:
                 one.output_tokens,
             )
             before = self._sums.get(kind, (0.0,) * len(new))
-            self._sums[kind] = tuple(KEPT * old + more for old, more in zip(before, new, strict=True))
+            kept = min(KEPT, max(0.0, ENOUGH - one.known_prompts) / max(before[0], TINY))
+            self._sums[kind] = tuple(kept * old + more for old, more in zip(before, new, strict=True))
         self._measure(seen)
         return Observation(
             at_s,
@@ -98,6 +102,8 @@ class Observer:
             start_s,
             heard,
             changing,
+            {kind: self._usual([kind]) for kind in came},
+            devices,
         )
 
     def _usual(self, kinds: Iterable[Kind]) -> Work:
@@ -122,16 +128,25 @@ class Observer:
                 used = max(one.full, one.token_s / self._tpot_s if self._tpot_s else 0.0)
                 found.setdefault((one.group, DECODE), []).append(one.token_s * used / one.report.running)
         self._token_s |= {key: median(values) for key, values in found.items()}
+        if self._profile is not None:
+            usual = self._usual(self._sums)
+            tokens = _tokens(usual)
+            for (group, kind), token_s in self._token_s.items():
+                expected_s = self._known(group, usual)[kind]
+                if (group, kind) in found and kind != DECODE and expected_s:
+                    self._slower[group, kind] = token_s * tokens[kind] / expected_s
 
     def _seconds(self, group: str, work: Work) -> Mapping[str, float]:
-        """Of one instance, that a request takes, by kind of work."""
-        tp = parse(group).groups[0].tp
-        tokens = {ENCODE: work.item_tokens, PREFILL: work.prompt_tokens, DECODE: max(0.0, work.output_tokens - 1)}
+        """Of one instance, that a request takes, by kind of work: as the profile says it of its size, and as many times
+        that as what came lately took."""
         if self._profile is None:
-            return {kind: self._token_s.get((group, kind), 0.0) * count for kind, count in tokens.items()}
-        known = seconds_of(self._profile, tp, work, tpot_s=self._tpot_s)
-        measured = {kind: self._token_s.get((group, kind)) for kind in (ENCODE, PREFILL)}
-        return {kind: s * tokens[kind] if (s := measured.get(kind)) else known[kind] for kind in tokens}
+            return {kind: self._token_s.get((group, kind), 0.0) * count for kind, count in _tokens(work).items()}
+        known = self._known(group, work)
+        return {kind: seconds * self._slower.get((group, kind), 1.0) for kind, seconds in known.items()}
+
+    def _known(self, group: str, work: Work) -> Mapping[str, float]:
+        assert self._profile is not None
+        return seconds_of(self._profile, parse(group).groups[0].tp, work, tpot_s=self._tpot_s)
 
     def _costs(self, layout: Layout, work: Work) -> Needs:
         """Group-seconds of a request, by group: each takes the part of a kind of work that its copies are of all that
@@ -160,6 +175,10 @@ class Observer:
             elif one.role.decodes:
                 backlog[one.group] += one.report.waiting * seconds[DECODE]
         return backlog
+
+
+def _tokens(work: Work) -> Mapping[str, float]:
+    return {ENCODE: work.item_tokens, PREFILL: work.prompt_tokens, DECODE: max(0.0, work.output_tokens - 1)}
 
 
 def _does(layout: Layout) -> Mapping[str, frozenset[str]]:

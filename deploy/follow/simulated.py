@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from msgspec.structs import astuple
 
+from deploy.change.limits import kinds
 from deploy.follow.follower import moved, step
 from deploy.follow.moves import counts_of, name_of, other_half
 from deploy.follow.observe import Observer, Seen
-from deploy.follow.types import Counts, Decision, Limits, Memory
+from deploy.follow.planning import answer_by_bounds
+from deploy.follow.plans import Answer, Plans
+from deploy.follow.types import Counts, Decision, Limits, Memory, PlanQuestion
 from deploy.planner.fleet import Fleet
 from deploy.planner.profile import DeviceProfile
 from epd_serve.layout import Layout
@@ -58,6 +61,7 @@ class SimulatedFollower:
     Args:
         layout: that it begins with. start_s: from a start until an instance serves, on average.
         tpot_s: of the SLO.
+        plans: empty; None where the groups of the layout stay. planner: answers for them (`planning.py`).
 
     Attributes:
         decisions: all of them.
@@ -69,6 +73,8 @@ class SimulatedFollower:
     start_s: float
     tpot_s: float | None = None
     seed: int = 0
+    plans: Plans | None = None
+    planner: Callable[[PlanQuestion, Plans], Answer] = answer_by_bounds
     decisions: list[Decision] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,7 +89,7 @@ class SimulatedFollower:
         now_s = fleet.clock.now_s
         if self._decide_at_s is None:
             self._take_in(fleet)
-            self._decide_at_s = now_s
+            self._decide_at_s = now_s + WINDOW_S  # arrivals of less than a window would look like more and more
         self._remember(fleet)
         self._carry_on(fleet)
         if now_s >= self._decide_at_s:
@@ -109,8 +115,10 @@ class SimulatedFollower:
             start_s=self.start_s,
             changing=not self._reached(),
         )
-        self._memory, decision = step(seen, self._memory, self.limits)
+        self._memory, decision = step(seen, self._memory, self.limits, self.plans)
         self.decisions.append(decision)
+        if decision.question is not None and self.plans is not None:
+            self.plans = self.plans.with_answer(self.planner(decision.question, self.plans))
         if decision.chosen is not None:
             self._memory = moved(decision, self._memory, self.limits)
             self.wants(parse(decision.chosen.layout))
@@ -156,10 +164,34 @@ class SimulatedFollower:
         for group, count in wanted.items():
             for _ in range(count - there[group]):
                 self._start(fleet, group)
-        for group, count in there.items():
+        for group, count in wanted.items():
             surplus = [copy for copy in self._copies if copy.group == group and copy.serves]
-            for copy in surplus[: max(0, count - wanted[group])]:
+            for copy in surplus[: max(0, min(there[group] - count, len(surplus) - 1))]:
                 self._drain(fleet, copy)
+        self._leave(fleet)
+
+    def _leave(self, fleet: Fleet) -> None:
+        """Drain what is of groups that are not wanted any more: all of it once what is wanted serves, and before that
+        one after another, to make room."""
+        going = [copy for copy in self._copies if self._goes(copy) and self._spared(copy)]
+        stays = Counter(copy.group for copy in self._copies if copy.serves and not self._goes(copy))
+        if stays != counts_of(self.layout):
+            going = going[:1] if all(copy.serves for copy in self._copies) else []
+        for copy in going:
+            if self._spared(copy):
+                self._drain(fleet, copy)
+
+    def _goes(self, copy: _Copy) -> bool:
+        return copy.serves and copy.group not in counts_of(self.layout)
+
+    def _spared(self, copy: _Copy) -> bool:
+        """No kind of request that is served and will be loses its last path."""
+        serving = [one for one in self._copies if one.serves]
+        now, left = (
+            kinds(plan.role for one in some for plan in one.plans)
+            for some in (serving, [one for one in serving if one is not copy])
+        )
+        return left >= now & kinds(self.layout.roles)
 
     def _finish(self, fleet: Fleet) -> None:
         for copy in [copy for copy in self._copies if copy.draining]:
@@ -168,6 +200,7 @@ class SimulatedFollower:
                 fleet.take(names[0], copy.becomes)
                 copy.plans = (fleet.instances[names[0]].plan,)
                 copy.group, copy.draining, copy.becomes = other_half(copy.group), False, None
+                copy.up_s = fleet.clock.now_s  # while it decodes what it had, its prompts are slow
             elif copy.becomes is None and all(map(fleet.empty, names)):
                 for name in names:
                     fleet.remove(name)
@@ -193,9 +226,8 @@ class SimulatedFollower:
     def _start(self, fleet: Fleet, group: str) -> None:
         """Where devices are free; else at a later tick."""
         copy_of = parse(group).groups[0]
-        used = {device for plan in fleet.held.values() for device in plan.devices}
-        free = [device for device in range(self.limits.devices) if device not in used][: copy_of.tp]
-        if len(free) < copy_of.tp:
+        free = self._free(copy_of.tp)
+        if not free:
             return
         plans = []
         for member in copy_of.members:
@@ -213,18 +245,26 @@ class SimulatedFollower:
             fleet.hold(plan)
         fleet.clock.after(self.start_s * self._chance.uniform(1 - SPREAD, 1 + SPREAD), lambda: self._up(fleet, copy))
 
+    def _free(self, count: int) -> Sequence[int]:
+        """So many devices, or none. Beside what goes, but has the last path until its successor serves, there is room:
+        memory for both is taken to be there."""
+        for beside in (False, True):
+            staying = (copy for copy in self._copies if not (beside and self._goes(copy) and not self._spared(copy)))
+            used = {device for copy in staying for plan in copy.plans for device in plan.devices}
+            free = [device for device in range(self.limits.devices) if device not in used]
+            if len(free) >= count:
+                return free[:count]
+        return ()
+
     def _up(self, fleet: Fleet, copy: _Copy) -> None:
         copy.up_s = fleet.clock.now_s
         for plan in copy.plans:
             fleet.add(plan)
 
     def _drain(self, fleet: Fleet, copy: _Copy) -> None:
-        """Unless it is the last one of its kind that serves."""
-        serves = [one for one in self._copies if one.group == copy.group and one.serves]
-        if len(serves) > 1:
-            copy.draining = True
-            for plan in copy.plans:
-                fleet.drain(plan.id)
+        copy.draining = True
+        for plan in copy.plans:
+            fleet.drain(plan.id)
 
 
 def _beside(plan: InstancePlan, names: Sequence[str]) -> InstancePlan:

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deploy.change.types import Kind
 from epd_serve.layout import Layout
+
+if TYPE_CHECKING:
+    from deploy.planner.workload import Work
 
 Counts = Mapping[str, int]
 """Copies by group."""
@@ -49,11 +52,12 @@ class Observation:
         at_s: of a clock that never goes back.
         layout: that is wanted.
         window_s: for how long arrivals were counted. came: requests in it, by kind, refused ones included.
-        costs: group-seconds that a request takes, by kind, then by group.
+        costs: group-seconds that a request takes, by kind, then by group. sizes: of a request on average, by kind.
         backlog: group-seconds of work that waits, by group.
         start_s: how long an instance takes to start, by experience.
         heard: share of the front doors that said what came to them.
         changing: a change is under way.
+        devices: that this deployment has or could lease now, where they are lent; None: all of `Limits.devices`.
     """
 
     at_s: float
@@ -65,6 +69,35 @@ class Observation:
     start_s: float = 0.0
     heard: float = 1.0
     changing: bool = False
+    sizes: Mapping[Kind, Work] = field(default_factory=dict)
+    devices: int | None = None
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What kind of work comes.
+
+    Attributes:
+        shares: of a device's time, by kind of work (`encode`, `prefill`, `decode`).
+        scenario: layout whose groups EPD-Serve (§4.7) advises for such work and this SLO; "" for none.
+    """
+
+    shares: Mapping[str, float]
+    scenario: str = ""
+
+
+@dataclass(frozen=True)
+class PlanQuestion:
+    """Which layout would serve most of such work on as many devices as this one has.
+
+    Attributes:
+        rates: requests a second, by kind; only their proportions matter. sizes: of a request, by kind.
+    """
+
+    layout: str
+    rates: Mapping[Kind, float]
+    sizes: Mapping[Kind, Work]
+    mix: Mix
 
 
 @dataclass(frozen=True)
@@ -80,7 +113,7 @@ class Move:
     """Another layout.
 
     Attributes:
-        what: `flip` takes parts of a second, `scale` as long as a start.
+        what: `flip` takes parts of a second, `scale` as long as a start, `relayout` to other groups as long as several.
         layout: as text. counts: of it.
         relieves: the busiest group. before, after: how busy it is beyond what it may be, and will be: above 1 is late.
         why: for people.
@@ -103,6 +136,7 @@ class Decision:
         rates: requests a second that are reckoned with, by kind.
         need: by that. peak: the most that was needed since `quiet_s`.
         chosen: None where all stays. refused: moves that would help, and what forbids them.
+        plan: why the layout is of these groups, and no others. question: that the planner should answer.
     """
 
     at_s: float
@@ -112,6 +146,8 @@ class Decision:
     peak: Needs
     chosen: Move | None = None
     refused: tuple[tuple[Move, str], ...] = ()
+    plan: str = ""
+    question: PlanQuestion | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +161,7 @@ class Memory:
         calm: so many times the usual time passes before anything is given up, because before it was too early.
         calmed_s: when that was.
         resting: layouts that could not be reached, each until when, and for how long.
+        mix: at the decision before. suited: for which mix the groups of a layout were chosen, or planned last, by them.
     """
 
     since_s: float | None = None
@@ -134,7 +171,11 @@ class Memory:
     calm: float = 1.0
     calmed_s: float = float("-inf")
     resting: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    mix: Mix | None = None
+    suited: Mapping[frozenset[str], Mix] = field(default_factory=dict)
 
 
-OFF: Mapping[str, Any] = MappingProxyType({"mode": "off", "every_s": None, "use": None, "decisions": ()})
+OFF: Mapping[str, Any] = MappingProxyType(
+    {"mode": "off", "every_s": None, "use": None, "lacking": (), "budgets": (), "decisions": ()}
+)
 """What is told of the follower (`report.follow_json`) where there is none."""

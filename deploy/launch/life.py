@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -27,7 +27,7 @@ from deploy.control.changes import Deadlines, Journal
 from deploy.control.controller import Controller
 from deploy.control.metrics import ControlMetrics
 from deploy.control.reconciler import Reconciler
-from deploy.follow.types import OFF
+from deploy.follow.switch import Switch
 from deploy.front.key_watch import KeyMetrics, KeyWatch, Read, api_keys_of, of_this_machine, read_key_text
 from deploy.host.ending import Ending
 from deploy.host.event_loop import together
@@ -37,20 +37,20 @@ from deploy.options.config import proxy_values
 from deploy.plan.blueprint import Blueprint
 from deploy.plan.proxy_settings import build_proxy_settings
 from deploy.runtime.protocol import Order, Spec
-from epd_serve.errors import EpdError
+from epd_serve.errors import ConfigError, EpdError
 from proxy.config.tree import changed
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from deploy.agent.agent import Agent
+    from deploy.follow.live import Follower
     from deploy.front.all_doors import AllDoors
     from deploy.front.doors import FrontDoors
     from deploy.runtime.many import ManyNodes
     from proxy.config.keys import ApiKeys
     from proxy.config.settings import ProxySettings
 
-    Decisions = Callable[[], dict[str, Any]]
     Fronts = FrontDoors | AllDoors
     Host = Agent | ManyNodes
 
@@ -210,18 +210,16 @@ class Life(ABC):
             self.first = tuple(Order(_id(spec), spec) for spec in reconciler.wanted.specs)
             self.news = StageNews(self.screen, [order.id for order in self.first])
             self.screen.open([order.id for order in self.first])
+        following = Switch(self.blueprint.config.follow, self.notes)
         controller = Controller(
-            self.deployment.id, reconciler, self.doors, self.aim, self._parts, self._configure, self.restarts
+            self.deployment.id, reconciler, self.doors, self.aim, self._parts, self._configure, following, self.restarts
         )
-        follower, decisions = None, lambda: dict(OFF)
-        if self.blueprint.config.follow != "off":
-            from deploy.follow.compose import follower_of  # loads the planner
-            from deploy.follow.report import follow_json
-
-            follower = follower_of(
-                self.blueprint, controller, reconciler, self.doors.table, self.doors.look, self.doors.registry
-            )
-            decisions = partial(follow_json, follower)
+        try:
+            await following.begin(partial(self._follower, controller, reconciler))
+        except ConfigError as error:
+            if not self.ready:
+                raise
+            self.screen.line(f"the load is not followed any more: {error}")
         for order in self.first:
             await self.host.start(order)
         self.doors.registry.register(ControlMetrics(reconciler))
@@ -230,11 +228,18 @@ class Life(ABC):
             self.news.follow(self.host),
             reconciler.run(),
             controller.keep_places(),
-            self._answer(controller, decisions),
-            *([follower.run()] if follower is not None else []),
+            self._answer(controller),
+            following.run(),
             self._say_ready(reconciler),
             self._watch_keys(),
         )
+
+    def _follower(self, controller: Controller, reconciler: Reconciler) -> Follower:
+        """Raises ConfigError."""
+        from deploy.follow.compose import follower_of  # loads the planner
+
+        doors = self.doors
+        return follower_of(self.blueprint, controller, reconciler, doors.table, doors.look, doors.registry)
 
     async def _watch_keys(self) -> None:
         """Have front doors go by the clients' keys as their file has them."""
@@ -287,9 +292,9 @@ class Life(ABC):
     async def _running(self) -> list[Spec]:
         return [one.order.spec for one in await anext(self.host.watch())]
 
-    async def _answer(self, controller: Controller, decisions: Decisions) -> None:
+    async def _answer(self, controller: Controller) -> None:
         routes = await asyncio.to_thread(_routes)  # the web framework loads while others go on
-        await self.answer(routes(controller, self.doors, decisions))
+        await self.answer(routes(controller, self.doors))
 
     async def _configure(self, options: Sequence[str]) -> None:
         """Noted before anybody goes by it, so that the next life does."""
@@ -360,7 +365,7 @@ class Life(ABC):
         self._killing = asyncio.create_task(self.process.over(KILLED))
 
 
-def _routes() -> Callable[[Controller, Fronts, Decisions], APIRouter]:
+def _routes() -> Callable[[Controller, Fronts], APIRouter]:
     """Loads the web framework: for a thread."""
     from fastapi import APIRouter
 
@@ -369,9 +374,9 @@ def _routes() -> Callable[[Controller, Fronts, Decisions], APIRouter]:
     from deploy.front.trace_routes import trace_routes
     from proxy.http.requests import request_routes
 
-    def routes(controller: Controller, doors: Fronts, decisions: Decisions) -> APIRouter:
+    def routes(controller: Controller, doors: Fronts) -> APIRouter:
         both = APIRouter()
-        both.include_router(control_routes(controller, decisions))
+        both.include_router(control_routes(controller))
         both.include_router(request_routes(doors.look))
         both.include_router(trace_routes(doors.traced))
         return both

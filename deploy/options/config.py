@@ -133,6 +133,8 @@ class DeployConfig(EndpointConfig):
         follow_use: share of its time that an instance may be busy and still keep the SLO.
         follow_every_s: between two decisions.
         follow_quiet_s: for how long fewer must have been enough before any is given up.
+        follow_relayout: other groups, too, where the planner finds ones that suit what comes much better (needs a
+            profile), or only other counts of those that there are.
         kv_transport: how KV travels P→D.
         mooncake_protocol: Mooncake's protocol (NPUs always use ascend).
         kv_grouping: layers per KV packet: adaptive, fixed:N, layerwise or bulk.
@@ -179,6 +181,7 @@ class DeployConfig(EndpointConfig):
     follow_use: Annotated[float, Meta(gt=0, le=1)] = 0.7
     follow_every_s: Annotated[float, Meta(ge=1, le=3600)] = 5.0
     follow_quiet_s: Annotated[float, Meta(ge=10, le=86400)] = 300.0
+    follow_relayout: Literal["on", "off"] = "on"
     kv_transport: Literal["auto", "shm", "mooncake"] = "auto"
     mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
     kv_grouping: str = "adaptive"

@@ -111,19 +111,21 @@ def batch_within(stage: Profile, kv_tokens: float, tpot_s: float) -> int:
 
 
 def seconds_of(profile: DeviceProfile, tp: int, work: Work, tpot_s: float | None = None) -> Mapping[str, float]:
-    """Of a device's time, what a request takes of each kind of work where batches are as large as they can be, and as
-    they may be for a step to be no longer than `tpot_s`."""
-    stage = profile.stages[tp]
+    """Of a device's time, what a request takes of each kind of work where batches are as large as they can be. With
+    `tpot_s`, as large as they may be for a step to be no longer than that; and of decoding no less than the request's
+    share of the KV, which it has from before its prefill to its last token."""
+    stage, steps = profile.stages[tp], max(0.0, work.output_tokens - 1)
     batch = stage.capacity.max_running
     if tpot_s is not None:
         batch = max(1, batch_within(stage, work.prompt_tokens, tpot_s))
     item = work.item_tokens / work.items if work.items else 0.0
-    context = stage.prefill_context_s * work.prompt_tokens**2 / 2
-    return {
-        ENCODE: work.items * stage.encode.seconds(item),
-        PREFILL: stage.prefill.seconds(work.prompt_tokens) + context,
-        DECODE: max(0.0, work.output_tokens - 1) * stage.decode_s(batch, batch * work.prompt_tokens) / batch,
-    }
+    prefill_s = stage.prefill.seconds(work.prompt_tokens) + stage.prefill_context_s * work.prompt_tokens**2 / 2
+    decode_s = steps * stage.decode_s(batch, batch * work.prompt_tokens) / batch
+    if tpot_s is not None:
+        fit = min(batch, max(1, int(stage.capacity.kv_tokens / max(1.0, work.prompt_tokens + work.output_tokens))))
+        held_s = prefill_s + steps * stage.decode_s(fit, fit * work.prompt_tokens)
+        decode_s = max(decode_s, held_s / fit) if fit < batch else decode_s
+    return {ENCODE: work.items * stage.encode.seconds(item), PREFILL: prefill_s, DECODE: decode_s}
 
 
 def bound_rps(layout: Layout, profile: DeviceProfile, work: Work) -> float:

@@ -24,7 +24,7 @@ from epd_serve.roles import Role
 from epd_serve.sim.sequence import Sequence as Job
 from epd_serve.slo import Slo
 from epd_serve.traffic import Item, Request
-from proxy.encode.assignment import share_of, spread
+from proxy.encode.spread import share_of, spread
 from proxy.routing.paths import Path
 from proxy.routing.policy import with_neighbours
 

@@ -151,10 +151,9 @@ def deployment(plan: Plan, model: str) -> str:
     config |= {"layout": str(first.layout), "step_budgets": _budgets(first)}
     if first.options.max_running:
         config["stage_args"] = _stage_args(first)
-    objectives = {"slo.ttft_s": slo.ttft_ms / 1e3, "slo.tpot_s": slo.tpot_ms / 1e3, "slo.judge": slo.judge}
     expected = {"rate_rps": first.rate_rps, "ttft_s": times.ttft_p50 / 1e3, "tpot_s": times.tpot_p50 / 1e3}
     expected["attainment"] = times.attained
-    config["proxy"] = objectives | {f"planned.{name}": round(value, 6) for name, value in expected.items()}
+    config["proxy"] = _objectives(slo) | {f"planned.{name}": round(value, 6) for name, value in expected.items()}
     return (
         f"# Written by epd-serve plan: {verdict(plan)}\n"
         f"# Expected at {first.rate_rps:.4g} requests/s; the page, status and top show what comes of it.\n"
@@ -164,9 +163,14 @@ def deployment(plan: Plan, model: str) -> str:
 
 def options_of(one: Choice, slo: Slo) -> list[str]:
     """How it is run, as flags of `epd-serve serve`."""
-    words = ["--step-budgets", _budgets(one), "--proxy", f"slo.ttft_s={slo.ttft_ms / 1e3:g}"]
-    words += ["--proxy", f"slo.tpot_s={slo.tpot_ms / 1e3:g}"]
+    words = ["--step-budgets", _budgets(one)]
+    words += [word for name, value in _objectives(slo).items() for word in ("--proxy", f"{name}={value}")]
     return [*words, *(word for args in _stage_args(one) for word in ("--stage-args", args))]
+
+
+def _objectives(slo: Slo) -> dict[str, float | str]:
+    """As settings of the proxy."""
+    return {"slo.ttft_s": slo.ttft_ms / 1e3, "slo.tpot_s": slo.tpot_ms / 1e3, "slo.judge": slo.judge}
 
 
 def _budgets(one: Choice) -> str:

@@ -3,6 +3,10 @@
 The groups are detached and found again by their names; Ray itself moves the bundle of a node that has died to another
 one that has room. Which devices of its node a bundle has, a short task in it says; virtual ones of CPUs, of which Ray
 knows nothing, are numbered here. What was said once is noted and stays, for as long as the bundle is where it was.
+
+What would be leased if it were there is a placement group, too, which waits: Ray's autoscaler starts nodes for it. Not
+`request_resources`: a cluster has one of that, and whoever calls it takes back what others have asked for. Such a group
+is not detached, it ends with whoever asked.
 """
 
 from __future__ import annotations
@@ -57,7 +61,10 @@ class RayLeases:
         left_out: Collection[str] = (),
         acquire_s: float = ACQUIRE_S,
     ) -> None:
-        self._prefix = _prefix(deployment)
+        self._prefix = f"{_prefix(deployment)}lease/"
+        self._wanted_prefix = f"{_prefix(deployment)}wanted/"
+        self._wanted: Sequence[int] = ()
+        self._asked: Sequence[int] = ()
         self._kind = kind
         self._resource = RESOURCES[kind]
         self._placement = placement
@@ -71,6 +78,9 @@ class RayLeases:
 
     async def acquire(self, widths: Sequence[int]) -> tuple[Place, ...]:
         async with self._one_at_a_time:
+            if self._asked:
+                await self._withdraw()
+            self._wanted = ()
             made: list[Place] = []
             until, free = time.monotonic() + self._acquire_s, dict(await self.free())
             try:
@@ -92,7 +102,12 @@ class RayLeases:
     async def free(self) -> Mapping[str, int]:
         available = await asyncio.to_thread(_available, self._resource)
         alive = await asyncio.to_thread(nodes_alive)
-        return {node.id: available.get(node.id, 0) for node in alive if node.id not in self._left_out}
+        free = {node.id: available.get(node.id, 0) for node in alive if node.id not in self._left_out}
+        if self._wanted:  # nodes that have come for it are ours to lease
+            for name, row in (await asyncio.to_thread(_groups, self._wanted_prefix)).items():
+                if (node := _node(row)) in free:
+                    free[node] += _width(name)
+        return free
 
     async def release(self, leases: Iterable[str]) -> None:
         async with self._one_at_a_time:
@@ -101,10 +116,15 @@ class RayLeases:
                 self._note({name: place for name, place in self._places.items() if name not in gone})
                 await self._tidy()
 
+    def want(self, widths: Sequence[int]) -> None:
+        self._wanted = tuple(widths)
+        self._changed.set()
+
     async def watch(self) -> AsyncIterator[tuple[Place, ...]]:
         told: tuple[Place, ...] | None = None
         while True:
             self._changed.clear()
+            await self._ask()
             if (now := await self.places()) != told:
                 told = now
                 yield now
@@ -116,6 +136,7 @@ class RayLeases:
         """Give back what a controller before this one has not got to note, or to give back."""
         async with self._one_at_a_time:
             await self._tidy()
+            await self._withdraw()
 
     # --- one lease ------------------------------------------------------------------------------------------------
 
@@ -124,19 +145,24 @@ class RayLeases:
         numbers = [int(place.lease.removeprefix(self._prefix)) for place in others]
         name = f"{self._prefix}{max(numbers, default=-1) + 1}"
         ours = Counter(place.node for place in others if place.node)
-        not_on = {*self._left_out, *(ours if self._placement == "strict_spread" else ())}
-        group = await asyncio.to_thread(
-            placement_group,
-            [{self._resource: width}],
-            strategy="STRICT_PACK",
-            name=name,
-            lifetime="detached",
-            bundle_label_selector=[{NODE_LABEL: f"!in({','.join(sorted(not_on))})"}] if not_on else None,
-            _soft_target_node_id=self._rather(width, ours, free),
+        group = await self._reserve(
+            name, width, ours, lifetime="detached", _soft_target_node_id=self._rather(width, ours, free)
         )
         if not await asyncio.to_thread(group.wait, max(0.1, until - time.monotonic())):
             raise LeaseError(self._kind, [width], await self.free())
         return await self._placed(name, width, (await self._groups())[name], others)
+
+    async def _reserve(self, name: str, width: int, ours: Iterable[str], **options: Any) -> PlacementGroup:
+        """`ours`: nodes on which something is leased. `options`: of `placement_group`."""
+        not_on = {*self._left_out, *(ours if self._placement == "strict_spread" else ())}
+        return await asyncio.to_thread(
+            placement_group,
+            [{self._resource: width}],
+            strategy="STRICT_PACK",
+            name=name,
+            bundle_label_selector=[{NODE_LABEL: f"!in({','.join(sorted(not_on))})"}] if not_on else None,
+            **options,
+        )
 
     def _rather(self, width: int, ours: Mapping[str, int], free: Mapping[str, int]) -> str | None:
         """The node that Ray takes if it still has room when it is asked, and again when it moves the bundle.
@@ -194,6 +220,25 @@ class RayLeases:
         groups = await self._groups()
         await _remove(row for name, row in groups.items() if name not in self._places)
 
+    async def _ask(self) -> None:
+        """Have a placement group for each width that is wanted, and no other."""
+        if self._wanted == self._asked:
+            return
+        async with self._one_at_a_time:
+            wanted = self._wanted
+            counts = Counter(wanted).items()
+            names = {f"{self._wanted_prefix}{width}/{number}" for width, count in counts for number in range(count)}
+            there = await asyncio.to_thread(_groups, self._wanted_prefix)
+            await _remove(row for name, row in there.items() if name not in names)
+            ours = {place.node for place in self._places.values() if place.node}
+            for name in sorted(names - there.keys()):
+                await self._reserve(name, _width(name), ours)
+            self._asked = wanted
+
+    async def _withdraw(self) -> None:
+        await _remove((await asyncio.to_thread(_groups, self._wanted_prefix)).values())
+        self._wanted = self._asked = ()
+
     async def _groups(self) -> dict[str, Row]:
         return await asyncio.to_thread(_groups, self._prefix)
 
@@ -210,7 +255,8 @@ async def release_all(deployment: str) -> None:
 
 
 def _prefix(deployment: str) -> str:
-    return f"epd-serve/{deployment}/lease/"
+    """Of the names of all that it reserves."""
+    return f"epd-serve/{deployment}/"
 
 
 def _groups(prefix: str) -> dict[str, Row]:
@@ -231,6 +277,11 @@ def _group(row: Row) -> PlacementGroup:
 def _node(row: Row) -> str:
     """Where its bundle is; "" while it has no place."""
     return str(row["bundles_to_node_id"].get(0) or "") if row["state"] == "CREATED" else ""
+
+
+def _width(name: str) -> int:
+    """Of what is wanted under this name."""
+    return int(name.split("/")[-2])
 
 
 def _device_ids(resource: str) -> list[str]:

@@ -73,6 +73,10 @@ class Leases(Protocol):
     async def release(self, leases: Iterable[str]) -> None:
         """Others may have them. Those that are not there are nobody's any more already."""
 
+    def want(self, widths: Sequence[int]) -> None:
+        """Say, at once, that so many more devices would be leased, each time on one node, if there were such nodes:
+        whoever can starts some. `()` takes it back, and so does whatever is leased next."""
+
     def watch(self) -> AsyncIterator[tuple[Place, ...]]:
         """All places, at once and after each change: of where one is, or of what it waits for."""
         ...

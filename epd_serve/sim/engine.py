@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from epd_serve.budgets import Budgets
 from epd_serve.sim.profile import Profile
@@ -22,14 +21,25 @@ _LATE_S = 0.02  # being later than that is the machine's fault, and is not made 
 _SMOOTH = 0.1  # weight of the last step in a mean
 
 
-@dataclass
+class _Speed:
+    """Of recent steps: what they did, per second that they took. A step of little counts as little, as at a real stage
+    (`epd_serve/engine/status/rates.py`)."""
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+
+    def after(self, amount: float, seconds: float) -> float:
+        """What it is once one more step has taken so long for that much."""
+        self._amount, self._seconds = _mean(self._amount, amount), _mean(self._seconds, seconds)
+        return self._amount / self._seconds
+
+
 class Rates:
     """Means over recent steps; 0 while unknown. As `wire.StageReport` has them."""
 
-    step_s: float = 0.0
-    prompt_tokens_per_s: float = 0.0
-    item_tokens_per_s: float = 0.0
-    decode_tokens_per_s: float = 0.0
+    def __init__(self) -> None:
+        self.step_s = self.prompt_tokens_per_s = self.item_tokens_per_s = self.decode_tokens_per_s = 0.0
+        self._prompt, self._items = _Speed(), _Speed()
 
     def took(self, step: Step, seconds: float, decode_s: float) -> None:
         """Count a step. `decode_s`: what its decodes alone would have taken."""
@@ -37,9 +47,9 @@ class Rates:
         if seconds <= 0:
             return
         if step.prefills and (prompt_tokens := step.prompt_tokens):
-            self.prompt_tokens_per_s = _mean(self.prompt_tokens_per_s, prompt_tokens / seconds)
+            self.prompt_tokens_per_s = self._prompt.after(prompt_tokens, seconds)
         if step.encodes and (item_tokens := step.item_tokens):
-            self.item_tokens_per_s = _mean(self.item_tokens_per_s, item_tokens / seconds)
+            self.item_tokens_per_s = self._items.after(item_tokens, seconds)
         if step.decodes:
             self.decode_tokens_per_s = _mean(self.decode_tokens_per_s, 1 / max(seconds, decode_s))
 

@@ -211,7 +211,7 @@ class Pass:
 
     def give_back(self) -> None:
         """Give a place back, at the encoders or with the stages: something has to be encoded first, or others are
-        having it encoded or are on trial, and whoever is waited for may need this very place."""
+        having it encoded, or it is to wait apart, and whoever is waited for may need this very place."""
         self._gate.queue.give_back(self._ticket)
         self._gate._pump()
         self._cut()

@@ -222,7 +222,7 @@ class MigrationLimits(Checked):
 @dataclass(frozen=True)
 class PoisonLimits(Checked):
     """When a request body is suspected of killing instances, and for how long it is refused
-    (`proxy/stages/suspects.py`).
+    (`proxy/stages/poison.py`).
 
     Attributes:
         blame_s: a request that was sent to an instance longer ago is not suspected of its death.

@@ -26,8 +26,8 @@ from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from epd_serve.trace import Trace
 from proxy.config.limits import Timeouts
-from proxy.encode.assignment import calls, share_of, spread
 from proxy.encode.learnt_speeds import LearntSpeeds
+from proxy.encode.spread import calls, share_of, spread
 from proxy.errors import StageDied, StageFault, most_telling
 from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
@@ -56,7 +56,7 @@ class EncodeOrder:
         shunned: incarnations of encoders to ask last (they made what got lost).
         done: called for each item with the encoder that has it and its entry of `ec_transfer_params`, or {}.
         is_known: whether a key's feature is there, although the call that was to make it failed.
-        waits: called before these items wait for the request's trial: nobody else must wait for them then.
+        waits: called before these items wait apart (`WatchedBody.apart_s`): nobody else must wait for them then.
     """
 
     job: Job
@@ -96,7 +96,7 @@ class Encoders:
         self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId] = frozenset()
     ) -> None:
         """Have distinct items encoded in parallel, each by its owner or where it is done sooner
-        (`proxy/encode/assignment.py`), once the encoders take the request, and alone if it is suspected.
+        (`proxy/encode/spread.py`), once the encoders take the request.
 
         An item that fails is tried elsewhere, alone. Items that no encoder produced are logged and counted;
         `order.done` is not called for them.
@@ -104,9 +104,17 @@ class Encoders:
         Raises:
             StageRefusal: an encoder refuses an item.
         """
-        async with order.job.trial.turn(lambda: order.waits(items)):
-            await order.job.passed.to_encoders()
-            await self._encode(order, items, tried)
+        job = order.job
+        if apart_s := job.watched.apart_s:
+            order.waits(items)
+            since = time.monotonic()
+            await asyncio.sleep(apart_s)
+            job.record.took("apart", since)
+        if job.watched.over:
+            self._give_up(order, items, "encoder_failed")
+            return
+        await job.passed.to_encoders()
+        await self._encode(order, items, tried)
 
     async def _encode(self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId]) -> None:
         encoders, reason = await self._available(order, tried)
@@ -176,19 +184,20 @@ class Encoders:
         """One call. Releases `lease`."""
         job, instance = order.job, lease.instance
         incarnation_id = instance.incarnation_id
-        done, sent_at = 0.0, asyncio.get_running_loop().time()
-        job.trial.sent()
+        done = 0.0
         self._speeds.begin(incarnation_id, time.monotonic())
         try:
-            with self._circuits.call(instance):
-                answer = await self._post(order, instance, items)
+            with job.watched.at(incarnation_id, encoding=True) as stay, self._circuits.call(instance):
+                try:
+                    answer = await self._post(order, instance, items)
+                except StageDied as error:
+                    stay.died(incarnation_id, ago_s=error.ago_s)
+                    raise
             done = weight
         except (StageError, DeadlineError) as error:
             logger.warning("request %s: %s", job.id, error.message)
             job.record.failed("encode_failed", error, instance.id)
-            if isinstance(error, StageDied):
-                job.trial.died(incarnation_id, sent_at=sent_at, encoding=True, ago_s=error.ago_s)
-            elif isinstance(error, StageFault) and self._table.is_alive(*incarnation_id):
+            if isinstance(error, StageFault) and self._table.is_alive(*incarnation_id):
                 self._circuits.acquit(job.faults.note(error, incarnation_id))
         finally:
             self._speeds.end(incarnation_id, time.monotonic(), done=done)
@@ -208,7 +217,7 @@ class Encoders:
         tried = tried | {incarnation_id}
         if not items:
             return
-        if len(tried) > self._retries or job.trial.exhausted:
+        if len(tried) > self._retries or job.watched.over:
             self._give_up(order, items, "encoder_failed")
             return
         if any(other.incarnation_id not in tried for other in self._table.live(Role.E)):

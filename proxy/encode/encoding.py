@@ -2,8 +2,8 @@
 
 What is known of the items before they are encoded is enough to call P and D: they render, tokenise and queue while the
 tower runs. Such an attempt *goes ahead*. Nobody comes to wait in a circle for it (`docs/waiting.md`): it takes a place
-with the stages at once or not at all, so it queues for none, and who has to wait for a place at the encoders, or for a
-trial, gives that one back first, which cuts the attempt. At the stages it waits for encoders alone.
+with the stages at once or not at all, so it queues for none, and who has to wait for a place at the encoders, or apart
+from others, gives that one back first, which cuts the attempt. At the stages it waits for encoders alone.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class EncodeStep:
         job.record.note("features", items=len(items), in_store=len(items) - len(to_encode))
         missing = await self._obtain(to_encode, EncodeOrder(job, self._done, self._knows))
         if to_encode and not missing:
-            job.trial.survived(encoding=True)
+            job.watched.encoded()
         return self._with_features(job, missing)
 
     async def again(self, job: Job, lost: Collection[str]) -> Job:

@@ -236,7 +236,7 @@ class Attempt:
 
         def whole() -> None:
             leave_decode()
-            job.trial.survived()
+            job.watched.answered()
 
         stream = self._stages.events(instance, job.request.endpoint, body, job.headers(span))
         async with aclosing(stream) as events:
@@ -297,7 +297,7 @@ class Attempt:
 
         def news() -> None:
             client.history.answers += 1
-            job.trial.survived()
+            job.watched.answered()
             if not sink.committed:
                 self._first_byte(job, instance)
             elif client.history.lost_at is not None:
@@ -322,7 +322,7 @@ class Attempt:
                             instance, request.endpoint, body, job.headers(span), timeout_s=None
                         )
                         call.succeeded()
-                        job.trial.survived()
+                        job.watched.answered()
                         job.record.took("answered", begun, span=span, stage=instance.id, outcome="ok")
                         keep = bool(request.body.get("return_token_ids"))
                         await sink.respond_json(200, public_answer(answer, keep_token_ids=keep))

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import random
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 
 from msgspec import Struct, structs
@@ -45,6 +44,7 @@ from proxy.request.client_sink import ClientSink
 from proxy.stages.circuits import Circuits
 from proxy.stages.faults import faulty_body
 from proxy.stages.job import Job
+from proxy.stages.poison import Stay
 from proxy.stages.retry_budget import RetryBudget
 from proxy.stages.sse import DONE_EVENT
 
@@ -111,9 +111,10 @@ class GenerateStep:
         """Attempt until one succeeds, the client has its first byte, or the retries are used up.
 
         Retries are paid for from the budget of the whole proxy, and an instance that was too slow is not asked again.
-        Two kinds of failure do not use up a retry. An instance that cannot be reached at all has just died and the
-        launcher is about to say so; such probing is bounded by `instance_wait_s`. An attempt that a lost feature could
-        fail is followed by one that it can fail no more (`_step_down`), at most twice in all.
+        Three kinds of failure do not use up a retry. An instance that cannot be reached at all has just died and the
+        launcher is about to say so; such probing is bounded by `instance_wait_s`. Instances that die under this and
+        other requests are counted by themselves (`proxy/stages/poison.py`). An attempt that a lost feature could fail
+        is followed by one that it can fail no more (`_step_down`), at most twice in all.
 
         Args:
             encoding: of the job's items, where it has begun. The first attempt goes ahead of its end if that is of use
@@ -139,20 +140,15 @@ class GenerateStep:
         self._trace.stamp(job.id, "admitted", t0=begun)
         failure: StageError | StageRefusal | None = None
         while True:
-            job.trial.check()
-            suspected, since = job.trial.suspected, time.monotonic()
-            turn = nullcontext() if history.begun else job.trial.turn(job.passed.give_back)
-            async with turn:
-                if suspected and not history.begun:
-                    job.record.took("on_trial", since)
-                job.trial.check()  # other copies may have been on trial meanwhile
-                await job.passed.to_stages()  # to wait, to encode after all, or again, is to give the place back
-                route = await self._router.route(progress.job, avoid=progress.avoid, like=progress.like)
-                # An instance that encodes for itself takes the media, and nothing but the media.
-                delivery = progress.delivery if route.path.encode else Delivery.PIXELS
-                failure = None
-                before, began = history.answers, time.monotonic()
-                sent_at = asyncio.get_running_loop().time()
+            await _stay_apart(progress)
+            job.watched.check()  # other copies may have been tried meanwhile
+            await job.passed.to_stages()  # to wait, to encode after all, or again, is to give the place back
+            route = await self._router.route(progress.job, avoid=progress.avoid, like=progress.like)
+            # An instance that encodes for itself takes the media, and nothing but the media.
+            delivery = progress.delivery if route.path.encode else Delivery.PIXELS
+            failure, shared = None, False
+            before, began = history.answers, time.monotonic()
+            with job.watched.at(*(instance.incarnation_id for instance in _instances_of(route))) as stay:
                 try:
                     if self._may_run(progress, route) and await self._answered(progress, delivery, route, sink):
                         return
@@ -165,7 +161,7 @@ class GenerateStep:
                         self._note_cut(progress, error)
                         raise
                     failure = error
-                    self._note_death(job, failure, route, sent_at, answered=history.answers != before)
+                    shared = self._shares_death(stay, failure, route)
                 finally:
                     route.release()
             went_ahead = progress.encoding is not None
@@ -177,14 +173,14 @@ class GenerateStep:
                 await self._encoded(progress)
             if failure is None:
                 continue
-            job.trial.check()
+            job.watched.check()
             if isinstance(failure, StageFault) and delivery is Delivery.PIXELS:  # else it may be about a lost feature
                 self._judge(progress, failure, route)
             if _may_step_down(delivery, failure) and await self._step_down(
                 progress, delivery, failure, route, went_ahead=went_ahead
             ):
                 continue
-            pause_s = self._retry_pause_s(progress, failure, route)
+            pause_s = self._retry_pause_s(progress, failure, route, shared_death=shared)
             if not self._router.has_alternative(progress.job, avoid=progress.avoid, like=progress.like):
                 # The same instance again: after the launcher's word about it, or a little later.
                 await self._table.changed(pause_s * random.uniform(0.5, 1.0))
@@ -234,10 +230,10 @@ class GenerateStep:
         """Whether to call P and D now, while encoders work: waits until the metadata of all items is known, or the
         encoding has ended. A suspect takes one step at a time, or nobody could tell of which an instance died."""
         settings, job = self._settings, progress.job
-        if settings.overlap == "never" or not goes_as_metadata(job, settings) or job.trial.suspected:
+        if settings.overlap == "never" or not goes_as_metadata(job, settings) or job.watched.suspected:
             return False
         known = await encoding.metadata_known()
-        if known is None or first_delivery(known, settings) is not Delivery.METADATA or job.trial.suspected:
+        if known is None or first_delivery(known, settings) is not Delivery.METADATA or job.watched.suspected:
             return False
         if any(encoder.full for encoder in self._table.live(Role.E)) or not job.passed.goes_ahead():
             return False
@@ -297,20 +293,20 @@ class GenerateStep:
         with the first item: P needs D no sooner, and the tower needs the cores."""
         if job.items and route.path.encode:
             self._metrics.deliveries.labels(delivery.value).inc()
-        job.trial.sent()
         base = delivered(job, delivery, self._settings) if route.path.encode else job.base
         waits = encoding is not None and self._settings.overlap == "auto" and self._tower_shares_cores()
         before_decode = encoding.first_stored if waits and encoding is not None else None
         await self._attempt.run(job, base, route, sink, history, before_decode)
 
-    def _note_death(self, job: Job, failure: EpdError, route: Route, sent_at: float, *, answered: bool) -> None:
-        """Where the failure was the end of an instance, hold it against the request."""
+    def _shares_death(self, stay: Stay, failure: EpdError, route: Route) -> bool:
+        """Where the failure was the end of an instance, hold it against who was there. Returns whether that is news,
+        and others were there too."""
         if not isinstance(failure, StageError) or isinstance(failure, StageUnreachable | KvNotDelivered):
-            return
+            return False
         incarnation_id = _incarnation_of(failure, route)
-        if isinstance(failure, StageDied) or not self._table.is_alive(*incarnation_id):
-            ago_s = failure.ago_s if isinstance(failure, StageDied) else 0.0
-            job.trial.died(incarnation_id, sent_at=sent_at, ago_s=ago_s, answered=answered)
+        if not isinstance(failure, StageDied) and self._table.is_alive(*incarnation_id):
+            return False
+        return stay.died(incarnation_id, ago_s=failure.ago_s if isinstance(failure, StageDied) else 0.0)
 
     def _judge(self, progress: _Progress, fault: StageFault, route: Route) -> None:
         """Raises FaultyBody where another live instance failed with the same words."""
@@ -319,7 +315,7 @@ class GenerateStep:
             self._circuits.acquit(alike)
             raise faulty_body(fault)
 
-    def _retry_pause_s(self, progress: _Progress, failure: EpdError, route: Route) -> float:
+    def _retry_pause_s(self, progress: _Progress, failure: EpdError, route: Route, *, shared_death: bool) -> float:
         """Count a failure; how long to wait where the same instance is to be tried. Raises it if it was the last."""
         if not isinstance(failure, StageError) or not failure.retryable:
             raise failure
@@ -330,8 +326,9 @@ class GenerateStep:
             progress.probing_until = progress.probing_until or now + timeouts.instance_wait_s
             give_up, pause_s = now >= progress.probing_until, REPROBE_S
         else:
-            progress.failures += 1
-            give_up, pause_s = progress.failures > self._settings.retries, BACKOFF_S * progress.failures
+            progress.failures += not shared_death
+            give_up = not self._settings.retries or progress.failures > self._settings.retries
+            pause_s = BACKOFF_S * max(1, progress.failures)
             if isinstance(failure, StageTimeout) and not self._router.has_alternative(
                 progress.job, avoid=progress.avoid, like=progress.like
             ):
@@ -391,6 +388,17 @@ class GenerateStep:
             progress.delivery.value,
         )
         return True
+
+
+async def _stay_apart(progress: _Progress) -> None:
+    """Wait where those who shared its deaths are not to be met again: without a place, unless its stream has begun."""
+    job = progress.job
+    if apart_s := job.watched.apart_s:
+        if not progress.history.begun:
+            job.passed.give_back()
+        since = time.monotonic()
+        await asyncio.sleep(apart_s)
+        job.record.took("apart", since)
 
 
 def _may_step_down(delivery: Delivery, failure: EpdError) -> bool:

@@ -286,7 +286,7 @@ SPAN_NAMES = {
     **CALLS,
     "downloaded": "download",
     "failed": "failed attempt",
-    "on_trial": "trial",
+    "apart": "wait apart from others",
     "waited": "wait for an instance",
 }
 """What traces call everything that took time."""

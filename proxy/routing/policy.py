@@ -3,7 +3,7 @@
 A policy sees the instances that could do one piece of work, with loads in one unit, and picks one. `first-token` is the
 default: pending seconds, those of whoever computes on the same device among them. `least-loaded` is EPD-Serve's (§3.4,
 least-loaded-first on the status table). What is unfit is sorted out before, by `preferred`. How the items of one
-request are spread over encoders is `proxy/encode/assignment.py`'s business, since no item is chosen for alone; it goes
+request are spread over encoders is `proxy/encode/spread.py`'s business, since no item is chosen for alone; it goes
 by the same seconds (`with_neighbours`).
 """
 

@@ -14,8 +14,8 @@ from proxy.records.record import Record
 from proxy.registry.feature_directory import Metadata
 from proxy.request.parse import ParsedRequest
 from proxy.stages.faults import Faults
+from proxy.stages.poison import WatchedBody
 from proxy.stages.prompt_nodes import NO_NODES, PromptNodes
-from proxy.stages.suspects import Trial
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Job(msgspec.Struct, frozen=True):
         prompt: how its beginnings are recognised (`proxy.stages.prompt_nodes.py`).
         features: what the encoders have made of the items; None where no encoder was to be asked.
         passed: its place with the stages.
-        trial: whether its body is suspected of killing instances.
+        watched: its body, which may be what instances die of.
         record: what becomes of it; steps note there what they do.
         faults: the 500s of live instances, encoders among them.
     """
@@ -54,7 +54,7 @@ class Job(msgspec.Struct, frozen=True):
     items: tuple[LoadedItem, ...]
     tokens: float
     passed: Pass
-    trial: Trial
+    watched: WatchedBody
     record: Record
     prompt: PromptNodes = NO_NODES
     features: Features | None = None

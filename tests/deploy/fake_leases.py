@@ -23,11 +23,13 @@ class FakeLeases:
         calls: what was asked for, in order. after_call: called when one has taken effect, before it is answered.
         gives_back: called with each place that is released.
         others: devices that somebody else has taken, by node.
+        wanted: widths of what would be leased if it were there.
     """
 
     def __init__(self, nodes: Mapping[str, int], kind: str = "cpu", acquire_s: float = 0.05) -> None:
         self.nodes = dict(nodes)
         self.others: dict[str, int] = {}
+        self.wanted: tuple[int, ...] = ()
         self.calls: list[str] = []
         self.after_call: Callable[[], None] = lambda: None
         self.gives_back: Callable[[Place], None] = lambda place: None
@@ -39,6 +41,7 @@ class FakeLeases:
 
     async def acquire(self, widths: Sequence[int]) -> tuple[Place, ...]:
         self.calls.append(f"acquire {[*widths]}")
+        self.wanted = ()
         made = [Place(f"lease{next(self._numbers)}", width, "", (), "room") for width in widths]
         self._places |= {one.lease: one for one in made}  # in the queue, as a placement group that is pending
         try:
@@ -70,6 +73,9 @@ class FakeLeases:
                 self.gives_back(place)
         self._settle()
         self.after_call()
+
+    def want(self, widths: Sequence[int]) -> None:
+        self.wanted = tuple(widths)
 
     async def watch(self) -> AsyncIterator[tuple[Place, ...]]:
         told: tuple[Place, ...] | None = None

@@ -60,7 +60,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "load http://127.0.0.1:8000 --workload recorded:traffic.jsonl": "tests/bench/workloads: wants a recording",
     "aisbench": "tests/bench/aisbench: it wants an environment of 2.2 GB",
     "model-check": "tests/bench/model_check, tests/e2e/test_model_check.py: it wants two servers",
-    "proxy": "tests/bench/micro/proxy: half an hour",
+    "proxy": "tests/bench/proxy: half an hour",
     "report": "tests/bench: draws what `layouts` has measured, which ends with the same",
 }
 

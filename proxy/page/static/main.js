@@ -5,10 +5,11 @@ import { follow, json, key } from "./api.js";
 import * as nodes from "./nodes.js";
 import * as rates from "./rates.js";
 import * as requests from "./requests.js";
+import * as following from "./following.js";
 import * as changes from "./changes.js";
 import * as playground from "./playground.js";
 
-const TITLES = { deployment: "Deployment", rates: "Rates", playground: "Playground", requests: "Requests", changes: "Changes" };
+const TITLES = { deployment: "Deployment", rates: "Rates", playground: "Playground", requests: "Requests", following: "Following", changes: "Changes" };
 const state = { about: null, deployment: null, instances: [], rates: null, requests: [], at: Date.now() / 1000 };
 
 function show(...names) {
@@ -38,6 +39,7 @@ const take = {
   deployment: (told) => {
     state.deployment = told;
     trouble(told?.trouble ? `Not reached: ${told.trouble}` : "");
+    following.update(state);
     changes.update(state);
   },
   instances: (told) => {
@@ -88,9 +90,10 @@ function elsewhere(about) {
 async function main() {
   const about = (state.about = await json("page/about"));
   elsewhere(about);
+  following.open(about);
   changes.open(about);
   const seen = about.observes ? ["deployment", "rates"] : [];
-  const rest = about.observes ? ["requests", "changes"] : [];
+  const rest = about.observes ? ["requests", "following", "changes"] : [];
   const sections = [...seen, ...(about.asks ? ["playground"] : []), ...rest];
   let note = about.key === "admin" ? "The one of --admin-key-file." : "One of the server's API keys.";
   for (;;) {

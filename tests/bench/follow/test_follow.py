@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.follow.command import FIXED, SWING, figures, flaps
-from bench.follow.traffic import Phase, requests_of
+from bench.follow.traffic import Phase, day, rates_at, requests_of
 from deploy.follow.types import Decision, Move
 
 
@@ -38,3 +38,29 @@ def test_following_is_set_beside_the_best_of_each_kind() -> None:
     found = figures(rows + square)
     assert (found["swing_over_best_fixed"], found["swing_over_oracle"]) == (1.2, 0.96)
     assert (found["flaps"], found["starved"]) == (1.0, 5.0)
+
+
+def test_a_day_has_its_busiest_hours_apart_and_more_images_in_its_burst() -> None:
+    assert max(range(24), key=lambda hour: rates_at(hour)["text"]) == 14
+    assert rates_at(20.0)["burst"] == 0.0 < rates_at(12.0)["burst"] and rates_at(12.0)["calm"] == 0.0
+    requests = day(5.0, 1)
+    assert requests[0].at_s > 0 and requests[-1].at_s < 24 * 5.0 and requests == day(5.0, 1)
+    assert [one.at_s for one in requests] == sorted(one.at_s for one in requests)
+
+    def images(begin: float, end: float) -> float:
+        with_images = [len(one.items) for one in requests if one.items and begin <= one.at_s / 5.0 < end]
+        return sum(with_images) / len(with_images)
+
+    assert images(11.0, 13.0) > 1.5 * images(16.0, 24.0)
+
+
+def test_a_day_is_set_beside_the_fewest_devices_that_hold() -> None:
+    def row(what: str, devices: float, attained: float) -> dict[str, object]:
+        common = {"part": "day", "dropped": 0, "worst_hour": 0.9}
+        return {**common, "what": what, "devices": devices, "attained": attained}
+
+    rows = [row("fixed", 100.0, 0.98), row("fixed", 120.0, 0.991), row("fixed", 128.0, 1.0), row("follow", 60.0, 0.995)]
+    found = figures([*rows, row("reactive", 72.0, 0.97), {"part": "day", "what": "all", "seconds": 50.0}])
+    assert found["day_devices_over_static"] == 0.5 and found["day_reactive_over_static"] == 0.6
+    assert found["day_attainment"] == 0.995 and found["day_dropped"] == 0.0 and found["day_s"] == 50.0
+    assert "day_devices_over_static" not in figures([rows[0], rows[3]]), "nothing fixed holds"

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from bench.micro.ep import command as transfer_ep
-from bench.micro.proxy import command as proxy
+from bench.proxy import command as proxy
 from bench.record import ROOT
 from tests.soak import placement
 
 RESULTS = {
-    "proxy": (proxy.figures, 16),
+    "proxy-speed": (proxy.figures, 21),
     "proxy-irp": (placement.figures, 5),
     "transfer-ep": (transfer_ep.figures, 170),
 }
@@ -27,10 +27,3 @@ def test_the_figures_of_a_committed_result_follow_from_its_rows(name):
 
     assert len(named) == count and named.keys() <= saved["figures"].keys()
     assert named == pytest.approx({figure: saved["figures"][figure] for figure in named}, rel=2e-3, abs=2e-3)
-
-
-@pytest.mark.parametrize("name", ["proxy", "proxy-speed"])
-def test_a_run_of_one_part_of_the_proxys_measurement_is_shown(name):
-    rows = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())["rows"]
-
-    assert proxy.figures(rows)

@@ -14,6 +14,7 @@ from deploy.control.aim import Aim
 from deploy.control.changes import Deadlines, Journal
 from deploy.control.controller import Controller
 from deploy.control.reconciler import Reconciler
+from deploy.follow.switch import Switch
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.plan.machines import Machine, Machines
@@ -119,7 +120,8 @@ class Cluster:
         self.said: list[str] = []
         self.lives = 0
         self._names = itertools.count()
-        self._journal = Journal(FileState(folder))
+        self._notes = FileState(folder)
+        self._journal = Journal(self._notes)
         self._layout = layout
         self._deadlines = deadlines
         self._blueprint = draw(DeployConfig(layout=layout, engine="sim", runtime="ray"), machines=self._machines())
@@ -228,7 +230,9 @@ class Cluster:
             previous=previous,
         )
         self.runtime.wanted = lambda: self.reconciler.wanted.roles
-        self.controller = Controller("epd", self.reconciler, self.doors, self.aim, _no_parts, _no_options)
+        self.controller = Controller(
+            "epd", self.reconciler, self.doors, self.aim, _no_parts, _no_options, Switch("off", self._notes)
+        )
         self.lives += 1
         async with asyncio.TaskGroup() as group:
             group.create_task(self.reconciler.run())

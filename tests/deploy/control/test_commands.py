@@ -17,9 +17,7 @@ from deploy.cli.command import main
 from deploy.control.aim import Aim
 from deploy.control.controller import Controller
 from deploy.control.routes import control_routes
-from deploy.follow.live import Follower
-from deploy.follow.report import follow_json
-from deploy.follow.types import OFF
+from deploy.follow.switch import Switch
 from deploy.host.launches import ADMIN_SOCKET
 from deploy.host.ports import free_ports, listen, private_socket
 from deploy.host.rundir import RunDir
@@ -29,7 +27,7 @@ from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.placement import check_servable
 from proxy.registry.instance_state import Work
-from tests.deploy.control.world import MIB, World, wanted
+from tests.deploy.control.world import MIB, FileState, World, wanted
 from tests.waiting import until
 
 KEY = "an-admin-key-of-some-length"
@@ -55,7 +53,6 @@ class Commanded(World):
         super().__init__(folder, layout, **options)
         self.folder = folder
         self.base = ""
-        self.follower: Follower | None = None
         self.front_options: list[str] = []
 
     @contextlib.asynccontextmanager
@@ -72,8 +69,9 @@ class Commanded(World):
                 raise ConfigError("there is no such proxy setting", param="--proxy")
             self.front_options += options
 
+        self.switch = Switch("off", FileState(self.folder))
         self.controller = controller = Controller(
-            run.launch_id, self.reconciler, self.doors, Aimed(self.options), parts, configure
+            run.launch_id, self.reconciler, self.doors, Aimed(self.options), parts, configure, self.switch
         )
 
         async def metrics() -> bytes:
@@ -83,9 +81,7 @@ class Commanded(World):
             await self.over()
             with listen("127.0.0.1", port) as listening:
                 path = run.socket(ADMIN_SOCKET)
-                routes = [
-                    control_routes(controller, lambda: follow_json(self.follower) if self.follower else dict(OFF))
-                ]
+                routes = [control_routes(controller)]
                 with private_socket(path) as own:
                     admins = (Admin(own, ""), Admin(listening, KEY))
                     tasks = [
@@ -101,9 +97,6 @@ class Commanded(World):
                             with contextlib.suppress(asyncio.CancelledError):
                                 await task
         run.remove()
-
-    def _decisions(self) -> dict[str, Any]:
-        return follow_json(self.follower) if self.follower is not None else dict(OFF)
 
     async def get(self, path: str, key: str = KEY) -> httpx.Response | None:
         async with httpx.AsyncClient(base_url=self.base, trust_env=False, timeout=60) as http:

@@ -122,7 +122,14 @@ class FakeRuntime:
     def _instance(self, order: Order) -> Instance:
         self.lives += 1
         sends = ("ipc://news",) if order.spec.role.sends_kv or order.spec.both else ()
-        return Instance(order.id, order.spec.role, "http://127.0.0.1:1", f"life{self.lives}", kv_news=sends)
+        return Instance(
+            order.id,
+            order.spec.role,
+            "http://127.0.0.1:1",
+            f"life{self.lives}",
+            kv_news=sends,
+            devices=order.spec.devices,
+        )
 
     def _lose(self, call: str) -> None:
         self.after_call()
@@ -141,6 +148,7 @@ class FakeDoors:
         self.paused: list[float] = []
         self.resumed = 0
         self.busy: dict[str, int] = {}
+        self.item_budgets: dict[str, int] = {}
         self.open_transfers: dict[str, int] = {}
         self.restarts = 0
         self.fails = ""  # why front doors cannot be replaced
@@ -200,8 +208,9 @@ class FakeDoors:
         self._seq += 1
         for view in self.table.snapshot():
             one = view.instance
-            running = self.busy.get(one.id, 0)
-            self.table.report_stage(StageReport(one.id, one.incarnation, self._seq, running=running))
+            running, items = self.busy.get(one.id, 0), self.item_budgets.get(one.id, 0)
+            report = StageReport(one.id, one.incarnation, self._seq, running=running, item_budget=items)
+            self.table.report_stage(report)
             self.table.report(StoreReport(one.id, one.incarnation, 0, 0, 0))
             if one.kv_news:
                 transfers = self.open_transfers.get(one.id, 0)

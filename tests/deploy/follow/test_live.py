@@ -11,17 +11,23 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from deploy.follow import live
+from deploy.follow import live, moves
 from deploy.follow.live import Follower
 from deploy.follow.observe import Observer
+from deploy.follow.plans import Answer, Plans
 from deploy.follow.report import FollowMetrics
-from deploy.follow.types import Limits
+from deploy.follow.switch import Switch
+from deploy.follow.types import Limits, PlanQuestion
+from deploy.planner.goodput import Interval
 from deploy.planner.profile import DeviceProfile
+from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.sim.profile import Capacity, Line, Profile
+from epd_serve.slo import Slo
 from proxy.records.minute import Counts, KindCounts
 from proxy.records.records import Question, RecordsAnswer
 from tests.deploy.control.test_commands import Commanded
+from tests.deploy.control.world import FileState
 from tests.waiting import until
 
 PROFILE = DeviceProfile(
@@ -63,11 +69,15 @@ class Comes:
         )
 
 
-def metrics_of(registry: CollectorRegistry) -> str:
+def metrics_of(follower: Follower) -> str:
+    registry = CollectorRegistry()
+    registry.register(FollowMetrics(follower))
     return generate_latest(registry).decode()
 
 
 class Followed(Commanded):
+    plans: Plans | None = None
+
     def __init__(self, folder: Path, layout: str, mode: str = "act", devices: int = 16, quiet_s: float = 60.0) -> None:
         super().__init__(folder, layout, both=True)
         self.comes = Comes()
@@ -76,16 +86,10 @@ class Followed(Commanded):
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[Follower]:
         async with self.serving():
-            follower = self.follower = Follower(
-                self.mode,
-                self.limits,
-                Observer(PROFILE, 0.05),
-                self.controller,
-                self.reconciler,
-                self.doors.table,
-                self.comes.look,
-            )
-            task = asyncio.create_task(follower.run())
+            follower = self.follower = self.made()
+            await self.switch.begin(lambda: follower)
+            await self.switch.set(self.mode)
+            task = asyncio.create_task(self.switch.run())
             try:
                 yield follower
             finally:
@@ -93,12 +97,24 @@ class Followed(Commanded):
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
+    def made(self) -> Follower:
+        return Follower(
+            "off",
+            self.limits,
+            Observer(PROFILE, 0.05),
+            self.controller,
+            self.reconciler,
+            self.doors.table,
+            self.comes.look,
+            self.plans,
+        )
+
     @property
     def layout(self) -> str:
         return self.reconciler.wanted.layout
 
     def outcomes(self) -> list[str]:
-        return [entry.outcome for entry in self.follower.entries] if self.follower is not None else []
+        return [entry.outcome for entry in self.follower.entries]
 
 
 async def test_pictures_come_and_encoders_are_started_and_go_again(tmp_path: Path) -> None:
@@ -130,6 +146,31 @@ async def test_p_becomes_d_where_that_is_enough(tmp_path: Path) -> None:
         world.comes.text = 6.0
         await until(lambda: follower.moves["flip", "done"])
         assert {call.split()[0] for call in world.runtime.calls[begun:]} == {"flip"}
+
+
+async def test_monoliths_become_other_groups_once_the_planner_says_so_and_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def answer(question: PlanQuestion, plans: Plans) -> Answer:
+        asked.append(question.layout)
+        best, other = ("EP-D", "2EPD") if question.rates["media"] > question.rates["text"] else ("2EPD", "EP-D")
+        return Answer(question, {best: Interval.of([90.0]), other: Interval.of([1.0])})
+
+    monkeypatch.setattr(live, "answer", answer)
+    monkeypatch.setattr(moves, "TRADE_S", 0.0)
+    world = Followed(tmp_path, "2EPD", devices=2)
+    world.plans = Plans(PROFILE, Slo(2000.0, 50.0))
+    world.comes.text = 8.0
+    async with world.following() as follower:
+        await until(lambda: follower.entries and "chosen for such work" in follower.entries[-1].decision.plan)
+        world.comes.text, world.comes.media = 0.0, 8.0
+        await until(lambda: world.layout == "EP-D" and follower.moves["relayout", "done"])
+        world.comes.text, world.comes.media = 8.0, 0.0
+        await until(lambda: world.layout == "2EPD" and follower.moves["relayout", "done"] == 2)
+    assert asked == ["2EPD", "EP-D"]
+    assert all(change.cut == 0 for change in world.reconciler.changes.past)
 
 
 async def test_what_an_operator_has_asked_for_is_left_for_a_while(
@@ -187,10 +228,100 @@ async def test_decisions_are_told_to_people_and_programs(tmp_path: Path, capsys:
         assert await world.says("status", "--why", "--json") == 0
         told = json.loads(capsys.readouterr().out)
         assert told["mode"] == "advise" and told["decisions"][0]["chosen"]["relieves"] == "E"
-        registry = CollectorRegistry()
-        registry.register(FollowMetrics(follower))
+        group = next(one for one in told["decisions"][0]["groups"] if one["group"] == "E")
         encoders = parse(told["decisions"][0]["chosen"]["layout"]).groups[0].repeat
-        assert encoders >= 3 and f'epd_follow_desired_copies{{group="E"}} {encoders}.0' in metrics_of(registry)
+        assert (group["there"], group["wanted"]) == (1, encoders)
+        assert encoders >= 3 and f'epd_follow_desired_copies{{group="E"}} {encoders}.0' in metrics_of(follower)
+
+
+async def test_what_budgets_hold_back_is_told_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = Followed(tmp_path, "(E-P)-D", mode="advise")
+    world.doors.item_budgets["E0"] = 512
+    async with world.following() as follower:
+        await until(lambda: follower.entries)
+        assert await world.says("status", "--why", "--json") == 0
+        (told,) = json.loads(capsys.readouterr().out)["budgets"]
+        assert (told["instance"], told["neighbours"], told["item_tokens"]) == ("E0", ["P0"], 512)
+        assert await world.says("status", "--why") == 0
+        assert "E0 beside P0: 512 item tokens a step, 0 steps held back" in capsys.readouterr().out
+
+
+async def test_an_operator_has_it_act_and_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = Followed(tmp_path, "E-P-D", mode="advise")
+    async with world.following() as follower:
+        world.comes.media = 4.0
+        await until(lambda: follower.entries and follower.entries[-1].outcome == "advised")
+        assert await world.says("follow", "act") == 0
+        assert capsys.readouterr().out == "follow: act\n"
+        await until(lambda: world.layout != "E-P-D" and follower.moves["scale", "done"])
+        assert await world.says("follow", "off") == 0
+        world.comes.media, asked, layout = 9.0, world.comes.asked, world.layout
+        await asyncio.sleep(10 * world.limits.every_s)
+        assert world.comes.asked <= asked + 1 and world.layout == layout
+        assert await world.says("status", "--why") == 0
+        said = capsys.readouterr().out
+        assert "epd-serve follow advise" in said and "E-P-D: done" in said, "what it did is still told"
+        assert "epd_follow_desired_copies{" not in metrics_of(follower)
+        assert await world.says("follow", "act") == 0
+        await until(lambda: world.layout != layout)
+
+
+async def test_nothing_begins_by_a_mode_that_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move of which it is not known yet whether it can begin has begun, or never will, when the answer comes."""
+    world = Followed(tmp_path, "E-P-D")
+    async with world.following() as follower:
+        asked, goes_on = asyncio.Event(), asyncio.Event()
+        follow = world.controller.follow
+
+        async def slow(layout: str) -> object:
+            asked.set()
+            await goes_on.wait()
+            return await follow(layout)
+
+        monkeypatch.setattr(world.controller, "follow", slow)
+        world.comes.media = 4.0
+        await asked.wait()
+        setting = asyncio.create_task(world.post("/deployment/follow", mode="advise"))
+        await asyncio.sleep(0.1)
+        assert not setting.done()
+        goes_on.set()
+        assert (await setting).json() == {"mode": "advise"}
+        begun = world.reconciler.changes.latest.number
+        assert begun == 1
+        await until(lambda: world.reconciler.changes.present is None)
+        world.comes.media = 9.0
+        await until(lambda: follower.entries[-1].outcome == "advised")
+        assert world.reconciler.changes.latest.number == begun
+
+
+async def test_the_next_life_of_control_goes_on_in_the_mode_that_was_set(tmp_path: Path) -> None:
+    world = Followed(tmp_path, "E-P-D", mode="off")
+    async with world.following():
+        assert (await world.post("/deployment/follow", mode="advise")).status_code == 200
+        status = await world.get("/deployment")
+        assert status is not None and status.json()["follow"]["mode"] == "advise"
+        after = Switch("act", FileState(tmp_path))
+        await after.begin(world.made)
+        assert after.told()["mode"] == "advise"
+        assert (await world.post("/deployment/follow", mode="off")).status_code == 200
+        after = Switch("act", FileState(tmp_path))
+        await after.begin(world.made)
+        assert after.told()["mode"] == "off"
+
+
+async def test_a_mode_that_cannot_be_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def unreadable() -> Follower:
+        raise ConfigError("--follow-profile: no such file", param="--follow-profile")
+
+    world = Commanded(tmp_path, "E-P-D")
+    async with world.serving():
+        await world.switch.begin(unreadable)
+        assert await world.says("follow", "act") == 2
+        assert "--follow-profile: no such file" in capsys.readouterr().err
+        assert (await world.post("/deployment/follow", mode="no mode")).status_code == 400
+        assert world.switch.told()["mode"] == "off"
+        assert await world.says("follow", "perhaps") == 2
+        assert "off|advise|act" in capsys.readouterr().err
 
 
 async def test_without_a_follower_the_status_says_how_to_have_one(
@@ -199,4 +330,4 @@ async def test_without_a_follower_the_status_says_how_to_have_one(
     world = Commanded(tmp_path, "E-P-D")
     async with world.serving():
         assert await world.says("status", "--why") == 0
-    assert "--follow advise" in capsys.readouterr().out
+    assert "epd-serve follow advise" in capsys.readouterr().out

@@ -90,6 +90,34 @@ def test_sizes_are_those_of_the_last_windows() -> None:
     assert silent.costs["text"]["D"] == pytest.approx(last) and silent.came == {"text": 0}
 
 
+def test_many_requests_at_once_say_alone_what_they_are_like() -> None:
+    """A burst of images is more images in each, at once."""
+    observer = Observer(PROFILE, None)
+    before = observed(observer, "E-P-D", {"media": KindCounts(100, 100, 100, 20_000, 30_000, 100, 100, 410)})
+    burst = observed(observer, "E-P-D", {"media": KindCounts(100, 100, 400, 80_000, 90_000, 100, 100, 410)})
+    assert burst.costs["media"]["E"] == pytest.approx(4 * before.costs["media"]["E"])
+
+
+def test_a_group_is_as_many_times_slower_than_the_profile_for_all_kinds() -> None:
+    """One rate is measured for both, of which one takes longer for each token."""
+    observer, seconds = Observer(PROFILE, None), (10 + 10) * PREFILL_S
+    rate = (MEDIA.prompt_tokens + TEXT.prompt_tokens) / seconds
+    observed(observer, "E-P-D", {"media": MEDIA, "text": TEXT})
+    for slower in (1.0, 2.0):
+        warm = Seen(Role.P, "P", 2 * WARM_S, Report(prompt_tokens_per_s=rate / slower))
+        costs = observed(observer, "E-P-D", {"media": MEDIA, "text": TEXT}, warm).costs
+        assert costs["text"]["P"] == pytest.approx(slower * PREFILL_S)
+        assert costs["media"]["P"] == pytest.approx(slower * PREFILL_S)
+
+
+def test_who_decodes_holds_the_kv_of_a_prompt_from_its_reservation_on() -> None:
+    small = Profile(
+        prefill=Line(PREFILL_S), decode_step_s=((1.0, STEP_S),), capacity=Capacity(max_running=BATCH, kv_tokens=242)
+    )
+    costs = observed(Observer(DeviceProfile("model", "device", {1: small}), 1.0), "P-D", {"text": TEXT}).costs
+    assert costs["text"]["D"] == pytest.approx((PREFILL_S + 20 * STEP_S) / 2), "the KV of two fits"
+
+
 def test_work_that_waits_counts_in_seconds_of_its_group() -> None:
     waits = (
         Seen(Role.E, "E", 60.0, Report(pending_item_tokens=800)),

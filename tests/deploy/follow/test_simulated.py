@@ -9,9 +9,11 @@ import pytest
 
 from bench.follow.traffic import Phase, requests_of
 from deploy.follow.moves import counts_of
+from deploy.follow.plans import Answer, Plans
 from deploy.follow.simulated import SimulatedFollower
-from deploy.follow.types import Limits
+from deploy.follow.types import Limits, PlanQuestion
 from deploy.planner.fleet import Fleet
+from deploy.planner.goodput import Interval
 from deploy.planner.profile import read_device_profile
 from deploy.planner.simulate import Simulated, simulate
 from epd_serve.layout_parser import parse
@@ -59,6 +61,27 @@ def test_devices_are_taken_while_they_are_needed_and_given_back() -> None:
     most = max(sum(one.chosen.counts.values()) for one in follower.decisions if one.chosen is not None)
     assert most >= 5 and follower.layout.device_count < most
     assert run.device_s < most * run.span_s * 0.8
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_other_groups_take_over_on_the_same_devices_and_give_them_back(seed: int) -> None:
+    """Two devices, all used: TP1x2 becomes EP-D and is back, as if the planner had said so, and each request ends."""
+
+    def planner(question: PlanQuestion, plans: Plans) -> Answer:
+        layouts = ("EP-D", "2EPD") if question.mix.shares["encode"] > 0.2 else ("2EPD", "EP-D")
+        return Answer(question, {layouts[0]: Interval.of([9.0]), layouts[1]: Interval.of([0.5])})
+
+    phases = [Phase(60.0, 1.5, 0.0), Phase(90.0, 0.0, 1.2), Phase(120.0, 1.5, 0.0)]
+    follower = SimulatedFollower(
+        parse("2EPD"), PROFILE, Limits(2), 4.0, SLO.tpot_ms / 1e3, seed, Plans(PROFILE, SLO), planner
+    )
+    requests = requests_of(phases, seed)
+    run = simulate(parse("2EPD"), PROFILE, requests, slos=(SLO,), tick=(1.0, follower))
+    moves = [one.chosen.layout for one in follower.decisions if one.chosen is not None]
+    assert moves == ["EP-D", "2EPD"]
+    assert all(one.last_s < float("inf") for one in run.served)
+    paths = [one.path for one in run.served]
+    assert paths[0] == paths[-1] != paths[len(paths) // 2]
 
 
 def test_groups_that_share_a_device_come_and_go_as_wholes() -> None:

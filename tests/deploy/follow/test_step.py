@@ -6,13 +6,14 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from deploy.follow.follower import failed, moved, step
+from deploy.follow.follower import failed, lacking, moved, step
 from deploy.follow.moves import TRADE_S, counts_of, regrouped
-from deploy.follow.types import Decision, Limits, Memory, Observation
+from deploy.follow.types import Decision, Limits, Memory, Move, Observation
 from epd_serve.layout_parser import parse
 
 COSTS = {"text": {"E": 0.0, "P": 0.05, "D": 0.33}, "media": {"E": 0.87, "P": 0.91, "D": 0.2}}
@@ -175,6 +176,29 @@ def test_what_cannot_be_reached_rests_and_is_not_chosen_again_for_a_while() -> N
     seen = Observation(world.now_s, world.layout, WINDOW_S, {"media": 30}, COSTS)
     _, decision = step(seen, world.memory, LIMITS)
     assert decision.chosen is None or decision.chosen.layout != first.layout
+
+
+def test_what_is_lacking_is_what_more_devices_would_bring() -> None:
+    costs = {"media": {"E": 0.87, "P:tp2": 0.91, "D": 0.2}}
+    seen = Observation(5.0, parse("E-P:tp2-D"), WINDOW_S, {"media": 40}, costs, start_s=4.0, devices=5)
+    memory, decision = step(seen, Memory(), LIMITS)
+    there = parse(decision.layout if decision.chosen is None else decision.chosen.layout).device_count
+    lacks = lacking(seen, Memory(), LIMITS, decision)
+    _, whole = step(replace(seen, devices=None), Memory(), LIMITS)
+    assert whole.chosen is not None
+    assert there <= 5 < parse(whole.chosen.layout).device_count == there + sum(lacks) <= 16
+    assert set(lacks) == {1, 2}, "each copy's are on one node"
+    assert lacking(replace(seen, devices=16), memory, LIMITS, whole) == ()
+    others = Move("relayout", "EP-D", {"EP": 1, "D": 1}, "E", 2.0, 1.0, "")
+    assert lacking(seen, Memory(), LIMITS, replace(decision, chosen=others)) == (), "of other groups nobody knows yet"
+
+
+def test_less_than_the_least_goes_as_far_as_there_is_and_lacks_the_rest() -> None:
+    limits = replace(LIMITS, least={"E": 6})
+    seen = Observation(5.0, parse("E-P-D"), WINDOW_S, {"media": 0, "text": 0}, COSTS, start_s=4.0, devices=5)
+    _, decision = step(seen, Memory(), limits)
+    assert decision.chosen is not None and decision.chosen.counts == {"E": 3, "P": 1, "D": 1}
+    assert lacking(seen, Memory(), limits, decision) == (1, 1, 1)
 
 
 def test_nothing_is_given_up_while_a_front_door_is_silent() -> None:

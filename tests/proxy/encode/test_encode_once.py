@@ -16,8 +16,8 @@ from epd_serve.wire import FeatureFailed, FeatureReady, StoreReport
 from proxy.admission.gate import Gate, Pass
 from proxy.admission.ticket import Capacity, Kind
 from proxy.config.limits import AdmissionLimits
-from proxy.encode.assignment import owners
 from proxy.encode.encoders import EncodeOrder
+from proxy.encode.spread import owners
 from proxy.encode.step import EncodeStep
 from proxy.metrics import Metrics
 from proxy.records.record import Record

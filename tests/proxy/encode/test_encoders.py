@@ -31,8 +31,8 @@ from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint, ParsedRequest
 from proxy.stages.circuits import Circuits
 from proxy.stages.job import Job
+from proxy.stages.poison import Poison
 from proxy.stages.retry_budget import RetryBudget
-from proxy.stages.suspects import Suspects
 from tests.proxy.fakes import Cluster, breaks, cluster, data_url, encodes, hangs, image_file, in_flight, refuses
 
 SIDE = 460  # 270 tokens: a call of its own
@@ -194,8 +194,8 @@ def job(costs: list[int]) -> Job:
     ]
     gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
     passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0), Record("r"))
-    trial = Suspects(PoisonLimits(), Metrics(), wait_s=60.0).trial(b"{}")
-    return Job("r", request, body, tuple(items), float(sum(costs)), passed, trial, Record("r"))
+    watched = Poison(PoisonLimits(), Metrics()).watched(b"{}")
+    return Job("r", request, body, tuple(items), float(sum(costs)), passed, watched, Record("r"))
 
 
 ENDINGS = st.lists(st.sampled_from(["ok", "later", "error", "late", "refusal", "hangs"]), max_size=12)

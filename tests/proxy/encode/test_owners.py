@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.encode.assignment import owners
+from proxy.encode.spread import owners
 
 
 @given(st.text(), st.lists(st.sampled_from([f"E{i}" for i in range(9)]), min_size=2, unique=True), st.data())

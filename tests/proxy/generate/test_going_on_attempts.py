@@ -184,7 +184,10 @@ async def test_moving_costs_no_retry_and_makes_no_suspect() -> None:
         assert c.metric("epd_proxy_retry_budget") == 1
 
 
-async def test_a_stage_that_gives_nothing_new_is_a_failure_as_before_the_first_byte() -> None:
+async def test_a_stage_that_gives_nothing_new_is_a_failure_as_before_the_first_byte(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("proxy.stages.poison.TOGETHER_S", 0.0)
     async with fused("PD0", "PD1", "PD2") as c:
         turns = [streams(*said(*TOKENS[:2]), then="break"), breaks, breaks, breaks]
         in_turn(c, *turns, of=("PD0", "PD1", "PD2"))

@@ -12,7 +12,7 @@ from starlette.types import Receive, Send
 
 from epd_serve.wire import FeatureExpected, FeatureMissing, FeatureReady, StoreReport
 from proxy.config.limits import AdmissionLimits
-from proxy.stages.suspects import Trial
+from proxy.stages.poison import WatchedBody
 from tests.proxy.fakes import (
     GRID,
     Behaviour,
@@ -316,7 +316,7 @@ async def test_nobody_goes_ahead_of_those_who_wait_for_a_place() -> None:
 
 
 async def test_a_suspect_takes_one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trial, "suspected", True)
+    monkeypatch.setattr(WatchedBody, "suspected", True)
     async with cluster("E0", "P0", "D0") as c:
         await asked_one_after_the_other(c)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.clients.results import Outcome, RequestRecord
-from bench.micro.proxy.pressure import computed_within, counted, dues, figures
+from bench.proxy.pressure import computed_within, counted, dues, figures
 
 
 def record(first_byte_s: float | None, outcome: Outcome = Outcome.OK) -> RequestRecord:

@@ -1,6 +1,6 @@
 """The bare relay: what a proxy costs that only passes bytes on, with the HTTP server and the client that one takes.
 
-`python -m bench.micro.proxy.relay PORT URL…`. Takes a request whole, sends it to one stage after another in turn, and
+`python -m bench.proxy.relay PORT URL…`. Takes a request whole, sends it to one stage after another in turn, and
 passes the answer on as it comes. No parsing, no checks, no choice, no retries, no watch for clients that leave: the
 least that any proxy on uvicorn and aiohttp does, and so the base of `rps_over_bare_relay`. Ours is on uvicorn, too; its
 client is its own (`proxy/stages/connection.py`), which is part of what is compared.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.encode.assignment import CALL_TOKENS, TOLERANCE, calls, owners, spread
-from proxy.encode.schedule import schedule
+from proxy.encode.spread import CALL_TOKENS, TOLERANCE, calls, makespan_s, owners, schedule, spread
 from proxy.routing.policy import SAME_SPEED, SLACK, Candidate
 from proxy.routing.policy import rates as steady
 
@@ -46,10 +45,54 @@ def test_nobody_who_gets_an_item_is_done_after_the_bound(
     costs = data.draw(st.lists(st.integers(1, 1000), min_size=len(keys), max_size=len(keys)))
     rates = data.draw(st.lists(st.sampled_from([0, 100, 300, 900]), min_size=len(loads), max_size=len(loads)))
     speeds = steady(workers(loads, rates))
-    best_s = schedule(costs, loads, speeds).makespan_s
+    best_s = makespan_s(schedule(costs, loads, speeds), costs, loads, speeds)
     bound_s = max(TOLERANCE * best_s, (SLACK * sum(loads) + TOLERANCE * sum(costs)) / sum(speeds))
     for load, speed, share in zip(loads, speeds, spread(keys, costs, workers(loads, rates)), strict=True):
         assert not share or (load + sum(costs[item] for item in share)) / speed <= bound_s * (1 + 1e-9)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    st.lists(st.integers(0, 60), min_size=3, max_size=3),
+    st.lists(st.sampled_from([0.5, 1, 2, 4]), min_size=3, max_size=3),
+)
+def test_a_schedule_is_within_a_quarter_of_the_best_of_all_and_nothing_moved_would_shorten_it(
+    costs: list[int], loads: list[int], speeds: list[float]
+) -> None:
+    at = schedule(costs, loads, speeds)
+    found_s = makespan_s(at, costs, loads, speeds)
+    best_s = min(makespan_s(other, costs, loads, speeds) for other in product(range(3), repeat=len(costs)))
+    assert best_s * (1 - 1e-9) <= found_s <= 1.25 * best_s
+    for item, worker in product(range(len(costs)), range(3)):
+        moved = [*at[:item], worker, *at[item + 1 :]]
+        assert makespan_s(moved, costs, loads, speeds) >= found_s * (1 - 1e-9)
+
+
+def test_schedules_are_on_average_within_a_twentieth_of_the_best() -> None:
+    chance = random.Random(3)
+    over = []
+    for _ in range(100):
+        costs, speeds = [chance.randint(1, 50) for _ in range(6)], [chance.choice([0.5, 1, 2, 4]) for _ in range(3)]
+        loads = [chance.randint(0, 60) for _ in range(3)]
+        found_s = makespan_s(schedule(costs, loads, speeds), costs, loads, speeds)
+        over.append(found_s / min(makespan_s(at, costs, loads, speeds) for at in product(range(3), repeat=6)))
+    assert sum(over) / len(over) <= 1.05
+
+
+def test_what_longest_first_gets_wrong_is_put_right() -> None:
+    costs = [7, 7, 6, 6, 5, 5, 4, 4, 4]  # Graham's example: 15 longest first, 12 at best
+    assert makespan_s(schedule(costs, [0] * 4, [1] * 4), costs, [0] * 4, [1] * 4) <= 13
+
+
+def test_many_items_are_levelled() -> None:
+    costs = [float(1 + index % 7) for index in range(200)]
+    found_s = makespan_s(schedule(costs, [0.0] * 8, [1.0] * 8), costs, [0.0] * 8, [1.0] * 8)
+    assert found_s <= 1.02 * sum(costs) / 8
+
+
+def test_nothing_to_place_takes_no_time() -> None:
+    assert schedule([], [5.0], [1.0]) == [] and makespan_s([], [], [5.0], [1.0]) == 0
 
 
 @settings(max_examples=50)

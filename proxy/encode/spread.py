@@ -3,7 +3,8 @@ call goes first. Pure.
 
 Two wishes meet. A key should have one owner that every proxy agrees on, so that equal work meets in one place
 (`owners`), and a request's items should be encoded in parallel by cost and by the encoders' speeds (EPD §3.3.2;
-`proxy/encode/schedule.py`). `spread` grants the first within a bound on the second.
+`schedule`). `spread` grants the first within a bound on the second. `tests/soak/placement.py` compares it with brute
+force.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from proxy.encode.schedule import makespan_s, schedule
 from proxy.routing.policy import SLACK, Candidate, rates
 
 CALL_TOKENS = 256.0
@@ -45,10 +45,11 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
     loads = [worker.load for worker in workers]
     speeds = rates(workers)
     best = schedule(costs, loads, speeds)
-    bound_s = max(TOLERANCE * best.makespan_s, (SLACK * sum(loads) + TOLERANCE * sum(costs)) / sum(speeds))
+    best_s = makespan_s(best, costs, loads, speeds)
+    bound_s = max(TOLERANCE * best_s, (SLACK * sum(loads) + TOLERANCE * sum(costs)) / sum(speeds))
     at = _to_owners(keys, costs, workers, speeds, bound_s)
     if makespan_s(at, costs, loads, speeds) > bound_s:
-        at = list(best.at)
+        at = best
     shares: list[list[int]] = [[] for _ in workers]
     for item, worker in enumerate(at):
         shares[worker].append(item)
@@ -58,6 +59,70 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
 def share_of(costs: Sequence[float], workers: int) -> float:
     """About how much of the items one worker gets: they cannot be cut."""
     return max(max(costs), sum(costs) / workers)
+
+
+def schedule(costs: Sequence[float], loads: Sequence[float], speeds: Sequence[float]) -> list[int]:
+    """Items over workers so that the last one is done early: the costliest first, each to the worker that will be done
+    with it first; then items leave the last worker, alone or for another one, as long as that shortens it.
+
+    Args:
+        costs: of the items. loads: what the workers have to do before, in the same unit, and speeds: how much of it
+            they do per second (positive).
+
+    Returns:
+        For each item the index of its worker.
+    """
+    totals = list(loads)
+    at = [0] * len(costs)
+    for item in _costliest_first(costs):
+        ends_s = [(total + costs[item]) / speed for total, speed in zip(totals, speeds, strict=True)]
+        at[item] = ends_s.index(min(ends_s))
+        totals[at[item]] += costs[item]
+    for _ in costs:
+        if not _relieve_last(at, costs, totals, speeds):
+            break
+    return at
+
+
+def _relieve_last(at: list[int], costs: Sequence[float], totals: list[float], speeds: Sequence[float]) -> bool:
+    """Take an item from the worker that is done last, for one of another worker or for none, where that is best.
+
+    Returns:
+        Whether both are done sooner then. Changes `at` and `totals`, which have everything that is placed.
+    """
+    last = max(set(at), key=lambda worker: totals[worker] / speeds[worker])
+    shortest_s = totals[last] / speeds[last]
+    step: tuple[int, int | None, int, float] | None = None
+    for item in (index for index, worker in enumerate(at) if worker == last):
+        for worker in range(len(totals)):
+            if worker == last:
+                continue
+            for other in (None, *(index for index, its in enumerate(at) if its == worker)):
+                less = costs[item] - (costs[other] if other is not None else 0.0)
+                done_s = max((totals[last] - less) / speeds[last], (totals[worker] + less) / speeds[worker])
+                if done_s < shortest_s:
+                    shortest_s, step = done_s, (item, other, worker, less)
+    if step is None:
+        return False
+    item, other, worker, less = step
+    at[item] = worker
+    if other is not None:
+        at[other] = last
+    totals[last] -= less
+    totals[worker] += less
+    return True
+
+
+def makespan_s(at: Sequence[int], costs: Sequence[float], loads: Sequence[float], speeds: Sequence[float]) -> float:
+    """When the last worker that got an item is done; 0 without items."""
+    totals = list(loads)
+    for worker, cost in zip(at, costs, strict=True):
+        totals[worker] += cost
+    return max((totals[worker] / speeds[worker] for worker in set(at)), default=0.0)
+
+
+def _costliest_first(costs: Sequence[float]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda item: (-costs[item], item))
 
 
 def _to_owners(
@@ -71,7 +136,7 @@ def _to_owners(
     def done_s(worker: int, cost: float) -> float:
         return (totals[worker] + cost) / speeds[worker]
 
-    for item in sorted(range(len(keys)), key=lambda index: (-costs[index], index)):
+    for item in _costliest_first(costs):
         order = owners(keys[item], ids)
         within = (worker for worker in order if done_s(worker, costs[item]) <= bound_s)
         soonest = next(within, None)

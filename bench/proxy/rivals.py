@@ -6,6 +6,7 @@ Ratios are taken within a round, so that what slows the machine down slows both 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import sys
 import tempfile
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
+
+import httpx
 
 from bench.clients.metrics import throughput
 from bench.clients.process import SenderProcess
@@ -30,7 +33,6 @@ CONCURRENCY = 32
 ANSWER_TOKENS, PROMPT_TOKENS = 16, 19
 IMAGE_SIDE = 258  # x side x 3 bytes of noise that no PNG compresses: 200 KB
 WARM_UP_S = 0.5
-
 
 START_S = 60.0
 
@@ -84,8 +86,23 @@ def stage_of(launch: Served, role: str = "PD") -> str:
 def bare_relay(*stages: str) -> Iterator[Rival]:
     """`relay.py` in front of stages (URLs)."""
     (port,) = free_ports(1)
-    argv = [sys.executable, "-m", "bench.micro.proxy.relay", str(port), *stages]
+    argv = [sys.executable, "-m", "bench.proxy.relay", str(port), *stages]
     with running("relay", port, argv) as rival:
+        yield rival
+
+
+@contextlib.contextmanager
+def two_call_relay(launch: Served) -> Iterator[Rival]:
+    """`two_calls.py` in front of P and D of a launch of P-D on this machine."""
+    (port,) = free_ports(1)
+    shown = httpx.get(f"{launch.url}/instances").raise_for_status().json()["instances"]
+    incarnations = {one["id"]: one["incarnation"] for one in shown}
+    peers = json.loads((launch.run / "peers.json").read_text(encoding="utf-8"))
+    ((instance, endpoint),) = ((one["instance"], one["kv_endpoint"]) for one in peers if one["kv_endpoint"])
+    peer = {"instance": instance, "incarnation": incarnations[instance], "endpoint": endpoint}
+    urls = stage_of(launch, "P"), stage_of(launch, "D")
+    argv = [sys.executable, "-m", "bench.proxy.two_calls", str(port), *urls, json.dumps(peer)]
+    with running("two-call relay", port, argv) as rival:
         yield rival
 
 
