@@ -126,7 +126,7 @@ class Encoders:
         workers = with_neighbours([self._with_speed(encoder) for encoder in encoders], each)
         shares = spread([item.key for item in items], costs, workers)
         chosen = [worker.id for worker, share in zip(workers, shares, strict=True) if share]
-        order.job.record.chose("encode", "earliest", each, workers, chosen)
+        order.job.record.spread(each, workers, chosen)
         with ExitStack() as leases:
             try:
                 async with asyncio.TaskGroup() as group:

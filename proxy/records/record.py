@@ -15,6 +15,7 @@ from msgspec import Struct, field
 
 from epd_serve.errors import EpdError, RequestError
 from proxy.records.trace_context import TraceContext, new_span_id
+from proxy.routing.plan import Plan
 from proxy.routing.policy import Candidate, predictions_s
 
 MAX_EVENTS, MAX_CHOICES = 200, 24
@@ -43,7 +44,7 @@ class Choice(Struct, frozen=True, array_like=True):
         policy: which chose. cost: what the work adds, in the candidates' unit.
         candidates: who was there. paths: for each the way that the request would take, of a prompt.
         ranks: for each what spoke against it before any load, of a prompt; only those with the lowest were compared.
-        chosen: ids.
+        chosen: ids. plan: number of the plan that it is part of. because: why that one was made.
     """
 
     at_s: float
@@ -54,6 +55,8 @@ class Choice(Struct, frozen=True, array_like=True):
     chosen: Sequence[str]
     paths: Sequence[str] = ()
     ranks: Sequence[tuple[int, ...]] = ()
+    plan: int = 0
+    because: str = ""
 
     @property
     def compared(self) -> list[Candidate]:
@@ -152,21 +155,33 @@ class Record(Struct):
         """An id for the span of a call of a stage that begins; "" where the trace is not wanted, or there is none."""
         return new_span_id() if self.trace is not None and self.trace.sampled else ""
 
-    def chose(
-        self,
-        work: str,
-        policy: str,
-        cost: float,
-        candidates: Sequence[Candidate],
-        chosen: Sequence[str],
-        *,
-        paths: Sequence[str] = (),
-        ranks: Sequence[tuple[int, ...]] = (),
-    ) -> None:
-        """Instances were chosen among these."""
+    def planned(self, plan: Plan, because: str) -> None:
+        """An attempt is to go by this plan."""
+        number = max((choice.plan for choice in self.choices), default=0) + 1
+        for work, pick in (("prompt", plan.head), ("decode", plan.tail)):
+            if pick is not None:
+                self._chose(
+                    Choice(
+                        time.monotonic() - self.clock,
+                        work,
+                        pick.policy,
+                        pick.cost,
+                        pick.seen,
+                        [pick.chosen.id],
+                        pick.paths,
+                        pick.ranks,
+                        number,
+                        _text(because, MAX_MESSAGE_CHARS),
+                    )
+                )
+
+    def spread(self, cost: float, encoders: Sequence[Candidate], chosen: Sequence[str]) -> None:
+        """Items of about this cost were spread over some of these."""
+        self._chose(Choice(time.monotonic() - self.clock, "encode", "earliest", cost, encoders, chosen))
+
+    def _chose(self, choice: Choice) -> None:
         if len(self.choices) < MAX_CHOICES:
-            at_s = time.monotonic() - self.clock
-            self.choices.append(Choice(at_s, work, policy, cost, candidates, chosen, paths, ranks))
+            self.choices.append(choice)
         else:
             self.lost += 1
 
