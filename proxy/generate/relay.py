@@ -17,6 +17,7 @@ from proxy.generate.continuation import Continuation
 from proxy.generate.first_token import FirstEvent
 from proxy.generate.token_event import (
     TokenForm,
+    event_without_ids,
     prompt_digest,
     token_form,
     without_ids,
@@ -27,14 +28,14 @@ from proxy.request.client_sink import ClientSink
 from proxy.stages.sse import (
     BLANK_LINE,
     DONE,
-    DONE_EVENT,
-    compact,
+    Event,
+    data_of,
     error_payload,
     is_comment,
     is_done,
-    is_last,
     is_opening,
-    is_plain,
+    last_of,
+    plain,
     split,
 )
 
@@ -71,9 +72,11 @@ class Client:
         self.history.prompt = digest
         return without_prompt_ids(events) if self.hides else events
 
-    async def write(self, events: bytes) -> None:
-        """Send the client what it is to have of these whole events of a stage."""
-        public = without_ids(events) if self.hides else events
+    async def write(self, events: bytes, event: Event | None = None) -> None:
+        """Send the client what it is to have of these whole events of a stage. `event`: the only one of them, read."""
+        public = events
+        if self.hides:
+            public = without_ids(events) if event is None else event_without_ids(events, event)
         if public:
             await self.sink.write(public)
         self.history.begin()
@@ -94,7 +97,8 @@ class Client:
             events = without_ids(events)
         if self.history.migrations:
             note = b": x-epd-migrations: %d" % self.history.migrations + BLANK_LINE
-            events = events.removesuffix(DONE_EVENT) + note + DONE_EVENT
+            end = last_of(events)
+            events = events.removesuffix(end) + note + end
         await self.sink.finish(events)
 
 
@@ -128,18 +132,11 @@ async def relay(
         if form is not None and (public := form.without_ids(several)) is not None:  # as below, for a third of it
             await sink.write(public if hides else several)
             if keeps:
-                history.add_token(several[form.size :])
+                history.add(several)
             continue
-        several = compact(several)
-        if passing and is_plain(several):
-            if going_on is not None:
-                several = going_on.dated(several)
-            if DONE not in several:
-                await client.write(several)
-                continue
-            if is_last(several):
-                await client.finish(several)
-                return
+        if passing and (event := plain(several)) is not None:
+            await client.write(several if going_on is None else going_on.dated(several), event)
+            continue
         if not answered:
             several = client.same_prompt(several, stage)
         ready, held, failure, ended = _sift(held, several, committed=begun)
@@ -165,8 +162,6 @@ async def relay(
                         return
                     await client.write(ready)
                     form = token_form(ready) if going_on is None else None
-                    if form is not None:
-                        history.holder = form.holder
             passing = begun and (going_on is None or going_on.done)
         if failure is not None:
             raise stage_answer_error(failure, stage=stage, status=_status_in(failure))
@@ -195,7 +190,7 @@ async def show(
     sink = client.sink
     held, first = b"", None
     async for several in events:
-        rest = several = compact(several)
+        rest = several
         for event in split(several):
             rest = rest[len(event) :]
             failure = error_payload(event)
@@ -251,9 +246,17 @@ def _sift(held: bytes, several: bytes, *, committed: bool) -> tuple[bytes, bytes
 
 def _says_nothing(events: bytes) -> bool:
     """Whether they are an answer without a choice, as a stage gives that is being ended."""
-    return all(b'"choices":[]' in event or is_opening(event) or event == DONE_EVENT for event in split(events)) and (
-        events != DONE_EVENT
-    )
+    every = split(events)
+    empty = all(is_opening(event) or data_of(event) == DONE or _has_no_choice(event) for event in every)
+    return empty and data_of(every[0]) != DONE
+
+
+def _has_no_choice(event: bytes) -> bool:
+    try:
+        answer = strict_json.decode(data_of(event))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(answer, dict) and answer.get("choices") == []
 
 
 def _status_in(payload: bytes) -> int:

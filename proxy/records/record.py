@@ -72,8 +72,8 @@ class Choice(Struct, frozen=True, array_like=True):
         return {one.id: s for one, s in zip(compared, predictions_s(compared, self.cost), strict=True)}
 
 
-class Record(Struct):
-    """One request. Written by the task that serves it; packed as it is when it has ended.
+class Record(Struct, array_like=True):
+    """One request. Written by the task that serves it; packed as it is when it has ended, without the names of fields.
 
     Attributes:
         id: by which the stages and logs know it. client_id: its client's own name for it, or "".
@@ -88,6 +88,7 @@ class Record(Struct):
         gaps: between events of a stream with content. gaps_within: those of them within `gap_limit_s`.
         retried: something of it was done again. migrations: how often its stream went on at another instance.
         events, choices: in order; lost: how many found no place.
+        failures: instance and code of each call that failed, also where another one helped.
         trace: where it belongs in a distributed trace, where such are made.
     """
 
@@ -129,14 +130,18 @@ class Record(Struct):
     retried: bool = False
     migrations: int = 0
     lost: int = 0
+    failures: list[tuple[str, str]] = []
     trace: TraceContext | None = None
 
     # While it runs.
 
     def note(self, event: str, **details: Any) -> None:
         """`event` has happened now. A name may come again when a step is repeated."""
+        self._add(time.monotonic(), event, details)
+
+    def _add(self, now: float, event: str, details: dict[str, Any]) -> None:
         if len(self.events) < MAX_EVENTS:
-            self.events.append((time.monotonic() - self.clock, event, details))
+            self.events.append((now - self.clock, event, details))
         else:
             self.lost += 1
 
@@ -149,7 +154,9 @@ class Record(Struct):
         """`event` has come to its end now, and began at this moment of `time.monotonic`. `span`: of a call."""
         if span:
             details["span"] = span
-        self.note(event, s=time.monotonic() - since, **details)
+        now = time.monotonic()
+        details["s"] = now - since
+        self._add(now, event, details)
 
     def call_span(self) -> str:
         """An id for the span of a call of a stage that begins; "" where the trace is not wanted, or there is none."""
@@ -188,6 +195,8 @@ class Record(Struct):
     def failed(self, event: str, error: EpdError, stage: str, **details: Any) -> None:
         """A call to `stage` has failed of this. What a stage refuses it may quote: that stays out."""
         code = _text(error.code or type(error).__name__, MAX_CODE_CHARS)
+        if len(self.failures) < MAX_EVENTS:
+            self.failures.append((stage, code))
         self.note(event, stage=stage, code=code, message=_message(error), **details)
 
     def ends_in(self, error: EpdError) -> None:
@@ -223,10 +232,6 @@ class Record(Struct):
     def modality(self) -> str:
         """`text`, or what it has items of: `image`, `image+video`."""
         return "+".join(sorted(self.media)) if self.media else "text"
-
-    def failures(self) -> list[tuple[str, str]]:
-        """Instance and code of each call that failed, also where another one helped."""
-        return [(more["stage"], more["code"]) for _, name, more in self.events if name in FAILURES]
 
     @property
     def tokens_sent(self) -> int | None:
@@ -305,9 +310,6 @@ SPAN_NAMES = {
     "waited": "wait for an instance",
 }
 """What traces call everything that took time."""
-
-FAILURES = ("failed", "encode_failed")
-"""Events that are calls that failed."""
 
 
 def _message(error: EpdError) -> str:
