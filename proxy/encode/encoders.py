@@ -191,7 +191,7 @@ class Encoders:
                 try:
                     answer = await self._post(order, instance, items)
                 except StageDied as error:
-                    stay.died(incarnation_id, ago_s=error.ago_s)
+                    job.watched.died(stay, incarnation_id, ago_s=error.ago_s)
                     raise
             done = weight
         except (StageError, DeadlineError) as error:

@@ -315,7 +315,7 @@ class GenerateStep:
         incarnation_id = _incarnation_of(failure, route)
         if not isinstance(failure, StageDied) and self._table.is_alive(*incarnation_id):
             return False
-        return stay.died(incarnation_id, ago_s=failure.ago_s if isinstance(failure, StageDied) else 0.0)
+        return stay.body.died(stay, incarnation_id, ago_s=failure.ago_s if isinstance(failure, StageDied) else 0.0)
 
     def _judge(self, progress: _Progress, fault: StageFault, route: Route) -> None:
         """Raises FaultyBody where another live instance failed with the same words."""
