@@ -17,7 +17,6 @@ from proxy.generate.continuation import Continuation
 from proxy.generate.first_token import FirstEvent
 from proxy.generate.token_event import (
     TokenForm,
-    event_without_ids,
     prompt_digest,
     token_form,
     without_ids,
@@ -28,14 +27,13 @@ from proxy.request.client_sink import ClientSink
 from proxy.stages.sse import (
     BLANK_LINE,
     DONE,
-    Event,
     data_of,
     error_payload,
     is_comment,
     is_done,
     is_opening,
     last_of,
-    plain,
+    may_fail,
     split,
 )
 
@@ -72,11 +70,9 @@ class Client:
         self.history.prompt = digest
         return without_prompt_ids(events) if self.hides else events
 
-    async def write(self, events: bytes, event: Event | None = None) -> None:
-        """Send the client what it is to have of these whole events of a stage. `event`: the only one of them, read."""
-        public = events
-        if self.hides:
-            public = without_ids(events) if event is None else event_without_ids(events, event)
+    async def write(self, events: bytes) -> None:
+        """Send the client what it is to have of these whole events of a stage."""
+        public = without_ids(events) if self.hides else events
         if public:
             await self.sink.write(public)
         self.history.begin()
@@ -134,12 +130,19 @@ async def relay(
             if keeps:
                 history.add(several)
             continue
-        if passing and (event := plain(several)) is not None:
-            await client.write(several if going_on is None else going_on.dated(several), event)
-            continue
+        fails = may_fail(several)
+        if passing and not fails:
+            if going_on is not None:
+                several = going_on.dated(several)
+            if DONE not in several:
+                await client.write(several)
+                continue
+            if is_done(last_of(several)):
+                await client.finish(several)
+                return
         if not answered:
             several = client.same_prompt(several, stage)
-        ready, held, failure, ended = _sift(held, several, committed=begun)
+        ready, held, failure, ended = _sift(held, several, committed=begun, fails=fails)
         if ready:
             if not answered:
                 if ended and _says_nothing(ready):
@@ -223,13 +226,14 @@ async def _following(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterato
         yield several
 
 
-def _sift(held: bytes, several: bytes, *, committed: bool) -> tuple[bytes, bytes, bytes | None, bool]:
+def _sift(held: bytes, several: bytes, *, committed: bool, fails: bool) -> tuple[bytes, bytes, bytes | None, bool]:
     """Event by event: (what the client gets now, what is held back, the error that ends the stream, whether it is
     over). Nothing behind an error or [DONE] counts, and before the commit point nothing in the same read before an
-    error: the client has none of it yet, so the attempt may be repeated."""
+    error: the client has none of it yet, so the attempt may be repeated. `fails`: one of them may be an error, or have
+    a name."""
     ready = b""
     for event in split(several):
-        failure = error_payload(event)
+        failure = error_payload(event) if fails else None
         if failure is not None:
             return ready if committed else b"", held, failure, False
         if not (committed or ready):
@@ -239,7 +243,7 @@ def _sift(held: bytes, several: bytes, *, committed: bool) -> tuple[bytes, bytes
                 held += event
                 continue
         ready, held = ready + held + event, b""
-        if is_done(event):
+        if (fails or DONE in event) and is_done(event):
             return ready, held, None, True
     return ready, held, None, False
 

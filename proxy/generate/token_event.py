@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 
-from proxy.stages.sse import BLANKS, Event, read, split
+from proxy.stages.sse import BLANKS, read, split
 
 _NAME = b'"token_ids"'
-_IDS = re.compile(rb"\s*:\s*\[[^\]]*\]")
-_ALL_IDS = re.compile(_NAME + _IDS.pattern)
+_IDS = re.compile(_NAME + rb"\s*:\s*\[[^\]]*\]")
+_EMPTY_DELTA = re.compile(rb'"delta"\s*:\s*\{\s*\}')
 _DATA, _HOLDERS, _GOES_ON, _FORM_IDS = b"data: {", (b'"delta":', b'"text":'), b'"finish_reason":null', b'"token_ids":['
 _NOTHING = b"{}"
 _PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*(\[[^\]]*\])')
@@ -21,22 +21,17 @@ _PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*(\[[^\]]*\])')
 
 def without_ids(events: bytes) -> bytes:
     """Whole events as vLLM writes them for a client that does not ask for token ids."""
-    return b"".join(event_without_ids(one, read(one)) for one in split(events))
+    if _NAME in events:
+        events = _IDS.sub(_NAME + b":null", events)
+    if _EMPTY_DELTA.search(events) is None:
+        return events
+    return b"".join(event for event in split(events) if not _says_nothing(event))
 
 
-def event_without_ids(raw: bytes, event: Event | None) -> bytes:
-    """The same of one event, as it is written and as it is read; empty where it says nothing else."""
-    if event is None or not event.choices:
-        return raw
-    if len(event.choices) > 1:
-        return _ALL_IDS.sub(_NAME + b":null", raw)
-    if event.choices[0].says_nothing:
-        return b""
-    at = raw.rfind(_NAME) + len(_NAME)
-    ids = _IDS.match(raw, at)
-    if ids is None:  # none, or a text of that name behind them
-        return _ALL_IDS.sub(_NAME + b":null", raw)
-    return b"%b:null%b" % (raw[:at], raw[ids.end() :])
+def _says_nothing(event: bytes) -> bool:
+    """Whether vLLM writes it for the ids alone, where a parser holds the text back."""
+    said = read(event)
+    return said is not None and bool(said.choices) and all(choice.says_nothing for choice in said.choices)
 
 
 def without_prompt_ids(events: bytes) -> bytes:

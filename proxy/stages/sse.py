@@ -59,12 +59,11 @@ def last_of(events: bytes) -> bytes:
 
 
 class Choice(Struct, gc=False):
-    """What is asked of one. `delta`, `logprobs`, `token_ids`: as they are written; empty where they are not there."""
+    """What is asked of one. `delta`, `logprobs`: as they are written; empty where they are not there."""
 
     finish_reason: str | None = None
     delta: Raw = Raw()
     logprobs: Raw = Raw()
-    token_ids: Raw = Raw()
 
     @property
     def says_nothing(self) -> bool:
@@ -74,17 +73,9 @@ class Choice(Struct, gc=False):
 
 
 class Event(Struct, gc=False):
-    """An event of an answer, or of what became of it."""
+    """An event of an answer."""
 
     choices: list[Choice] = []
-    error: Raw = Raw()
-
-    @property
-    def failed(self) -> bool:
-        """Whether it says that the stage failed, or gave the answer up."""
-        if bytes(self.error) not in (b"", b"null"):
-            return True
-        return any(choice.finish_reason == ABORT for choice in self.choices)
 
 
 _EVENT = msgspec.json.Decoder(Event)
@@ -98,16 +89,10 @@ def read(event: bytes) -> Event | None:
         return None
 
 
-def plain(events: bytes) -> Event | None:
-    """The event, where these are a single one without a name that goes on with an answer; None of all others, which may
-    be an error or the end."""
-    if not events.startswith(b"data:") or events.find(b"\n") != len(events) - 2:
-        return None
-    try:
-        event = _EVENT.decode(events[5:])
-    except msgspec.MsgspecError:
-        return None
-    return None if event.failed else event
+def may_fail(events: bytes) -> bool:
+    """Whether one of these may be an error, an abort, or have a name, judged without cutting them: an event that is one
+    has such a word in it, however it is spaced. They may be none all the same: their text may have these words."""
+    return b'"error"' in events or b'"abort"' in events or b"event:" in events
 
 
 def name_and_data(event: bytes) -> tuple[bytes, bytes]:
@@ -155,8 +140,8 @@ def is_opening(event: bytes) -> bool:
 
 def error_payload(event: bytes) -> bytes | None:
     """The JSON of an error event, or of an answer that was aborted, or None for any other event."""
-    if b'"error"' not in event and b'"abort"' not in event and b"event:" not in event:
-        return None  # most of them, for less than it takes to read one
+    if not may_fail(event):  # most of them, for less than it takes to read one
+        return None
     name, data = name_and_data(event)
     if name:
         return data if name == RESPONSE_ERROR else None
