@@ -139,10 +139,12 @@ def _moves(follower: SimulatedFollower) -> Row:
 
 
 def flaps(decisions: Sequence[Decision], load: Sequence[Phase]) -> int:
-    """Moves of a group's copies that were taken back while what truly came stayed within the band."""
+    """Moves of a group's copies that were taken back while what truly came stayed within the band. Once the load has
+    ended what is left of it goes from group to group, and so do devices."""
     found, moved = 0, dict[str, tuple[float, bool]]()
+    end_s = sum(phase.seconds for phase in load)
     for one in decisions:
-        if one.chosen is None:
+        if one.chosen is None or one.at_s > end_s:
             continue
         for name, count in counts_of(parse(one.layout)).items():
             if (to := one.chosen.counts[name]) == count:

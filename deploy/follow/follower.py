@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deploy.change.types import Kind
-from deploy.follow.forecast import followed, surely, upper, usual
-from deploy.follow.moves import TRADE_S, added, busiest, counts_of, forbidden, given_up, in_vain, propose
+from deploy.follow.forecast import HARDLY_EVER, above, followed, surely, upper, usual
+from deploy.follow.moves import TRADE_S, Outlook, added, busiest, counts_of, forbidden, given_up, in_vain, propose
 from deploy.follow.plans import Plans, consider
 from deploy.follow.types import Decision, Limits, Memory, Needs, Observation
 from epd_serve.layout_parser import parse
@@ -35,7 +35,9 @@ def step(seen: Observation, memory: Memory, limits: Limits, plans: Plans | None 
     trends = {kind: followed(memory.trends.get(kind), count) for kind, count in seen.came.items()}
     ahead = (seen.start_s + limits.every_s) / limits.every_s
     rates = {kind: max(upper(trend, ahead), surely(seen.came[kind])) / seen.window_s for kind, trend in trends.items()}
-    need = needed(rates, seen)
+    coming = needed(rates, seen)
+    need = _with_backlog(coming, seen)
+    outlook = _outlook(seen, memory, limits)
     quiet_s = limits.quiet_s * memory.calm
     needs = (*((at_s, one) for at_s, one in memory.needs if at_s > seen.at_s - quiet_s), (seen.at_s, need))
     since_s = seen.at_s if memory.since_s is None else memory.since_s
@@ -52,8 +54,8 @@ def step(seen: Observation, memory: Memory, limits: Limits, plans: Plans | None 
     regroup = consider(seen, memory, rates, steady, relieves, limits, plans)
     memory = regroup.memory
     chosen, refused = None, []
-    for move in (*propose(seen, need, text, peak, limits), *regroup.moves):
-        if not (why := forbidden(move, seen, need, memory)):
+    for move in (*propose(seen, need, coming, text, peak, limits), *regroup.moves):
+        if not (why := forbidden(move, seen, need, memory, outlook)):
             chosen = move
             break
         refused.append((move, why))
@@ -89,12 +91,23 @@ def lacking(seen: Observation, memory: Memory, limits: Limits, decision: Decisio
 
 
 def needed(rates: Mapping[Kind, float], seen: Observation) -> Needs:
-    """Group-seconds a second, by group, for so many requests a second and what waits."""
-    need = dict.fromkeys(counts_of(seen.layout), 0.0)
-    for name in need:
-        need[name] += sum(rate * seen.costs[kind].get(name, 0.0) for kind, rate in rates.items())
-        need[name] += seen.backlog.get(name, 0.0) / BACKLOG_S
-    return need
+    """Group-seconds a second, by group, for so many requests a second."""
+    return {
+        name: sum(rate * seen.costs[kind].get(name, 0.0) for kind, rate in rates.items())
+        for name in counts_of(seen.layout)
+    }
+
+
+def _with_backlog(needs: Needs, seen: Observation) -> Needs:
+    return {name: busy + seen.backlog.get(name, 0.0) / BACKLOG_S for name, busy in needs.items()}
+
+
+def _outlook(seen: Observation, before: Memory, limits: Limits) -> Outlook:
+    sure = needed({kind: surely(count, HARDLY_EVER) / seen.window_s for kind, count in seen.came.items()}, seen)
+    counts = counts_of(seen.layout)
+    late = {name for name, busy in _with_backlog(sure, seen).items() if busy > limits.use * counts[name]}
+    rising = any(kind in before.trends and above(before.trends[kind], count) for kind, count in seen.came.items())
+    return Outlook(frozenset(late), rising)
 
 
 def _peak(seen: Observation, memory: Memory, quiet_s: float) -> Needs:

@@ -14,6 +14,8 @@ LEVEL, SLOPE = 0.5, 0.1
 """How much of what is new the level and the slope take up."""
 NINE_IN_TEN = 0.65
 """Beside the square root: 1.28 standard deviations of a half."""
+HARDLY_EVER = 1.16
+"""2.33 of them: one in a hundred is less."""
 FEW = 20.0
 """Requests in a window; of fewer a slope is chance."""
 LEAST = math.sqrt(3 / 8)
@@ -42,6 +44,12 @@ def upper(trend: Trend, steps: float) -> float:
     return max(0.0, trend.level + slope * steps + NINE_IN_TEN) ** 2
 
 
-def surely(count: float) -> float:
-    """Requests in a window of which so many came, that come in nine such windows in ten, or more."""
-    return max(0.0, math.sqrt(count + 3 / 8) - NINE_IN_TEN) ** 2
+def above(trend: Trend, count: float) -> bool:
+    """Whether more came in a window than in nine such windows in ten, by the trend before it."""
+    return math.sqrt(count + 3 / 8) > trend.level + NINE_IN_TEN
+
+
+def surely(count: float, margin: float = NINE_IN_TEN) -> float:
+    """Requests in a window of which so many came, that come in nine such windows in ten, or more; with `HARDLY_EVER` in
+    99 of 100."""
+    return max(0.0, math.sqrt(count + 3 / 8) - margin) ** 2

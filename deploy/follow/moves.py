@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from deploy.follow.types import Counts, Limits, Memory, Move, Needs, Observation
 from epd_serve.layout import Group, Layout
@@ -68,11 +68,12 @@ def busiest(need: Needs, counts: Counts, use: float) -> tuple[str, float]:
     return name, over[name]
 
 
-def propose(seen: Observation, need: Needs, text: Needs, peak: Needs, limits: Limits) -> Iterator[Move]:
+def propose(seen: Observation, need: Needs, coming: Needs, text: Needs, peak: Needs, limits: Limits) -> Iterator[Move]:
     """Moves that help, the cheaper first.
 
     Args:
-        need: now. text: of that, what requests without media need. peak: the most that was needed in the quiet time.
+        need: now. coming: of that, for what comes, without what waits. text: of that, what requests without media need.
+        peak: the most that was needed in the quiet time.
     """
     groups = _Groups(limits, counts_of(seen.layout))
     counts = groups.counts
@@ -80,7 +81,7 @@ def propose(seen: Observation, need: Needs, text: Needs, peak: Needs, limits: Li
     keeps = {name: groups.bounded(name, math.ceil(peak.get(name, 0.0) / limits.use / ROOM)) for name in counts}
     kept = {name: max(wants[name], min(counts[name], keeps[name])) for name in counts}
     flipped = groups.flipped(wants) if limits.switchable else counts
-    for what, to in (("flip", flipped), ("scale", groups.fitted(kept, wants, need, text))):
+    for what, to in (("flip", flipped), ("scale", groups.fitted(kept, wants, need, coming, text))):
         if to == counts:
             continue
         relieves, before = busiest(need, counts, limits.use)
@@ -102,7 +103,20 @@ def added(to: Counts, counts: Counts) -> list[str]:
     return given_up(counts, to)
 
 
-def forbidden(move: Move, seen: Observation, need: Needs, memory: Memory) -> str:
+@dataclass(frozen=True)
+class Outlook:
+    """How sure it is what is needed.
+
+    Attributes:
+        late: groups that are busier than they may be, by what surely comes.
+        rising: of some kind of request more comes than was to be expected.
+    """
+
+    late: frozenset[str] = frozenset()
+    rising: bool = False
+
+
+def forbidden(move: Move, seen: Observation, need: Needs, memory: Memory, outlook: Outlook) -> str:
     """Why a move must not be made now; "" where it may."""
     counts = counts_of(seen.layout)
     less, more = given_up(move.counts, counts), added(move.counts, counts)
@@ -117,6 +131,10 @@ def forbidden(move: Move, seen: Observation, need: Needs, memory: Memory) -> str
         return f"it failed, and is not tried again for {until_s - seen.at_s:.0f} s"
     if less and any(in_vain(name, need, memory, seen.at_s - TRADE_S * memory.calm) for name in more):
         return "the other way round it was decided a moment ago, and no more is needed than then"
+    if less and more and move.what != "relayout" and not outlook.late.intersection(more):
+        return f"more of {', '.join(more)} may be needed, but that is not sure enough to take from others"
+    if less and not more and outlook.rising:
+        return "nothing is given up while more comes than did"
     if less and more and move.before < GAIN * move.after:
         return f"{move.relieves} would be less busy by less than {GAIN - 1:.0%}, which is not worth taking from others"
     return ""
@@ -152,17 +170,24 @@ class _Groups:
         left = self.counts[other] - lacks
         return {**self.counts, short[0]: wants[short[0]], other: left} if left >= wants[other] else self.counts
 
-    def fitted(self, kept: Counts, wants: Counts, need: Needs, text: Needs) -> Counts:
+    def fitted(self, kept: Counts, wants: Counts, need: Needs, coming: Needs, text: Needs) -> Counts:
         """`kept` with no more devices than there may be: first what is kept only for later goes, then all is shared
         out."""
         fits = dict(kept)
         for name in sorted(fits, key=lambda name: wants[name] - fits[name]):
             while fits[name] > wants[name] and self.devices(fits) > self._limits.devices:
                 fits[name] -= 1
-        return fits if self.devices(fits) <= self._limits.devices else self._shared_out(wants, need, text)
+        return fits if self.devices(fits) <= self._limits.devices else self._shared_out(wants, need, coming, text)
 
-    def _shared_out(self, wants: Counts, need: Needs, text: Needs) -> Counts:
-        """What text alone needs, if that is not too much, and then one copy after another to who would be busiest."""
+    def _shared_out(self, wants: Counts, need: Needs, coming: Needs, text: Needs) -> Counts:
+        """What text alone needs, if that is not too much, and then one copy after another to who would be busiest with
+        what comes. What waits in front of one group is in front of the next a moment later, and counts where nothing
+        comes."""
+
+        def busy(name: str) -> tuple[float, float]:
+            copies = max(shares[name], 0.5)
+            return coming.get(name, 0.0) / copies, need.get(name, 0.0) / copies
+
         least = {name: self.bounded(name, 0) for name in wants}
         if self.devices(least) > self._limits.devices:  # they have yet to come
             least = dict(self.counts)
@@ -175,4 +200,4 @@ class _Groups:
             able = [name for name in shares if shares[name] < wants[name] and self._of[name].tp <= free]
             if not able:
                 return shares
-            shares[max(able, key=lambda name: need.get(name, 0.0) / max(shares[name], 0.5))] += 1
+            shares[max(able, key=busy)] += 1
