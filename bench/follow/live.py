@@ -33,6 +33,7 @@ from bench.follow.traffic import Phase, requests_of
 from bench.micro.measurement import Row
 from bench.served import Served, simulated
 from bench.workloads.synthetic import image_body, text_body
+from deploy.agent.cpu_time import Parts, cpu_seconds, groups, parts, since
 from deploy.follow.simulated import SimulatedFollower
 from deploy.follow.types import Limits
 from deploy.planner.profile import DeviceProfile
@@ -220,24 +221,28 @@ def run_load(
     turns: Sequence[Turn] = (),
     limit_s: float = LIMIT_S,
 ) -> Row:
-    """Send all flows, and have the layout changed at the turns. Returns what came of it (`outcome`), and what was
-    changed, by the follower (`moves`) or by the turns (`changes`).
+    """Send all flows, and have the layout changed at the turns. Returns what came of it (`outcome`), what was changed,
+    by the follower (`moves`) or by the turns (`changes`), and the share of all cores that stages, proxy, control and
+    clients took (`cpu`; stages that have gone do not count), and all processes of the machine.
 
     Args:
         phase_s: of a phase of the load. seconds: of the whole.
     """
     with commanded(launch) as deployment, SenderProcess() as sender:
         time.sleep(SETTLED_S)
-        busy_s, begun = machine_busy_s(), time.perf_counter()
+        busy_s, own, begun = machine_busy_s(), cpu_seconds(launch.cpu_parts), time.perf_counter()
         sender.start(launch.url, *flows, limit_s=limit_s, decode=True)
         changes = list(_changed(deployment, turns, begun))
         time.sleep(max(0.0, begun + seconds - time.perf_counter()))
-        cpu = (machine_busy_s() - busy_s) / (time.perf_counter() - begun) / (os.cpu_count() or 1)
+        cores_s = (time.perf_counter() - begun) * (os.cpu_count() or 1)
+        machine_cpu = (machine_busy_s() - busy_s) / cores_s
+        own_s = sum(since(own, cpu_seconds(_parts_now(launch))).values())
         run = sender.finish()
         decided, layout = deployment.decisions(), deployment.status()["layout"]
     return {
         **outcome(run, slo, seconds, phase_s),
-        "cpu": round(cpu, 3),
+        "cpu": round((own_s + run.cpu_s) / cores_s, 3),
+        "machine_cpu": round(machine_cpu, 3),
         "changes": changes,
         "moves": [one for one in decided if one["chosen"] is not None],
         "layout_at_end": layout,
@@ -277,6 +282,11 @@ def outcome(run: Run, slo: Slo, seconds: float, phase_s: float) -> Row:
     }
 
 
+def _parts_now(launch: Served) -> Parts:
+    """With the stages that were started since it was ready, and without those that have gone."""
+    return parts(launch.cpu_parts["proxy"][0], groups(launch.run.parent))
+
+
 def machine_busy_s() -> float:
     """Core-seconds that this machine has computed since its start, whoever for."""
     first, _ = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)
@@ -297,7 +307,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         named[f"{prefix}_over_best_fixed"] = over(follow, fixed)
     if measured := [row for row in own if row["how"] == "measured"]:
         named["live_errors"] = float(sum(row["errors"] + row["cut"] for row in measured if row["what"] not in FIXED))
-        named["live_cpu"] = max(row["cpu"] for row in measured)
+        named |= {f"live_{name}": max(row[name] for row in measured) for name in ("cpu", "machine_cpu")}
     return named
 
 
