@@ -39,6 +39,7 @@ from deploy.follow.types import Limits
 from deploy.planner.profile import DeviceProfile
 from deploy.planner.simulate import Simulated, simulate
 from epd_serve.layout_parser import parse
+from epd_serve.roles import Role
 from epd_serve.sim.profile import Line
 from epd_serve.slo import Slo
 from epd_serve.traffic import Item
@@ -59,6 +60,7 @@ FIXED = ("2E-4P-10D", "4E-5P-7D", TEXT, MEDIA, "TP1x16")
 COLOCATED = ("(E-PD)x16", "(E-P)x8-8D")
 LEADS_S = (0.0, START_S, 2 * START_S)
 SEED = 3
+RUNS = ("follow", "oracle", "fixed")
 LIMIT_S = 300.0
 """Of one request: in a layout that lacks what the load needs queues are as long as a phase."""
 SETTLED_S = 3.0
@@ -134,27 +136,27 @@ def slower(profile: DeviceProfile, times: float = SLOWER) -> DeviceProfile:
     return replace(profile, stages={1: stage}, start_s=START_S, **left_out)
 
 
-def live(profile: DeviceProfile, half_s: float, cycles: int, *, measured: bool = True) -> Iterator[Row]:
+def live(profile: DeviceProfile, half_s: float, cycles: int, *, served: Sequence[str] = RUNS) -> Iterator[Row]:
     """Args:
-    profile: of a device. measured: else only what the simulator says.
+    profile: of a device. served: which of `RUNS`; of the others there is only what the simulator says. The fixed
+        layout is served one cycle: it is compared by the phases that both had.
     """
     device, load = slower(profile), load_of(half_s, cycles)
     said = list(predictions(device, load))
     yield from said
-    if not measured:
-        return
     fixed = max((row for row in said if row["what"] in FIXED), key=lambda row: row["goodput_rps"])["what"]
     leads = [row for row in said if row["what"].startswith("oracle")]
     lead_s = max(leads, key=lambda row: row["goodput_rps"])["lead_s"]
     turns = [(at_s - lead_s, layout) for at_s, layout in load.turns[1:]]
-    for what, layout, mode, changes in (
-        ("follow", MEDIA, "act", ()),
-        (f"oracle {lead_s:g} s ahead", MEDIA, "off", turns),
-        (fixed, fixed, "off", ()),
-    ):
-        with simulated(layout, builtins(device), _flags(mode)) as launch:
-            flows = load.flows(launch.model)
-            row = run_load(launch, flows, SLO, phase_s=load.half_s, seconds=load.seconds, turns=changes)
+    runs = {
+        "follow": ("follow", MEDIA, "act", load, ()),
+        "oracle": (f"oracle {lead_s:g} s ahead", MEDIA, "off", load, turns),
+        "fixed": (fixed, fixed, "off", load_of(half_s, 1), ()),
+    }
+    for what, layout, mode, own, changes in (runs[name] for name in served):
+        with simulated(layout, builtins(device), _flags(layout, mode)) as launch:
+            flows = own.flows(launch.model)
+            row = run_load(launch, flows, SLO, phase_s=half_s, seconds=own.seconds, turns=changes)
         yield {"part": "live", "how": "measured", "what": what, **row}
 
 
@@ -194,12 +196,10 @@ def builtins(device: DeviceProfile) -> Mapping[str, Any]:
     return made
 
 
-def _flags(mode: str) -> list[str]:
+def _flags(layout: str, mode: str) -> list[str]:
     """Groups stay as they are: stages that share a device would be faster here than they are."""
-    return [
-        *("--device", "cpu", "--switchable", "--follow", mode, "--follow-relayout", "off"),
-        *slo_flags(SLO),
-    ]
+    switchable = ["--switchable"] if {Role.P, Role.D} <= parse(layout).roles else []
+    return ["--device", "cpu", *switchable, "--follow", mode, "--follow-relayout", "off", *slo_flags(SLO)]
 
 
 def slo_flags(slo: Slo) -> list[str]:
@@ -312,5 +312,12 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def over(row: Row, others: Sequence[Row]) -> float:
-    best = max(float(other["goodput_rps"]) for other in others)
-    return round(float(row["goodput_rps"]) / best, 4)
+    """Goodput over that of the best of the others; of runs that were measured, over the phases that both had."""
+
+    def ratio(other: Row) -> float:
+        if "phases" not in row:
+            return float(row["goodput_rps"]) / float(other["goodput_rps"])
+        both = list(zip(row["phases"], other["phases"], strict=False))
+        return float(sum(own[1] for own, _ in both) / sum(its[1] for _, its in both))
+
+    return round(min(map(ratio, others)), 4)
