@@ -36,6 +36,7 @@ from bench.workloads.synthetic import image_body, text_body
 from deploy.agent.cpu_time import Parts, cpu_seconds, groups, parts, since
 from deploy.follow.simulated import SimulatedFollower
 from deploy.follow.types import Limits
+from deploy.planner.fleet import Options
 from deploy.planner.profile import DeviceProfile
 from deploy.planner.simulate import Simulated, simulate
 from epd_serve.layout_parser import parse
@@ -50,6 +51,8 @@ SLOWER = 5.0
 SLO = Slo(5000, 600, "p98")
 """TTFT five times that of a picture alone. Of the 95 gaps of an answer to text one may be late; a first one alone,
 which waits for KV and for others to join, can take 0.4 s. A picture holds up all that decode beside it for 0.96 s."""
+BY_SLO = Options(budgets=SLO)
+"""Stages that are told an objective hold their steps to it, and so do those that are predicted."""
 SIDE, PICTURE_TOKENS = 392, 196
 QUESTION_TOKENS, SHORT, LONG = 32, 8, 96
 PHASES = (Phase(1.0, 2.0, 9.0), Phase(1.0, 17.0, 1.5))
@@ -167,7 +170,7 @@ def predictions(device: DeviceProfile, load: Load) -> Iterator[Row]:
         return {"part": "live", "how": "predicted", "what": what, **predicted(run, load.seconds), **more}
 
     for layout in (*FIXED, *COLOCATED):
-        yield said(layout, simulate(parse(layout), device, load.requests, slos=(SLO,)))
+        yield said(layout, simulate(parse(layout), device, load.requests, slos=(SLO,), options=BY_SLO))
     for lead_s in LEADS_S:
         turns = [(at_s - lead_s, layout) for at_s, layout in load.turns]
         limits = Limits(DEVICES, every_s=1.0, switchable=True)
@@ -187,7 +190,7 @@ def predicted(run: Simulated, seconds: float) -> Row:
 
 
 def _ticked(follower: SimulatedFollower, load: Load) -> Simulated:
-    return simulate(follower.layout, follower.profile, load.requests, slos=(SLO,), tick=(1.0, follower))
+    return simulate(follower.layout, follower.profile, load.requests, slos=(SLO,), options=BY_SLO, tick=(1.0, follower))
 
 
 def builtins(device: DeviceProfile) -> Mapping[str, Any]:
