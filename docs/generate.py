@@ -34,7 +34,7 @@ from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.config.tree import Setting, settings_of
 from proxy.http.openapi import document
 from proxy.http.unserved import UNSERVED
-from proxy.metrics import Metrics
+from proxy.metrics import LabelledCounter, LabelledHistogram, Metrics
 from proxy.records.request_metrics import RequestMetrics
 from proxy.registry.stage_metrics import KvMetrics, StageMetrics, StoreMetrics
 from proxy.registry.table import InstanceTable
@@ -230,7 +230,7 @@ def metrics() -> str:
                 *_own(vars(KeyMetrics(CollectorRegistry())).values()),
                 *_families(
                     FollowMetrics(
-                        cast(Follower, SimpleNamespace(entries=(), moves={}, mode="off", lacking=()))
+                        cast(Follower, SimpleNamespace(entries=(), moves={}, gains=(), mode="off", lacking=()))
                     ).collect()
                 ),
             ],
@@ -262,7 +262,13 @@ def _idle_reconciler() -> Reconciler:
 
 
 def _own(values: Iterable[object]) -> list[tuple[Metric, Sequence[str]]]:
-    return [(next(iter(one.describe())), one._labelnames) for one in values if isinstance(one, MetricWrapperBase)]
+    found = list[tuple[Metric, Sequence[str]]]()
+    for one in values:
+        if isinstance(one, MetricWrapperBase):
+            found.append((next(iter(one.describe())), one._labelnames))
+        elif isinstance(one, LabelledCounter | LabelledHistogram):
+            found += _families(one.collect())
+    return found
 
 
 def _families(collected: Iterable[Metric]) -> list[tuple[Metric, Sequence[str]]]:

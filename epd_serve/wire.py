@@ -148,6 +148,11 @@ class StoreReport(_Message, frozen=True):
     seq: int = 0
 
 
+FEW_PROMPT_TOKENS = 16
+"""A step that computes fewer ends a prompt whose KV came from elsewhere or was cached: it says nothing of how fast
+prompts are computed, which is asked of a D once it becomes a P."""
+
+
 class StageReport(_Message, frozen=True):
     """How busy one instance is, as its scheduler sees it: on change at most every 50 ms, else every 500 ms, because an
     idle engine does not step (the global instance status table of the EPD-Serve paper, §3.4).
@@ -161,7 +166,8 @@ class StageReport(_Message, frozen=True):
         kv_used: fraction of its KV blocks in use, 0 to 1; 0 where it has none.
         kv_tokens: how many tokens its KV cache holds; 0 where it has none.
         step_s: mean seconds of a recent step that did something; 0 before the first.
-        prompt_tokens_per_s, item_tokens_per_s: done per second of busy time, lately; 0 while unknown.
+        prompt_tokens_per_s, item_tokens_per_s: done per second of busy time, lately; 0 while unknown. Steps that
+            compute fewer prompt tokens than `FEW_PROMPT_TOKENS` do not count.
         decode_tokens_per_s: tokens generated per second and running request, lately; 0 while unknown.
         decode_step_s: seconds of a step with decodes, lately; 0 where nothing decodes, or no SLO is named.
         token_budget, item_budget: prompt tokens, and tokens of media items, that its last step was let have

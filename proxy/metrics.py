@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from typing import Self
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 MAX_CAUSES = 32
 """Distinct causes that are told apart; reasons are stages' sentences, of which there are few."""
@@ -15,26 +19,93 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 3
 CANCELLED = "cancelled"
 
 
-class _Labelled:
-    """Children by their labels: prometheus_client's `labels` checks and locks, which costs more than counting does."""
+class Count:
+    """One series of a counter."""
 
-    @functools.cached_property
-    def _children(self) -> dict[tuple[str, ...], Self]:
-        return {}
+    __slots__ = ("count",)
 
-    def labels(self, *values: str) -> Self:
-        child: Self | None = self._children.get(values)
-        if child is None:
-            child = self._children[values] = super().labels(*values)  # type: ignore[misc]  # of the metric's own class
-        return child
+    def __init__(self) -> None:
+        self.count = 0.0
+
+    def inc(self, count: float = 1.0) -> None:
+        self.count += count
 
 
-class LabelledCounter(_Labelled, Counter):  # type: ignore[misc]  # fewer ways to say labels
-    """Counts by labels, given in order."""
+class LabelledCounter(Collector):
+    """A counter by labels, for what every request adds to. Of the event loop alone: prometheus_client's own lock at
+    every addition, which costs more than all that is noted of a request."""
+
+    def __init__(
+        self, name: str, help: str, labels: Sequence[str], *, registry: CollectorRegistry | None = None
+    ) -> None:
+        self._named = name, help, labels
+        self._series: dict[tuple[str, ...], Count] = {}
+        if registry is not None:
+            registry.register(self)
+
+    def labels(self, *values: str) -> Count:
+        """The series with these values, given in order."""
+        series = self._series.get(values)
+        if series is None:
+            series = self._series[values] = Count()
+        return series
+
+    def collect(self) -> Iterator[Metric]:
+        name, help, labels = self._named
+        family = CounterMetricFamily(name, help, labels=labels)
+        for values, series in self._series.items():
+            family.add_metric(values, series.count)
+        yield family
 
 
-class LabelledHistogram(_Labelled, Histogram):  # type: ignore[misc]
-    """Observes by labels, given in order."""
+class Times:
+    """One series of a histogram. `counts`: within each bound and beyond the one before; the last, of what is longer."""
+
+    __slots__ = ("bounds", "counts", "sum_s")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.sum_s += seconds
+
+
+class LabelledHistogram(Collector):
+    """A histogram by labels, as `LabelledCounter`."""
+
+    def __init__(
+        self,
+        name: str,
+        help: str,
+        labels: Sequence[str],
+        *,
+        buckets: Sequence[float] = SECONDS,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self._named = name, help, labels
+        self._bounds = buckets
+        self._series: dict[tuple[str, ...], Times] = {}
+        if registry is not None:
+            registry.register(self)
+
+    def labels(self, *values: str) -> Times:
+        """The series with these values, given in order."""
+        series = self._series.get(values)
+        if series is None:
+            series = self._series[values] = Times(self._bounds)
+        return series
+
+    def collect(self) -> Iterator[Metric]:
+        name, help, labels = self._named
+        family = HistogramMetricFamily(name, help, labels=labels)
+        ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        for values, series in self._series.items():
+            until_now = accumulate(series.counts)
+            family.add_metric(values, list(zip(ends, until_now, strict=True)), series.sum_s)
+        yield family
 
 
 class Metrics:
@@ -58,7 +129,6 @@ class Metrics:
             "epd_proxy_stage_seconds",
             "Time of one stage call as the proxy sees it.",
             ("stage", "outcome"),
-            buckets=SECONDS,
             registry=self.registry,
         )
         self.first_tokens = LabelledCounter(
@@ -110,7 +180,6 @@ class Metrics:
             "epd_proxy_queue_seconds",
             "Time in a queue in front of the stages.",
             ("kind", "line"),
-            buckets=SECONDS,
             registry=self.registry,
         )
         self.queue_waiting = Gauge(

@@ -121,7 +121,13 @@ class Pipeline:
         self._stages = StageClient(timeouts, key=settings.bearer_of_stages())
         fetcher = UrlFetcher(settings.media, apart=apart, transport=media_transport, resolver=resolver)
         self._media = MediaLoader(settings, fetcher)
-        self._router = Router(table, self.metrics, instance_wait_s=timeouts.instance_wait_s, policy=settings.policy)
+        self._router = Router(
+            table,
+            self.metrics,
+            instance_wait_s=timeouts.instance_wait_s,
+            policy=settings.policy,
+            overlap=settings.overlap,
+        )
         self._arena = HostArena(settings.arena)
         self.directory = FeatureDirectory(settings.max_known_features, holds=self._arena.holds)
         self.dispatcher = AnnouncementDispatcher(
@@ -280,8 +286,9 @@ class Pipeline:
         return Job(record.id, request, base, items, tokens, passed, watched, record, prompt)
 
     async def _run(self, job: Job, sink: ClientSink) -> None:
-        if not self._router.encodes_apart(job):
-            return await self._generate.run(job, sink)
+        apart, made = self._router.before_encoding(job)
+        if not apart:
+            return await self._generate.run(job, sink, made=made)
         async with self._encode.begin(job) as encoding:
             await self._generate.run(job, sink, encoding)
 

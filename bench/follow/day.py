@@ -55,7 +55,7 @@ class Case:
 
 
 FIXED = tuple(Case("fixed", layout) for layout in ("58E-58PD", "60E-60PD", "TP4x29", "TP4x30", MONOLITHS))
-"""The fewest devices that hold, and a little fewer, by kind."""
+"""Of each kind, around the fewest devices that hold; with --quick only 30 monoliths of four, which do."""
 FOLLOWED = (
     Case("follow", POOLS),
     Case("reactive", POOLS, forecast=False),

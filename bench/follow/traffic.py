@@ -25,16 +25,26 @@ SHORT, LONG = 8, 256
 
 @dataclass(frozen=True)
 class Phase:
-    """Requests a second: with four pictures and a short answer, and of text alone with a long one."""
+    """Requests a second: with pictures and a short answer, and of text alone with a long one."""
 
     seconds: float
     text_rps: float
     media_rps: float
 
 
-def requests_of(phases: Iterable[Phase], seed: int) -> list[Request]:
+def requests_of(
+    phases: Iterable[Phase], seed: int, *, pictures: int = PICTURES, answer_tokens: int = SHORT
+) -> list[Request]:
+    """Args: pictures: of a request that has some. answer_tokens: to it."""
     rates = [(one.seconds, {"text": one.text_rps, "media": one.media_rps}) for one in phases]
-    return [_request(number, at_s, kind == "media") for number, (at_s, kind) in enumerate(arrivals(rates, seed))]
+    items = (Item(PICTURE_TOKENS, *PICTURE_SIZE),) * pictures
+    prompt_tokens = QUESTION_TOKENS + PICTURE_TOKENS * pictures
+    return [
+        Request(str(number), at_s, prompt_tokens, answer_tokens, items)
+        if kind == "media"
+        else Request(str(number), at_s, QUESTION_TOKENS, LONG)
+        for number, (at_s, kind) in enumerate(arrivals(rates, seed))
+    ]
 
 
 def arrivals(phases: Iterable[tuple[float, Mapping[str, float]]], seed: int) -> list[tuple[float, str]]:
@@ -52,12 +62,6 @@ def arrivals(phases: Iterable[tuple[float, Mapping[str, float]]], seed: int) -> 
                 due_s += chance.expovariate(rate)
         at_s += seconds
     return sorted(drawn)
-
-
-def _request(number: int, at_s: float, media: bool) -> Request:
-    items: Sequence[Item] = [Item(PICTURE_TOKENS, *PICTURE_SIZE)] * PICTURES if media else ()
-    prompt_tokens = QUESTION_TOKENS + sum(item.tokens for item in items)
-    return Request(str(number), at_s, prompt_tokens, SHORT if media else LONG, tuple(items))
 
 
 # --- a day ------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from epd_serve.suggestions import unknown
 STATIC = "static"
 """The incarnation of an instance whose lives nobody tells apart."""
 
-NEED_NOBODY = (Role.EPD, Role.PD)
-"""Whom an address is enough for: they hand nothing to others."""
+LISTED = (Role.EPD, Role.PD, Role.E)
+"""Roles for which an address is enough. What E has made its answers say; P and D meet at addresses of their own."""
 
 _SAID_BY_OTHERS = {"core_share", "cores", "cpu_cores"}
 """What a launcher says of an instance, and nobody writes by hand."""
@@ -71,6 +71,9 @@ def listed_stages(words: Sequence[str], model: str) -> GivenStages:
             raise ConfigError(f"--stage {word}: {url} is given twice", param="--stage")
         number = sum(one.role is role for one in instances)
         instances.append(Instance(f"{role.value}{number}", role, url, STATIC, node=_node(url)))
+    roles = {one.role for one in instances}
+    if Role.E in roles and Role.PD not in roles:
+        raise ConfigError("--stage E=URL encodes for others: give a --stage PD=URL, too", param="--stage")
     return GivenStages(model, tuple(instances))
 
 
@@ -79,8 +82,8 @@ def _role_and_url(word: str) -> tuple[Role, str]:
     if not (equals and is_endpoint(url)):
         raise ConfigError(f"--stage {word!r} is not [ROLE=]http://HOST:PORT or [ROLE=]unix:/PATH", param="--stage")
     if role not in set(Role):
-        raise ConfigError(f"--stage {word}: {unknown('role', role, NEED_NOBODY)}", param="--stage")
-    if Role(role) not in NEED_NOBODY:
+        raise ConfigError(f"--stage {word}: {unknown('role', role, LISTED)}", param="--stage")
+    if Role(role) not in LISTED:
         raise ConfigError(
             f"--stage {word}: {role} works with other stages, at addresses that only a file can tell: "
             "--stages FILE.yaml, or leave all of it to epd-serve serve",

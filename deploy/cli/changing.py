@@ -303,6 +303,9 @@ def decisions_text(following: Json) -> str:
         lines += [f"  {line}" for line in table([("group", "busy", "peak", "there", "wanted"), *groups]).splitlines()]
         if (chosen := one["chosen"]) is not None:
             lines.append(f"  {chosen['what']} to {chosen['layout']}: {chosen['why']}")
+        if (gain := one["gain"]) is not None:
+            said = f"{gain['measured']:.0%} of its time, {gain['predicted']:.0%} was predicted"
+            lines.append(f"  {gain['group']} is then busy for {said}")
         lines += [f"  not {move['layout']}: {move['reason']}" for move in one["refused"]]
         lines.append(f"  {one['plan']}")
     return "\n".join(lines)

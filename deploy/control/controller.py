@@ -192,8 +192,8 @@ class Controller:
     async def _relayout(
         self, what: str, layout: str, *, dry_run: bool = False, pause_s: float = 0.0, unwanted: tuple[str, ...] = ()
     ) -> Json:
-        if not dry_run and what != "undo":
-            self._check_idle()
+        if not dry_run:
+            self._check_idle(what)
         try:
             async with self._places.turn:
                 await self._reconciler.look()
@@ -216,8 +216,7 @@ class Controller:
         notes = [f"{wanted.layout} does not serve requests of kind {kind}" for kind in sorted(lost)]
         change = None
         if not dry_run:
-            if what != "undo":
-                self._check_idle()
+            self._check_idle(what)
             change = self._reconciler.begin(what, wanted, pause_s=pause_s, unwanted=unwanted)
         return self._answer(plan, wanted, change, notes)
 
@@ -252,9 +251,11 @@ class Controller:
         known = {node.id: node.start_s[spec.role] for node in self._reconciler.nodes if spec.role in node.start_s}
         return known.get(spec.node, max(known.values(), default=None))
 
-    def _check_idle(self) -> None:
+    def _check_idle(self, what: str = "") -> None:
+        """Whether a change with this word may begin: nothing is under way, or only what it may supersede. The follower
+        may do so to what it has asked for itself."""
         change = self._reconciler.changes.present
-        if change is not None:
+        if change is not None and what != "undo" and not what == change.what == FOLLOW:
             raise change_under_way(change.what, change.layout)
 
     def _instance(self, name: str) -> Observed:

@@ -184,6 +184,14 @@ class GroupNeed(_Model):
     """The most that was needed in the quiet time."""
 
 
+class Gain(_Model):
+    group: str
+    """That the move relieved; after a relayout, the busiest one."""
+    predicted: float
+    """Share of its time that it would be busy, at the load that came."""
+    measured: float
+
+
 class Decision(_Model):
     ago_s: float
     times: int
@@ -198,6 +206,8 @@ class Decision(_Model):
     refused: list[RefusedMove]
     plan: str
     """Why the layout is of these groups, and no others."""
+    gain: Gain | None
+    """Half a minute after what was chosen is done."""
 
 
 class Budget(_Model):

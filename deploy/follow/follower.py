@@ -58,7 +58,16 @@ def step(seen: Observation, memory: Memory, limits: Limits, plans: Plans | None 
             break
         refused.append((move, why))
     return memory, Decision(
-        seen.at_s, str(seen.layout), rates, need, peak, chosen, tuple(refused), regroup.why, regroup.question
+        seen.at_s,
+        str(seen.layout),
+        rates,
+        need,
+        peak,
+        chosen,
+        tuple(refused),
+        regroup.why,
+        regroup.question,
+        seen.costs,
     )
 
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deploy.control.changes import Change, State
 from deploy.control.controller import FOLLOW, Controller
@@ -20,6 +20,7 @@ from deploy.control.reconciler import Reconciler
 from deploy.follow.follower import failed, lacking, moved, step
 from deploy.follow.moves import name_of
 from deploy.follow.observe import Observer, Seen
+from deploy.follow.outcome import Gain, Outcome, Working
 from deploy.follow.planning import answer
 from deploy.follow.plans import Answer, Plans
 from deploy.follow.types import Decision, Limits, Memory, Observation, PlanQuestion
@@ -27,9 +28,11 @@ from deploy.runtime.protocol import Observed, Phase
 from epd_serve.errors import EpdError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
+from epd_serve.wire import StageReport
 from proxy.records.minute import Counts, KindCounts
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import InstanceView
+from proxy.registry.load import reported_rate
 from proxy.registry.table import InstanceTable
 
 logger = logging.getLogger(__name__)
@@ -49,12 +52,15 @@ class Entry:
 
     Attributes:
         decision: the last of them. times: how many.
-        outcome: what became of the move: `stays`, `advised`, `begun`, `done`, `held: …`, `refused: …` or `failed: …`.
+        outcome: what became of the move: `stays`, `advised`, `begun`, `done`, `held: …`, `refused: …`, `failed: …` or
+            `undone: …`.
+        gain: of a move that is done, once it is measured.
     """
 
     decision: Decision
     outcome: str
     times: int = 1
+    gain: Gain | None = None
 
 
 class Follower:
@@ -67,6 +73,7 @@ class Follower:
         entries: of the last decisions, the newest last; one stands for several that are alike.
         lacking: how many devices each copy has that is wanted, too, and for which there are none.
         moves: that have ended, by what they were and how they ended: `done`, `failed`, `undone` or `refused`.
+        gains: of those that were measured, the newest last.
     """
 
     def __init__(
@@ -88,9 +95,13 @@ class Follower:
         self._planning: asyncio.Task[None] | None = None
         self._memory = Memory()
         self._began: tuple[Change, Entry] | None = None
+        self._after: tuple[Change, Entry, Outcome] | None = None
+        self._given: dict[str, float] = {}
+        self._busy_s: dict[str, float] = {}
         self._deciding = asyncio.Lock()
         self.lacking: tuple[int, ...] = ()
         self.moves = Counter[tuple[str, str]]()
+        self.gains: deque[Gain] = deque(maxlen=REMEMBERED)
 
     @property
     def views(self) -> tuple[InstanceView, ...]:
@@ -139,6 +150,7 @@ class Follower:
         if self.mode == "off":  # since it was looked
             return
         self._settle()
+        await self._prove(seen)
         before = self._memory
         self._memory, decision = step(seen, before, self.limits, self._plans)
         if not seen.changing:
@@ -181,6 +193,7 @@ class Follower:
             self.moves[decision.chosen.what, "refused"] += 1
             self._memory = failed(layout, decision.at_s, self._memory)
             return
+        self._settle()  # of what this one supersedes
         self._memory = moved(decision, self._memory, self.limits)
         self._began = (self._reconciler.changes.latest, entry)
 
@@ -192,9 +205,49 @@ class Follower:
         self._began = None
         assert entry.decision.chosen is not None
         self.moves[entry.decision.chosen.what, change.state.value] += 1
-        entry.outcome = "done" if change.state is State.DONE else f"{change.state.value}: {change.reason}"
+        reason = change.reason or "another change was begun"
+        entry.outcome = "done" if change.state is State.DONE else f"{change.state.value}: {reason}"
         if change.state is State.FAILED:
             self._memory = failed(change.layout, time.monotonic(), self._memory)
+        if change.state is State.DONE:
+            ids = {step.action["instance"] for step in change.steps if step.word in ("start", "flip")}
+            new = {one.order.id: one.order.spec.role for one in self._reconciler.instances if one.order.id in ids}
+            self._after = change, entry, Outcome(entry.decision, time.monotonic(), new, self._working())
+
+    async def _prove(self, seen: Observation) -> None:
+        """Whether the move that is done does what it is for; it is undone where it did nothing."""
+        if self._after is None:
+            return
+        change, entry, outcome = self._after
+        if seen.changing or not outcome.look(seen, self.limits.use):
+            self._after = None
+            return
+        if entry.gain is None and (gain := outcome.gain()) is not None:
+            entry.gain = gain
+            self.gains.append(gain)
+        trouble = outcome.trouble(self._working())
+        if trouble:
+            self._after = None
+            assert entry.decision.chosen is not None
+            self.moves[entry.decision.chosen.what, "undone"] += 1
+            entry.outcome = f"undone: {trouble}"
+            self._memory = failed(change.layout, seen.at_s, self._memory)
+            try:
+                await self._controller.follow(change.before)
+            except EpdError as error:
+                entry.outcome += f"; and it stays, since the way back is refused: {error}"
+        elif trouble == "" and entry.gain is not None:
+            self._after = None
+
+    def _working(self) -> dict[str, Working]:
+        """Instances that run, as front doors see them."""
+        views = {view.instance.id: view for view in self.views}
+        up = (one.order.id for one in self._reconciler.instances if one.phase is Phase.UP)
+        return {
+            name: Working(view.instance.role, view.given, view.up)
+            for name in up
+            if (view := views.get(name)) is not None
+        }
 
     def _held(self) -> str:
         """Why an operator's layout stays; "" where it is the follower's own, or has been there long enough."""
@@ -209,7 +262,9 @@ class Follower:
         counts = (await self._ask(Question(window_s=WINDOW_S))).counts or Counts()
         layout, devices = parse(self._reconciler.wanted.layout), self._controller.devices
         starts = [s for node in self._reconciler.nodes for s in node.start_s.values()]
-        return self._observer(
+        change = self._reconciler.changes.present
+        own = change is not None and change.what == FOLLOW and change.state is State.UNDER_WAY
+        seen = self._observer(
             time.monotonic(),
             layout,
             self._seen(layout),
@@ -217,23 +272,36 @@ class Follower:
             max(counts.seconds, 1.0),
             start_s=max(starts, default=0.0),
             heard=counts.answered / counts.serving if counts.serving else 0.0,
-            changing=self._reconciler.changes.present is not None,
+            changing=change is not None,
             devices=None if devices is None else max(devices, layout.device_count),
         )
+        return replace(seen, own=own)
 
     def _seen(self, layout: Layout) -> list[Seen]:
-        reports = {view.instance.id: view.stage for view in self.views if view.up}
+        views = {view.instance.id: view for view in self.views if view.up}
         there = self._reconciler.instances
         seen = []
         for one in there:
             if one.phase is not Phase.UP or not (group := _group_of(one, there, layout)):
                 continue
-            token_s = full = 0.0
-            if (report := reports.get(one.order.id)) is not None:
+            token_s = full = busy_s = 0.0
+            view = views.get(one.order.id)
+            report = view.stage if view is not None else None
+            if view is not None and report is not None:
+                busy_s = self._worked_s(view, report)
                 full = max(report.running / report.max_running if report.max_running else 0.0, report.kv_used)
                 token_s = 1.0 / report.decode_tokens_per_s if report.decode_tokens_per_s else 0.0
-            seen.append(Seen(one.order.spec.role, group, one.up_s, report, token_s, full))
+            seen.append(Seen(one.order.spec.role, group, one.up_s, report, token_s, full, one.order.id, busy_s))
         return seen
+
+    def _worked_s(self, view: InstanceView, report: StageReport) -> float:
+        """For how long an instance that encodes or prefills is busy with all that it was given, by its own rate."""
+        name = view.instance.id
+        more = max(0.0, view.given - self._given.get(name, view.given))
+        self._given[name] = view.given
+        rate = reported_rate(view.instance.role, report)
+        self._busy_s[name] = self._busy_s.get(name, 0.0) + (more / rate if rate else 0.0)
+        return self._busy_s[name]
 
     def _note(self, entry: Entry) -> None:
         last = self.entries[-1] if self.entries else None

@@ -107,7 +107,7 @@ def forbidden(move: Move, seen: Observation, need: Needs, memory: Memory) -> str
     counts = counts_of(seen.layout)
     less, more = given_up(move.counts, counts), added(move.counts, counts)
     until_s, _ = memory.resting.get(move.layout, (0.0, 0.0))
-    if seen.changing:
+    if seen.changing and not (seen.own and move.before > 1 and not less):  # more is needed: what drains is taken back
         return "a change is under way"
     if seen.heard < HEARD:
         return f"only {seen.heard:.0%} of the front doors say what comes"

@@ -41,6 +41,7 @@ class Seen:
         report: its word on itself; None where it has not said anything yet.
         token_s: between two tokens of a request that decodes; 0 where none does.
         full: share of its batch and of its KV, the larger one, that is used.
+        id: of the instance. busy_s: for how long it has encoded and prefilled, since any time.
     """
 
     role: Role
@@ -49,6 +50,8 @@ class Seen:
     report: Reported | None
     token_s: float = 0.0
     full: float = 0.0
+    id: str = ""
+    busy_s: float = 0.0
 
 
 class Observer:
@@ -65,6 +68,7 @@ class Observer:
         self._sums: dict[Kind, tuple[float, ...]] = {}
         self._token_s: dict[tuple[str, str], float] = {}
         self._slower: dict[tuple[str, str], float] = {}
+        self._busy_s: dict[str, tuple[float, float]] = {}  # by instance, and when it was so
 
     def __call__(
         self,
@@ -104,6 +108,7 @@ class Observer:
             changing,
             {kind: self._usual([kind]) for kind in came},
             devices,
+            self._busy(seen, at_s),
         )
 
     def _usual(self, kinds: Iterable[Kind]) -> Work:
@@ -175,6 +180,22 @@ class Observer:
             elif one.role.decodes:
                 backlog[one.group] += one.report.waiting * seconds[DECODE]
         return backlog
+
+    def _busy(self, seen: Iterable[Seen], at_s: float) -> Needs:
+        """Group-seconds a second since the look before. Who decodes is as busy as its tokens take of the most that it
+        could make within the objective."""
+        work = self._usual(self._sums)
+        busy, now = dict[str, float](), dict[str, tuple[float, float]]()
+        for one in seen:
+            before_s, looked_s = self._busy_s.get(one.id, (one.busy_s, at_s))
+            share = (one.busy_s - before_s) / (at_s - looked_s) if at_s > looked_s else 0.0
+            if one.report is not None and one.token_s and work.output_tokens > 1:
+                most_s = self._seconds(one.group, work)[DECODE] / (work.output_tokens - 1)
+                share += one.report.running / one.token_s * most_s
+            busy[one.group] = busy.get(one.group, 0.0) + min(1.0, share)
+            now[one.id] = one.busy_s, at_s
+        self._busy_s = now
+        return busy
 
 
 def _tokens(work: Work) -> Mapping[str, float]:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from deploy.follow.live import Entry, Follower
 from deploy.follow.moves import counts_of
+from deploy.follow.outcome import Gain, median_error
 from deploy.follow.types import Move, Needs
 from epd_serve.layout_parser import parse
 from epd_serve.wire import StageReport
@@ -70,6 +71,7 @@ def _entry_json(entry: Entry) -> Json:
         "chosen": _move_json(one.chosen) if one.chosen is not None else None,
         "refused": [{**_move_json(move), "reason": why} for move, why in one.refused],
         "plan": one.plan,
+        "gain": _gain_json(entry.gain) if entry.gain is not None else None,
     }
 
 
@@ -82,6 +84,10 @@ def _move_json(move: Move) -> Json:
         "after": round(move.after, 3),
         "why": move.why,
     }
+
+
+def _gain_json(gain: Gain) -> Json:
+    return {"group": gain.group, "predicted": round(gain.predicted, 3), "measured": round(gain.measured, 3)}
 
 
 def _rounded(values: Needs) -> dict[str, float]:
@@ -115,6 +121,13 @@ class FollowMetrics(Collector):
         for (kind, outcome), count in self._follower.moves.items():
             moves.add_metric((kind, outcome), count)
         yield moves
+        error = GaugeMetricFamily(
+            "epd_follow_prediction_error",
+            "Median error of how busy moves were predicted to leave a group, relative to what was measured.",
+        )
+        if (value := median_error(self._follower.gains)) is not None:
+            error.add_metric((), value)
+        yield error
 
 
 def _gauge(name: str, about: str, values: Mapping[str, float]) -> Metric:

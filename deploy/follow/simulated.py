@@ -18,11 +18,12 @@ from deploy.change.limits import kinds
 from deploy.follow.follower import moved, step
 from deploy.follow.moves import counts_of, name_of, other_half
 from deploy.follow.observe import Observer, Seen
+from deploy.follow.outcome import Gain, Outcome
 from deploy.follow.planning import answer_by_bounds
 from deploy.follow.plans import Answer, Plans
-from deploy.follow.types import Counts, Decision, Limits, Memory, PlanQuestion
+from deploy.follow.types import Counts, Decision, Limits, Memory, Observation, PlanQuestion
 from deploy.planner.fleet import Fleet
-from deploy.planner.profile import DeviceProfile
+from deploy.planner.profile import ENCODE, PREFILL, DeviceProfile
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.placement import InstancePlan
@@ -64,7 +65,7 @@ class SimulatedFollower:
         plans: empty; None where the groups of the layout stay. planner: answers for them (`planning.py`).
 
     Attributes:
-        decisions: all of them.
+        decisions: all of them. gains: of the moves that could be measured.
     """
 
     layout: Layout
@@ -76,6 +77,7 @@ class SimulatedFollower:
     plans: Plans | None = None
     planner: Callable[[PlanQuestion, Plans], Answer] = answer_by_bounds
     decisions: list[Decision] = field(default_factory=list)
+    gains: list[Gain] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._observer = Observer(self.profile, self.tpot_s)
@@ -84,6 +86,8 @@ class SimulatedFollower:
         self._numbers: Counter[Role] = Counter()
         self._past: deque[tuple[float, Mapping[str, KindCounts]]] = deque()
         self._decide_at_s: float | None = None
+        self._begun: Decision | None = None
+        self._after: Outcome | None = None
 
     def __call__(self, fleet: Fleet) -> None:
         now_s = fleet.clock.now_s
@@ -115,23 +119,42 @@ class SimulatedFollower:
             start_s=self.start_s,
             changing=not self._reached(),
         )
+        self._prove(seen)
         self._memory, decision = step(seen, self._memory, self.limits, self.plans)
         self.decisions.append(decision)
         if decision.question is not None and self.plans is not None:
             self.plans = self.plans.with_answer(self.planner(decision.question, self.plans))
         if decision.chosen is not None:
             self._memory = moved(decision, self._memory, self.limits)
+            self._begun, self._after = decision, None
             self.wants(parse(decision.chosen.layout))
             self._carry_on(fleet)
 
+    def _prove(self, seen: Observation) -> None:
+        """Measure the move before, from when it is done until the next one."""
+        if self._begun is not None and not seen.changing:
+            self._after, self._begun = Outcome(self._begun, seen.at_s), None
+        if self._after is None or not self._after.look(seen, self.limits.use):
+            return
+        if (gain := self._after.gain()) is not None:
+            self.gains.append(gain)
+            self._after = None
+
     def _seen(self, fleet: Fleet) -> list[Seen]:
         now_s = fleet.clock.now_s
-        return [
-            Seen(plan.role, copy.group, now_s - copy.up_s, fleet.instances[plan.id].stage)
-            for copy in self._copies
-            if copy.up_s is not None and copy.serves
-            for plan in copy.plans
-        ]
+        seen = []
+        for copy in self._copies:
+            if copy.up_s is None or not copy.serves:
+                continue
+            for plan in copy.plans:
+                stage = fleet.instances[plan.id].stage
+                busy_s = stage.busy_s[ENCODE] + stage.busy_s[PREFILL]
+                rate = stage.rates.decode_tokens_per_s if stage.running and plan.role.decodes else 0.0
+                up_s = now_s - copy.up_s
+                seen.append(
+                    Seen(plan.role, copy.group, up_s, stage, 1.0 / rate if rate else 0.0, id=plan.id, busy_s=busy_s)
+                )
+        return seen
 
     def _remember(self, fleet: Fleet) -> None:
         now_s = fleet.clock.now_s

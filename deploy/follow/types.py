@@ -56,8 +56,9 @@ class Observation:
         backlog: group-seconds of work that waits, by group.
         start_s: how long an instance takes to start, by experience.
         heard: share of the front doors that said what came to them.
-        changing: a change is under way.
+        changing: a change is under way. own: it is the follower's, which may supersede it.
         devices: that this deployment has or could lease now, where they are lent; None: all of `Limits.devices`.
+        busy: group-seconds a second that copies of a group have really worked since the look before.
     """
 
     at_s: float
@@ -71,6 +72,8 @@ class Observation:
     changing: bool = False
     sizes: Mapping[Kind, Work] = field(default_factory=dict)
     devices: int | None = None
+    busy: Needs = field(default_factory=dict)
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class Decision:
         need: by that. peak: the most that was needed since `quiet_s`.
         chosen: None where all stays. refused: moves that would help, and what forbids them.
         plan: why the layout is of these groups, and no others. question: that the planner should answer.
+        costs: as observed.
     """
 
     at_s: float
@@ -148,6 +152,7 @@ class Decision:
     refused: tuple[tuple[Move, str], ...] = ()
     plan: str = ""
     question: PlanQuestion | None = None
+    costs: Mapping[Kind, Needs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,8 @@ class ProxyConfig(EndpointConfig):
 
     Attributes:
         stages: file that names the stages and the model (docs/guides/proxy.md).
-        stage: one stage, in place of a file: PD=http://HOST:PORT or PD=unix:/PATH, or a URL alone for a whole model;
-            repeatable.
+        stage: one stage, in place of a file: PD=http://HOST:PORT or PD=unix:/PATH, with it E=http://HOST:PORT for an
+            encoder, or a URL alone for a whole model; repeatable.
         stage_key_file: the key that the stages want.
     """
 

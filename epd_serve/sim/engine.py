@@ -15,6 +15,7 @@ from epd_serve.sim.profile import Profile
 from epd_serve.sim.scheduler import Scheduler, Step
 from epd_serve.sim.sequence import Sequence
 from epd_serve.trace import STEP, Trace
+from epd_serve.wire import FEW_PROMPT_TOKENS
 
 _SHORTEST_SLEEP_S = 0.0005
 _LATE_S = 0.02  # being later than that is the machine's fault, and is not made up for
@@ -46,7 +47,7 @@ class Rates:
         self.step_s = _mean(self.step_s, seconds)
         if seconds <= 0:
             return
-        if step.prefills and (prompt_tokens := step.prompt_tokens):
+        if (prompt_tokens := step.prompt_tokens) >= FEW_PROMPT_TOKENS:
             self.prompt_tokens_per_s = self._prompt.after(prompt_tokens, seconds)
         if step.encodes and (item_tokens := step.item_tokens):
             self.item_tokens_per_s = self._items.after(item_tokens, seconds)

@@ -126,7 +126,7 @@ class Encoders:
         workers = with_neighbours([self._with_speed(encoder) for encoder in encoders], each)
         shares = spread([item.key for item in items], costs, workers)
         chosen = [worker.id for worker, share in zip(workers, shares, strict=True) if share]
-        order.job.record.chose("encode", "earliest", each, workers, chosen)
+        order.job.record.spread(each, workers, chosen)
         with ExitStack() as leases:
             try:
                 async with asyncio.TaskGroup() as group:
@@ -191,7 +191,7 @@ class Encoders:
                 try:
                     answer = await self._post(order, instance, items)
                 except StageDied as error:
-                    stay.died(incarnation_id, ago_s=error.ago_s)
+                    job.watched.died(stay, incarnation_id, ago_s=error.ago_s)
                     raise
             done = weight
         except (StageError, DeadlineError) as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -22,7 +22,8 @@ BILLING = "x-anthropic-billing-header"
 """What a system text of Claude Code begins with that is another one in every request, so that no prefix would be
 found again."""
 MIN_THINKING_TOKENS = 1024
-_PASSED = ("model", "temperature", "top_p", "top_k", "watermarking", "chat_template_kwargs", "vllm_xargs")
+_OF_PROMPTS = ("model", "chat_template_kwargs")
+_OF_ANSWERS = ("temperature", "top_p", "top_k", "priority", "watermarking", "vllm_xargs")
 """Fields of the same name and meaning in a chat, where they are judged."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _IMAGE_TYPE = re.compile(r"image/[A-Za-z0-9.+-]{1,64}")
@@ -156,6 +157,7 @@ def chat_of(body: dict[str, Any]) -> ChatOf:
     """
     asked = _converted(body, _Messages)
     chat, media = _prompt(body, asked)
+    chat |= _given(body, _OF_ANSWERS)
     chat["max_tokens"] = asked.max_tokens
     if asked.stop_sequences:
         chat["stop"] = asked.stop_sequences
@@ -193,11 +195,15 @@ def _prompt(body: dict[str, Any], asked: _CountTokens) -> ChatOf:
             messages.add_user(message, where)
         elif isinstance(message, _Assistant):
             messages.add_assistant(message)
-    chat = {name: body[name] for name in _PASSED if body.get(name) is not None}
+    chat = _given(body, _OF_PROMPTS)
     chat["messages"] = messages.messages
     if asked.tools:
         chat["tools"] = [_tool(tool) for tool in asked.tools]
     return ChatOf(chat, messages.media)
+
+
+def _given(body: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: body[name] for name in names if body.get(name) is not None}
 
 
 class _Conversation:

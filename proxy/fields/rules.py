@@ -182,7 +182,7 @@ data (a JSON schema, template variables), or vLLM's own model of it is closed.""
 
 ANTHROPIC = (
     "model messages max_tokens system stream stop_sequences temperature top_p top_k tools tool_choice thinking "
-    "output_config chat_template_kwargs vllm_xargs watermarking"
+    "output_config chat_template_kwargs vllm_xargs watermarking priority"
 )
 _BLOCK = "type text citations cache_control source"
 _SOURCE = "type media_type data url file_id"

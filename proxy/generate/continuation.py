@@ -6,14 +6,16 @@ tool calls and the time of creation are another stage's own: the client goes on 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from epd_serve.errors import StageError
 from proxy import strict_json
 from proxy.generate.token_history import ROLE, TEXT, TOOL_CALLS, Channel, TokenHistory
-from proxy.stages.sse import BLANK_LINE, is_comment, is_done, is_opening, split
+from proxy.stages.sse import BLANK_LINE, data_of, is_comment, is_done, is_opening, split
 
 Answer = dict[str, Any]
+_CREATED = re.compile(rb'"created"\s*:\s*\d+')
 
 
 class Continuation:
@@ -28,7 +30,6 @@ class Continuation:
         self._known_calls = frozenset(history.calls)
         self._finish = history.finished
         self._created = b'"created":%d' % history.created if history.created is not None else b""
-        self._theirs = b""
         self._blind = False
         self._opening = True  # which the client has, whatever else
         self._stage = stage
@@ -50,11 +51,10 @@ class Continuation:
 
     def dated(self, events: bytes) -> bytes:
         """News with the first stage's time of creation."""
-        return events.replace(self._theirs, self._created) if self._theirs else events
+        return _CREATED.sub(self._created, events) if self._created else events
 
     def _rest(self, event: bytes) -> bytes:
         if self._opening and is_opening(event):
-            self._date(read(event, self._stage)[0])
             return b""
         self._opening = False
         if self.done:
@@ -64,7 +64,6 @@ class Continuation:
         if is_comment(event):
             return b""
         answer, choice = read(event, self._stage)
-        self._date(answer)
         self._cut_texts(choice)
         self._cut_tokens(choice)
         if choice.get("finish_reason"):
@@ -74,10 +73,6 @@ class Continuation:
             if not self.done:
                 raise self._another()
         return self.dated(written(answer)) if _says_something(choice) else b""
-
-    def _date(self, answer: Answer) -> None:
-        if self._created and not self._theirs and isinstance(answer.get("created"), int):
-            self._theirs = b'"created":%d' % answer["created"]
 
     def _cut_texts(self, choice: Answer) -> None:
         if "delta" not in choice:
@@ -149,7 +144,7 @@ class Continuation:
 def read(event: bytes, stage: str) -> tuple[Answer, Answer]:
     """(the event's JSON, its one choice). Raises StageError: it is no event of an answer."""
     try:
-        answer = strict_json.decode(event.partition(b":")[2])
+        answer = strict_json.decode(data_of(event))
         (choice,) = answer["choices"]
         choice.get("delta", choice).get("")
         return answer, choice

@@ -27,14 +27,13 @@ from proxy.request.client_sink import ClientSink
 from proxy.stages.sse import (
     BLANK_LINE,
     DONE,
-    DONE_EVENT,
-    compact,
+    data_of,
     error_payload,
     is_comment,
     is_done,
-    is_last,
     is_opening,
-    is_plain,
+    last_of,
+    may_fail,
     split,
 )
 
@@ -94,7 +93,8 @@ class Client:
             events = without_ids(events)
         if self.history.migrations:
             note = b": x-epd-migrations: %d" % self.history.migrations + BLANK_LINE
-            events = events.removesuffix(DONE_EVENT) + note + DONE_EVENT
+            end = last_of(events)
+            events = events.removesuffix(end) + note + end
         await self.sink.finish(events)
 
 
@@ -128,21 +128,21 @@ async def relay(
         if form is not None and (public := form.without_ids(several)) is not None:  # as below, for a third of it
             await sink.write(public if hides else several)
             if keeps:
-                history.add_token(several[form.size :])
+                history.add(several)
             continue
-        several = compact(several)
-        if passing and is_plain(several):
+        fails = may_fail(several)
+        if passing and not fails:
             if going_on is not None:
                 several = going_on.dated(several)
             if DONE not in several:
                 await client.write(several)
                 continue
-            if is_last(several):
+            if is_done(last_of(several)):
                 await client.finish(several)
                 return
         if not answered:
             several = client.same_prompt(several, stage)
-        ready, held, failure, ended = _sift(held, several, committed=begun)
+        ready, held, failure, ended = _sift(held, several, committed=begun, fails=fails)
         if ready:
             if not answered:
                 if ended and _says_nothing(ready):
@@ -165,8 +165,6 @@ async def relay(
                         return
                     await client.write(ready)
                     form = token_form(ready) if going_on is None else None
-                    if form is not None:
-                        history.holder = form.holder
             passing = begun and (going_on is None or going_on.done)
         if failure is not None:
             raise stage_answer_error(failure, stage=stage, status=_status_in(failure))
@@ -195,7 +193,7 @@ async def show(
     sink = client.sink
     held, first = b"", None
     async for several in events:
-        rest = several = compact(several)
+        rest = several
         for event in split(several):
             rest = rest[len(event) :]
             failure = error_payload(event)
@@ -228,13 +226,14 @@ async def _following(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterato
         yield several
 
 
-def _sift(held: bytes, several: bytes, *, committed: bool) -> tuple[bytes, bytes, bytes | None, bool]:
+def _sift(held: bytes, several: bytes, *, committed: bool, fails: bool) -> tuple[bytes, bytes, bytes | None, bool]:
     """Event by event: (what the client gets now, what is held back, the error that ends the stream, whether it is
     over). Nothing behind an error or [DONE] counts, and before the commit point nothing in the same read before an
-    error: the client has none of it yet, so the attempt may be repeated."""
+    error: the client has none of it yet, so the attempt may be repeated. `fails`: one of them may be an error, or have
+    a name."""
     ready = b""
     for event in split(several):
-        failure = error_payload(event)
+        failure = error_payload(event) if fails else None
         if failure is not None:
             return ready if committed else b"", held, failure, False
         if not (committed or ready):
@@ -244,16 +243,24 @@ def _sift(held: bytes, several: bytes, *, committed: bool) -> tuple[bytes, bytes
                 held += event
                 continue
         ready, held = ready + held + event, b""
-        if is_done(event):
+        if (fails or DONE in event) and is_done(event):
             return ready, held, None, True
     return ready, held, None, False
 
 
 def _says_nothing(events: bytes) -> bool:
     """Whether they are an answer without a choice, as a stage gives that is being ended."""
-    return all(b'"choices":[]' in event or is_opening(event) or event == DONE_EVENT for event in split(events)) and (
-        events != DONE_EVENT
-    )
+    every = split(events)
+    empty = all(is_opening(event) or data_of(event) == DONE or _has_no_choice(event) for event in every)
+    return empty and data_of(every[0]) != DONE
+
+
+def _has_no_choice(event: bytes) -> bool:
+    try:
+        answer = strict_json.decode(data_of(event))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(answer, dict) and answer.get("choices") == []
 
 
 def _status_in(payload: bytes) -> int:

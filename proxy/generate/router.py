@@ -1,53 +1,71 @@
-"""Pick the instances of one attempt, and wait for a missing role: the table meets the policies here.
+"""Plans for requests over the instances of one table, and the wait for a missing role: `proxy/routing/plan.py` meets
+the table here.
 
-Every instance that takes prompts (a head: P, EP, PD, EPD) competes with every other one, whatever its kind: loads of
-heads are all prompt tokens. Whether a request's items are encoded apart follows from the head, not from the layout, and
-is decided twice: before the encode step by where the request would go (`encodes_apart`), and by the route itself, which
-prefers heads for which the items are ready (`Job.features`).
+A request is planned once, when it is about to go to the stages: then nothing of what the plan goes by is stale. Where
+heads that encode for themselves stand beside others, it is planned before its items are encoded as well, since who
+encodes follows from where it goes; that plan stands unless something is waited for meanwhile. Every further plan has a
+reason, which `epd-serve why` tells.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from epd_serve.errors import NoInstanceError
 from epd_serve.instances import IncarnationId
 from epd_serve.roles import Role
-from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
 from proxy.registry.instance_state import Lease, Work
 from proxy.registry.prefix_index import Known
 from proxy.registry.table import InstanceTable
-from proxy.routing.paths import Path, paths
-from proxy.routing.policy import (
-    POLICIES,
-    Candidate,
-    Placement,
-    burden,
-    first_token,
-    least_loaded,
-    left_of,
-    most_cached,
-    preferred,
-    with_neighbours,
-)
+from proxy.routing.paths import Path
+from proxy.routing.plan import Flags, Pick, Plan, Question, View, make_plan, ways
+from proxy.routing.policy import Placement
 from proxy.stages.job import Job
 
-Flags = tuple[str, ...] | None
-"""`Instance.answer_flags`, or None for any."""
+STANDS_S = 0.05
+"""For how long a plan stands whose instances are not counted as busy yet."""
+
+
+class Needs(Struct, frozen=True):
+    """What a plan has to heed beside the request itself.
+
+    Attributes:
+        avoid: incarnations at which it has failed.
+        flags: `Instance.answer_flags` of who decodes, where an answer goes on; None for any.
+        ahead: its items are being encoded.
+    """
+
+    avoid: Collection[IncarnationId] = ()
+    flags: Flags = None
+    ahead: bool = False
+
+
+class Made(Struct, frozen=True):
+    """A plan: why and when it was made, and for which prompt."""
+
+    plan: Plan
+    because: str
+    at: float
+    placement: Placement
+    known: Known
 
 
 class Route(Struct, frozen=True):
-    """The instances of one attempt, already counted as busy. Whoever holds it releases it."""
+    """The instances of one attempt, already counted as busy. Whoever holds it releases it.
+
+    Attributes:
+        decode_waits: D is to be called when the first item is encoded.
+    """
 
     path: Path
     prefill: Lease | None
     decode: Lease
+    decode_waits: bool = False
 
     def release(self) -> None:
         self.decode.release()
@@ -55,207 +73,130 @@ class Route(Struct, frozen=True):
             self.prefill.release()
 
 
-class _HeadChoice(Struct, frozen=True):
-    """One head that a request can go to, and what comes with it.
-
-    Attributes:
-        head: as the policy sees it: encoding that the request has to wait for first counts as load of its own.
-        tail: who decodes, where the head does not.
-        tails: among whom that one was chosen.
-        rank: what speaks against it, before any load.
-    """
-
-    path: Path
-    head: Candidate
-    tail: Candidate | None
-    tails: Sequence[Candidate]
-    rank: tuple[int, ...]
-
-
-class _Prompt(Struct, frozen=True):
-    """The prompt that is to be placed, and what is cached of it where."""
-
-    placement: Placement
-    known: Known
-
-    def seen_by(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """`candidates` with what each has cached of it."""
-        held = self.known.held
-        if not held:
-            return candidates
-        return [
-            replace(one, cached=float(tokens)) if (tokens := held.get(one.incarnation_id)) else one
-            for one in candidates
-        ]
-
-
 class Router:
-    """Routes over the instances of one table.
+    """Plans over the instances of one table.
 
     Args:
         policy: name of the one that chooses (`proxy/routing/policy.py`).
+        overlap: whether D waits for a tower that shares cores with it (`auto`).
     """
 
     def __init__(
-        self, table: InstanceTable, metrics: Metrics, *, instance_wait_s: float, policy: str = "first-token"
+        self,
+        table: InstanceTable,
+        metrics: Metrics,
+        *,
+        instance_wait_s: float,
+        policy: str = "first-token",
+        overlap: str = "auto",
     ) -> None:
         self._table = table
         self._metrics = metrics
         self._instance_wait_s = instance_wait_s
-        self._policy_name = policy
-        self._policy = POLICIES[policy]
-        # A decode instance answers with what another one has prefilled: there is no first token to predict.
-        self._tail_policy = most_cached if self._policy is first_token else self._policy
+        self._policy = policy
+        self._spares_towers = overlap == "auto"
         self._random = random.Random()
 
-    def encodes_apart(self, job: Job) -> bool:
-        """Whether the items of `job` are to go to encoders before it is routed: whether the head that it would go to
-        now leaves encoding to others. Nothing is counted as busy by this."""
+    def before_encoding(self, job: Job) -> tuple[bool, Made | None]:
+        """Whether the items of `job` are to go to encoders before it goes elsewhere, and the plan that says so, where
+        that follows from no less. Nothing is counted as busy by this."""
         if not job.items:
-            return False
-        live = paths(self._roles(job), multimodal=True, fused=_fused(job))
-        # Nobody is up: encode meanwhile where there is no other way; else decide when somebody is.
-        possible = live or paths(self._table.wanted, multimodal=True, fused=_fused(job))
-        ways = {path.encode for path in possible}
-        if len(ways) > 1:
-            choice = self._pick(job, (), self._prompt(job), noted=True) if live else None
-            return choice is not None and choice.path.encode
-        return True in ways
+            return False, None
+        possible = ways(Question(Placement(), _tokens_of(job), fused=_fused(job)), self._roles())
+        if len(possible) == 1:
+            return True in possible, None
+        made = self.plan(job, "it arrived")
+        if made is None or not made.plan.path.encode:
+            return False, made
+        job.record.planned(made.plan, made.because)
+        return True, None  # what is pending has changed when they are encoded
 
-    async def route(self, job: Job, *, avoid: Collection[IncarnationId] = (), like: Flags = None) -> Route:
-        """A way through the live instances, by the policy, preferring incarnations not in `avoid`. `like`: flags of who
-        decodes, where an answer goes on.
+    def take(self, job: Job, made: Made) -> Route | None:
+        """The route of a plan, if it still stands: an instance may have gone, and what it went by changes."""
+        if time.monotonic() - made.at > STANDS_S:
+            return None
+        picks = [made.plan.head] if made.plan.tail is None else [made.plan.head, made.plan.tail]
+        if not all(self._stands(pick) for pick in picks):
+            return None
+        return self._taken(job, made)
 
-        Its path may encode apart although `job.features` is None (the heads that would not are gone): then the encode
-        step comes first. Waits up to `instance_wait_s` for a missing role, and as long as a pause takes. Raises
-        NoInstanceError after that.
+    async def route(self, job: Job, because: str, needs: Needs = Needs()) -> Route:
+        """The route of a new plan, as `plan` makes it. Waits up to `instance_wait_s` for a missing role, and as long as
+        a pause takes. Raises NoInstanceError after that.
         """
         now = self._table.pause.now
         until = now() + self._instance_wait_s
-        prompt = self._prompt(job)
         since, missing = time.monotonic(), ""
-        while (choice := self._pick(job, avoid, prompt, like, noted=True)) is None:
+        while (made := self.plan(job, because, needs)) is None:
             if (left_s := until - now()) <= 0:
                 job.record.took("waited", since, missing=missing)
-                missing = ", ".join(self._table.missing()) or "an instance"
-                raise NoInstanceError(f"no live instance: {missing} is missing; try again later")
-            missing = missing or ", ".join(self._table.missing()) or "an instance"
+                raise NoInstanceError(f"no live instance: {self._missing()} is missing; try again later")
+            missing = missing or self._missing()
             await self._table.changed(left_s)
         if missing:
             job.record.took("waited", since, missing=missing)
-        left = left_of(prompt.placement.cost, choice.head)
-        self._count(prompt, choice)
-        if choice.tail is None:
-            return Route(choice.path, None, self._table.acquire(choice.head.id, Work.DECODE, left))
-        prefill = self._table.acquire(choice.head.id, Work.PREFILL, left)
-        return Route(choice.path, prefill, self._table.acquire(choice.tail.id, Work.DECODE))
+        return self._taken(job, made)
 
-    def _count(self, prompt: _Prompt, choice: _HeadChoice) -> None:
-        tokens = {"all": prompt.placement.cost, "known": prompt.known.tokens, "prefill": choice.head.cached}
-        if choice.tail is not None:
-            tokens["decode"] = choice.tail.cached
-        for which, count in tokens.items():
-            self._metrics.prefix_tokens.labels(which).inc(count)
-
-    def has_alternative(self, job: Job, *, avoid: Collection[IncarnationId], like: Flags = None) -> bool:
-        """True when an attempt that touches no incarnation in `avoid` is possible right now."""
-        choice = self._pick(job, avoid, self._prompt(job), like)
-        return choice is not None and not any(
-            part is not None and part.incarnation_id in avoid for part in (choice.head, choice.tail)
-        )
-
-    def _prompt(self, job: Job) -> _Prompt:
+    def plan(self, job: Job, because: str, needs: Needs = Needs()) -> Made | None:
+        """A plan through what is live now, None where a role is missing. Nothing is counted as busy by it. `because`:
+        why it is made."""
         known = self._table.prefixes.known(job.prompt.nodes)
         # The beginning that is known is counted, the rest estimated.
         tokens = known.tokens + job.prompt.tokens_after[known.node] if known.tokens else job.tokens
-        return _Prompt(Placement(max(tokens, 1.0), self._random.getrandbits(32)), known)
+        placement = Placement(max(tokens, 1.0), self._random.getrandbits(32))
+        items, encoded = _tokens_of(job), job.features is not None
+        question = Question(placement, items, encoded, _fused(job), needs.avoid, needs.flags, needs.ahead)
+        plan = make_plan(question, self._view(question, known), self._policy)
+        return None if plan is None else Made(plan, because, time.monotonic(), placement, known)
 
-    def _pick(
-        self,
-        job: Job,
-        avoid: Collection[IncarnationId],
-        prompt: _Prompt,
-        like: Flags = None,
-        *,
-        noted: bool = False,
-    ) -> _HeadChoice | None:
-        """`noted`: the request goes by it."""
-        choices = self._choices(job, avoid, prompt, like)
-        if not choices:
-            return None
-        chosen = choices[0]
-        if len(choices) > 1:
-            fittest = min(choice.rank for choice in choices)
-            compared = [choice for choice in choices if choice.rank == fittest]
-            head = self._policy([choice.head for choice in compared], prompt.placement)
-            chosen = next(choice for choice in compared if choice.head is head)
-        if noted:
-            self._note(job, choices, chosen, prompt.placement)
-        return chosen
+    def _missing(self) -> str:
+        return ", ".join(self._table.missing()) or "an instance"
 
-    def _note(self, job: Job, choices: Sequence[_HeadChoice], chosen: _HeadChoice, placement: Placement) -> None:
-        job.record.chose(
-            "prompt",
-            self._policy_name,
-            placement.cost,
-            [choice.head for choice in choices],
-            [chosen.head.id],
-            paths=[choice.path.name for choice in choices],
-            ranks=[choice.rank for choice in choices],
-        )
-        if chosen.tail is not None:
-            policy = self._policy_name
-            if self._tail_policy is most_cached:
-                policy = "most-cached" if any(one.cached for one in chosen.tails) else "least-loaded"
-            job.record.chose("decode", policy, 1.0, chosen.tails, [chosen.tail.id])
+    def _view(self, question: Question, known: Known) -> View:
+        """What the question needs: of encoders only that they are there, unless it is open who encodes."""
+        table = self._table
+        idle = () if question.undecided else (Role.E,)
+        live = {role: () if role in idle else table.live(role) for role in table.live_roles()}
+        flags = {}
+        if question.flags is not None:
+            flags = {one.id: table.instance(one.id).answer_flags for its in live.values() for one in its}
+        cached = {incarnation_id: float(tokens) for incarnation_id, tokens in known.held.items()}
+        shares = question.ahead and self._spares_towers and self._tower_shares_cores()
+        return View(live, table.wanted, cached, flags, tower_shares_cores=shares)
 
-    def _choices(self, job: Job, avoid: Collection[IncarnationId], prompt: _Prompt, like: Flags) -> list[_HeadChoice]:
-        """Every live head that the job can go to, and of each kind with which tail."""
-        undecided = bool(job.items) and job.features is None
-        encoders = self._table.live(Role.E) if undecided else ()
-        choices = []
-        for path in paths(self._roles(job), multimodal=bool(job.items), fused=_fused(job)):
-            tails = preferred(prompt.seen_by(self._alike(path.tail, like)), avoid) if path.tail is not None else ()
-            if path.tail is not None and not tails:
-                continue
-            tail = self._tail_policy(tails, replace(prompt.placement, cost=1.0)) if tails else None
-            for head in prompt.seen_by(self._alike(path.head, like if path.tail is None else None)):
-                rank = (
-                    burden(head, avoid) + (burden(tail, avoid) if tail is not None else 0),
-                    int(job.features is not None and not path.encode),
-                    int(path.encode and undecided and not encoders),
-                )
-                if undecided:
-                    head = _with_encoding(head, job.items, encoders if path.encode else ())
-                choices.append(_HeadChoice(path, head, tail, tails, rank))
-        return choices
+    def _tower_shares_cores(self) -> bool:
+        """Whether encoders compute on cores on which others would prepare a request. One who prepares has a core beside
+        it."""
+        live = [self._table.instance(one.id) for role in Role for one in self._table.live(role)]
+        on_cores = [one for one in live if one.cpu_cores]
+        encoders = [one.computes_on for one in on_cores if one.role.sends_features]
+        others = [one.computes_on for one in on_cores if one.role.takes_features]
+        return any(cores & theirs for cores in encoders for theirs in others)
 
-    def _alike(self, role: Role, like: Flags) -> Sequence[Candidate]:
-        """Those that are live, of these flags where they matter."""
-        live = self._table.live(role)
-        if like is None:
-            return live
-        return [one for one in live if self._table.instance(one.id).answer_flags == like]
+    def _roles(self) -> View:
+        """Who there is, and no more than that."""
+        return View(dict.fromkeys(self._table.live_roles(), ()), self._table.wanted)
 
-    def _roles(self, job: Job) -> frozenset[Role]:
-        """Those of live instances. E counts as live while one is wanted: the encode step itself copes with none
-        being up."""
-        roles = self._table.live_roles()
-        return roles | self._table.wanted & {Role.E} if job.items else roles
+    def _stands(self, pick: Pick) -> bool:
+        return self._table.is_up(pick.chosen.id) and self._table.is_alive(*pick.chosen.incarnation_id)
+
+    def _taken(self, job: Job, made: Made) -> Route:
+        plan, table = made.plan, self._table
+        job.record.planned(plan, made.because)
+        tokens = {"all": made.placement.cost, "known": made.known.tokens, "prefill": plan.head.chosen.cached}
+        if plan.tail is not None:
+            tokens["decode"] = plan.tail.chosen.cached
+        for which, count in tokens.items():
+            self._metrics.prefix_tokens.labels(which).inc(count)
+        if plan.tail is None:
+            return Route(plan.path, None, table.acquire(plan.head.chosen.id, Work.DECODE, plan.left))
+        prefill = table.acquire(plan.head.chosen.id, Work.PREFILL, plan.left)
+        return Route(plan.path, prefill, table.acquire(plan.tail.chosen.id, Work.DECODE), plan.decode_waits)
+
+
+def _tokens_of(job: Job) -> tuple[float, ...]:
+    return tuple([item.tokens for item in job.items])
 
 
 def _fused(job: Job) -> bool:
     return job.request.needs_fused is not None
-
-
-def _with_encoding(head: Candidate, items: Sequence[LoadedItem], encoders: Sequence[Candidate]) -> Candidate:
-    """`head` with the encoding that the request has to wait for first as load of its own: at the head itself, or shared
-    by `encoders` and behind what the first of them to be done has to do, in the head's time where both speeds are
-    known."""
-    tokens = sum(item.tokens for item in items)
-    if encoders:
-        encoder = least_loaded(with_neighbours(encoders, tokens / min(len(items), len(encoders))))
-        tokens = encoder.load + tokens / min(len(items), len(encoders))
-        if head.rate > 0 and encoder.rate > 0:
-            tokens *= head.rate / encoder.rate
-    return replace(head, load=head.load + tokens)

@@ -34,7 +34,7 @@ from proxy.generate.delivery import (
 )
 from proxy.generate.migration import MigrationPace, Way, way_on, why_not
 from proxy.generate.relay import Client
-from proxy.generate.router import Flags, Route, Router
+from proxy.generate.router import Made, Needs, Route, Router
 from proxy.generate.token_history import HistoryRoom, TokenHistory
 from proxy.metrics import Metrics
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
@@ -54,14 +54,21 @@ REPROBE_S = 1.0
 
 
 class _Progress(Struct):
-    """Where a request stands between two attempts. `history`: what its client has of a stream. `encoding`: under way;
-    an attempt goes ahead of it."""
+    """Where a request stands between two attempts.
+
+    Attributes:
+        history: what its client has of a stream.
+        encoding: under way; an attempt goes ahead of it.
+        made: the next attempt's plan, unless it is out of date by then. because: why a next plan is made.
+    """
 
     job: Job
     delivery: Delivery
     history: TokenHistory
     prompt_tokens: float
     encoding: Encoding | None = None
+    made: Made | None = None
+    because: str = "it arrived"
     avoid: set[IncarnationId] = set()
     failures: int = 0
     probing_until: float | None = None
@@ -69,9 +76,10 @@ class _Progress(Struct):
     doubted: bool = False  # an attempt failed with nobody saying that a feature was missing
 
     @property
-    def like(self) -> Flags:
-        """Flags of those who can decode it."""
-        return self.history.flags if self.history.begun else None
+    def needs(self) -> Needs:
+        """What its next plan has to heed."""
+        flags = self.history.flags if self.history.begun else None
+        return Needs(self.avoid, flags, ahead=self.encoding is not None)
 
     def went_well(self) -> None:
         """Its last attempt gave the client something: what failed before counts no more."""
@@ -107,7 +115,7 @@ class GenerateStep:
         self._history_room = HistoryRoom(settings.migration)
         self._pace = MigrationPace(settings.migration)
 
-    async def run(self, job: Job, sink: ClientSink, encoding: Encoding | None = None) -> None:
+    async def run(self, job: Job, sink: ClientSink, encoding: Encoding | None = None, made: Made | None = None) -> None:
         """Attempt until one succeeds, the client has its first byte, or the retries are used up.
 
         Retries are paid for from the budget of the whole proxy, and an instance that was too slow is not asked again.
@@ -119,10 +127,11 @@ class GenerateStep:
         Args:
             encoding: of the job's items, where it has begun. The first attempt goes ahead of its end if that is of use
                 (`proxy/encode/encoding.py`); what comes of that attempt, the next one follows the end.
+            made: the first attempt's plan, where there is one already.
         """
         history = TokenHistory(self._history_room, why_not=why_not(job.request))
         sink.goes_on = lambda: history.goes_on
-        progress = _Progress(job, first_delivery(job, self._settings), history, job.tokens, encoding)
+        progress = _Progress(job, first_delivery(job, self._settings), history, job.tokens, encoding, made)
         try:
             await self._run(progress, sink)
         finally:
@@ -143,7 +152,7 @@ class GenerateStep:
             await _stay_apart(progress)
             job.watched.check()  # other copies may have been tried meanwhile
             await job.passed.to_stages()  # to wait, to encode after all, or again, is to give the place back
-            route = await self._router.route(progress.job, avoid=progress.avoid, like=progress.like)
+            route = await self._planned(progress)
             # An instance that encodes for itself takes the media, and nothing but the media.
             delivery = progress.delivery if route.path.encode else Delivery.PIXELS
             failure, shared = None, False
@@ -153,8 +162,9 @@ class GenerateStep:
                     if self._may_run(progress, route) and await self._answered(progress, delivery, route, sink):
                         return
                 except (StageError, StageRefusal) as error:
-                    stage = error.stage if isinstance(error, StageError) else route.decode.instance.id
-                    job.record.failed("failed", error, stage, s=time.monotonic() - began, delivery=delivery.value)
+                    job.record.failed(
+                        "failed", error, _stage_of(error, route), s=time.monotonic() - began, delivery=delivery.value
+                    )
                     if sink.committed and history.begun:
                         history.fold()
                     if not sink.repeatable:
@@ -166,6 +176,7 @@ class GenerateStep:
                     route.release()
             went_ahead = progress.encoding is not None
             if failure is not None and history.answers != before:
+                progress.because = _reason(failure, route)
                 if await self._moves(progress, failure, route, sink):
                     return
                 continue
@@ -173,6 +184,7 @@ class GenerateStep:
                 await self._encoded(progress)
             if failure is None:
                 continue
+            progress.because = _reason(failure, route)
             job.watched.check()
             if isinstance(failure, StageFault) and delivery is Delivery.PIXELS:  # else it may be about a lost feature
                 self._judge(progress, failure, route)
@@ -180,10 +192,16 @@ class GenerateStep:
                 progress, delivery, failure, route, went_ahead=went_ahead
             ):
                 continue
-            pause_s = self._retry_pause_s(progress, failure, route, shared_death=shared)
-            if not self._router.has_alternative(progress.job, avoid=progress.avoid, like=progress.like):
+            if pause_s := self._retry_pause_s(progress, failure, route, shared_death=shared):
                 # The same instance again: after the launcher's word about it, or a little later.
                 await self._table.changed(pause_s * random.uniform(0.5, 1.0))
+
+    async def _planned(self, progress: _Progress) -> Route:
+        """The next attempt's route: by the plan that there is, or by a new one."""
+        made, progress.made = progress.made, None
+        if made is not None and (route := self._router.take(progress.job, made)) is not None:
+            return route
+        return await self._router.route(progress.job, progress.because, progress.needs)
 
     async def _moves(
         self, progress: _Progress, failure: StageError | StageRefusal, route: Route, sink: ClientSink
@@ -238,21 +256,14 @@ class GenerateStep:
         if any(encoder.full for encoder in self._table.live(Role.E)) or not job.passed.goes_ahead():
             return False
         progress.job, progress.delivery = known, Delivery.METADATA
+        progress.because = "its items are being encoded"
         return True
-
-    def _tower_shares_cores(self) -> bool:
-        """Whether encoders compute on cores on which others would prepare a request: their tower, which all wait for,
-        would wait for those. One who prepares has a core beside it."""
-        live = [self._table.instance(one.id) for role in Role for one in self._table.live(role)]
-        on_cores = [one for one in live if one.cpu_cores]
-        encoders = [one.computes_on for one in on_cores if one.role.sends_features]
-        others = [one.computes_on for one in on_cores if one.role.takes_features]
-        return any(cores & theirs for cores in encoders for theirs in others)
 
     async def _encoded(self, progress: _Progress) -> None:
         """The encoding's end; where none has begun, since whoever would have encoded it itself is gone, all of it."""
         encoding, progress.encoding = progress.encoding, None
         progress.job = await (encoding.finished() if encoding is not None else self._encode.run(progress.job))
+        progress.because = "its items are encoded"
         progress.delivery = first_delivery(progress.job, self._settings)
 
     def _may_run(self, progress: _Progress, route: Route) -> bool:
@@ -289,13 +300,11 @@ class GenerateStep:
         history: TokenHistory,
         encoding: Encoding | None = None,
     ) -> None:
-        """`encoding`: under way. Where its tower shares cores with others, D prepares the request when it is through
-        with the first item: P needs D no sooner, and the tower needs the cores."""
+        """`encoding`: under way."""
         if job.items and route.path.encode:
             self._metrics.deliveries.labels(delivery.value).inc()
         base = delivered(job, delivery, self._settings) if route.path.encode else job.base
-        waits = encoding is not None and self._settings.overlap == "auto" and self._tower_shares_cores()
-        before_decode = encoding.first_stored if waits and encoding is not None else None
+        before_decode = encoding.first_stored if route.decode_waits and encoding is not None else None
         await self._attempt.run(job, base, route, sink, history, before_decode)
 
     def _shares_death(self, stay: Stay, failure: EpdError, route: Route) -> bool:
@@ -306,7 +315,7 @@ class GenerateStep:
         incarnation_id = _incarnation_of(failure, route)
         if not isinstance(failure, StageDied) and self._table.is_alive(*incarnation_id):
             return False
-        return stay.died(incarnation_id, ago_s=failure.ago_s if isinstance(failure, StageDied) else 0.0)
+        return stay.body.died(stay, incarnation_id, ago_s=failure.ago_s if isinstance(failure, StageDied) else 0.0)
 
     def _judge(self, progress: _Progress, fault: StageFault, route: Route) -> None:
         """Raises FaultyBody where another live instance failed with the same words."""
@@ -316,10 +325,13 @@ class GenerateStep:
             raise faulty_body(fault)
 
     def _retry_pause_s(self, progress: _Progress, failure: EpdError, route: Route, *, shared_death: bool) -> float:
-        """Count a failure; how long to wait where the same instance is to be tried. Raises it if it was the last."""
+        """Count a failure, and plan again; how long to wait where the same instance is to be tried. Raises the failure
+        if it was the last."""
         if not isinstance(failure, StageError) or not failure.retryable:
             raise failure
         progress.avoid.add(_incarnation_of(failure, route))
+        made = self._router.plan(progress.job, progress.because, progress.needs)
+        clear = made is not None and made.plan.clear
         timeouts = self._settings.timeouts
         if isinstance(failure, StageUnreachable):
             now = asyncio.get_running_loop().time()
@@ -329,9 +341,7 @@ class GenerateStep:
             progress.failures += not shared_death
             give_up = not self._settings.retries or progress.failures > self._settings.retries
             pause_s = BACKOFF_S * max(1, progress.failures)
-            if isinstance(failure, StageTimeout) and not self._router.has_alternative(
-                progress.job, avoid=progress.avoid, like=progress.like
-            ):
+            if isinstance(failure, StageTimeout) and not clear:
                 give_up = True
             if not give_up and not self._budget.withdraw(time.monotonic()):
                 self._metrics.retries_refused.inc()
@@ -342,7 +352,10 @@ class GenerateStep:
         logger.warning("request %s: %s; trying again", progress.job.id, failure.message)
         self._metrics.retries.labels(failure.stage).inc()
         progress.job.record.again("retry", stage=failure.stage, failures=progress.failures, of="attempt")
-        return pause_s
+        if not clear:
+            return pause_s
+        progress.made = made
+        return 0.0
 
     async def _step_down(
         self, progress: _Progress, delivery: Delivery, failure: EpdError, route: Route, *, went_ahead: bool
@@ -415,6 +428,15 @@ def _cut(scope: CancelScope[str], sink: ClientSink) -> None:
 
 def _instances_of(route: Route) -> list[Instance]:
     return [lease.instance for lease in (route.decode, route.prefill) if lease is not None]
+
+
+def _stage_of(failure: EpdError, route: Route) -> str:
+    return failure.stage if isinstance(failure, StageError) else route.decode.instance.id
+
+
+def _reason(failure: EpdError, route: Route) -> str:
+    """Why there is a next plan, without the words of a stage, which may quote the request."""
+    return f"{_stage_of(failure, route)}: {failure.code or type(failure).__name__}"
 
 
 def _incarnation_of(failure: StageError, route: Route) -> IncarnationId:

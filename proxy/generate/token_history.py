@@ -14,13 +14,10 @@ from typing import Any
 import msgspec
 
 from proxy.config.limits import MigrationLimits
-from proxy.stages.sse import BLANK_LINE, is_comment, split
+from proxy.stages.sse import data_of, is_comment, split
 
 FOLD_BYTES = 32 << 10
 """Of events, before they are read: some 120 tokens, 0.2 ms. Each stream counts as so many bytes from its beginning."""
-
-FIELD = b"data: "
-COMMENT = BLANK_LINE + b":"
 
 Channel = str | tuple[int, str]
 """Where text stands: a name in a chat's delta or `text` of a completion; of a tool call its index, and `name` or
@@ -50,7 +47,6 @@ class TokenHistory:
         flags: of the stages that can go on (`Instance.answer_flags`). prompt: digest of the prompt's ids, or None.
         answers: attempts of whose decoding stage the client has something. migrations: how often another stage went
             on, or was to. last_at: `time.monotonic` of the last event.
-        holder: of what events of a token say: `"delta":` or `"text":`.
         lost_at: the same of the last event of a stage that is gone, until another one has gone on.
     """
 
@@ -67,10 +63,8 @@ class TokenHistory:
         self.answers = self.migrations = 0
         self.last_at = 0.0
         self.lost_at: float | None = None
-        self.holder = b""
         self._room = room
         self._raw: list[bytes] = []
-        self._mixed = False  # with whole events
         self._raw_bytes = self._held_bytes = 0
 
     @property
@@ -80,15 +74,10 @@ class TokenHistory:
 
     def add(self, events: bytes) -> None:
         """The client has been sent these whole events, here with the ids of their tokens."""
-        self._mixed = True
-        self.add_token(events)
-
-    def add_token(self, data: bytes) -> None:
-        """The same of one event of a token, from what is behind `holder` (`proxy/generate/token_event.py`)."""
         if self.why_not:
             return
-        self._raw.append(data)
-        self._raw_bytes += len(data)
+        self._raw.append(events)
+        self._raw_bytes += len(events)
         self.last_at = monotonic()
         if self._raw_bytes > FOLD_BYTES:
             self.fold()
@@ -106,7 +95,8 @@ class TokenHistory:
             return
         pieces: dict[Channel, list[str]] = {}
         try:
-            for event in _DECODER.decode(self._json(raw)):
+            events = (data_of(one) for several in raw for one in split(several) if not is_comment(one))
+            for event in _DECODER.decode(b"[%b]" % b",".join(events)):
                 self._read(event, pieces)
         except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, _Unreadable):
             return self.give_up("its events say something that cannot be cut")
@@ -133,15 +123,6 @@ class TokenHistory:
         self._room.held_bytes -= self._held_bytes
         self._raw, self._raw_bytes, self._held_bytes = [], 0, 0
         self.tokens, self.texts = array("Q"), {}
-
-    def _json(self, raw: list[bytes]) -> bytes:
-        """What was kept, as one list: events have no line breaks in them."""
-        head = b'{"choices":[{' + self.holder
-        if self._mixed:
-            self._mixed = False
-            whole = (_objects(one) if one.startswith((FIELD, b":")) else head + one[: -len(BLANK_LINE)] for one in raw)
-            return b"[" + b",".join(one for one in whole if one) + b"]"
-        return b"[" + head + b"".join(raw)[: -len(BLANK_LINE)].replace(BLANK_LINE, b"," + head) + b"]"
 
     def _read(self, event: _Event, pieces: dict[Channel, list[str]]) -> None:
         if self.created is None:
@@ -207,12 +188,6 @@ class _Event(msgspec.Struct):
 
 
 _DECODER = msgspec.json.Decoder(list[_Event])
-
-
-def _objects(events: bytes) -> bytes:
-    if COMMENT in events or events.startswith(b":"):
-        events = b"".join(event for event in split(events) if not is_comment(event))
-    return events.removeprefix(FIELD).removesuffix(BLANK_LINE).replace(BLANK_LINE + FIELD, b",")
 
 
 def _says(choice: _Choice) -> bool:

@@ -81,7 +81,7 @@ def create_admin(
     """The application.
 
     Args:
-        key: bearer token that all but `/health` wants; "" for none, and then nothing can be changed.
+        key: bearer token that all but `/health` without a role wants; "" for none, and then nothing can be changed.
         trusted: only the operator reaches it, as a socket in a folder of mode 0700: nobody is asked for anything.
         more: routes that want `key`, too.
     """
@@ -99,8 +99,12 @@ def create_admin(
         check_key(request.headers, key)
 
     @app.get("/health")
-    async def health() -> Response:
-        return JSONResponse({"status": "ok"})
+    async def health(request: Request, role: str | None = None) -> Response:
+        if role is None:
+            return JSONResponse({"status": "ok"})
+        check(request)
+        code, body = status.health_of(role, table)
+        return JSONResponse(body, code)
 
     @app.get("/instances")
     async def instances(request: Request) -> Response:

@@ -109,8 +109,14 @@ def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
         return JSONResponse({"status": "alive"})
 
     @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         code, body = readiness().health()
+        if (role := request.query_params.get("role")) is not None:
+            pipeline.callers.tenant_of(request.headers)  # it tells of the status table
+            if not settings.observed:
+                raise NotFoundError("/health?role is answered by the admin listener.", param="role", code="unknown_url")
+            if not pipeline.drain.announced:
+                code, body = status.health_of(role, table)
         return JSONResponse(body, code)
 
     @app.get("/ready")

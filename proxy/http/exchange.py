@@ -104,9 +104,10 @@ class Exchange:
         if self._settings.otlp_traces_endpoint:
             record.trace = TraceContext.of(headers.get("traceparent", ""), headers.get("tracestate", ""))
         explained = self._settings.explain and is_explained(headers)
+        id_headers = ("x-request-id", "request-id") if self._endpoint.is_anthropic else ("x-request-id",)
         sink = ClientSink(
             send,
-            {"x-request-id": named or self._id},
+            dict.fromkeys(id_headers, named or self._id),
             record.headers if explained else dict,
             gap_limit_s=self._settings.slo.limits_s[1],
             content=DELTA if self._endpoint is Endpoint.RESPONSES else CHOICE,

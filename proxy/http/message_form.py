@@ -207,7 +207,7 @@ class _Stream:
                 yield from self._close()
                 self._call, self._arguments = call.index, ""
                 yield self._open({"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}})
-            if call.function.arguments and self._kind == "tool_use":
+            if call.function.arguments and call.index == self._call and self._kind == "tool_use":
                 self._arguments += call.function.arguments
                 yield self._delta(type="input_json_delta", partial_json=call.function.arguments)
 

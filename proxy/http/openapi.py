@@ -71,7 +71,7 @@ def document(settings: ProxySettings, version: str) -> Json:
     paths["/v1/models"] = {"get": _get("listModels", "Models of this server.", "Models", secured=secured)}
     paths["/v1/models/{model}"] = {"get": _model(secured)}
     paths["/live"] = {"get": _get("getLive", "Answers while the process does.", "Live")}
-    paths["/health"] = {"get": _probe("getHealth", "Whether any request is served.", "Health")}
+    paths["/health"] = {"get": _health(secured)}
     paths["/ready"] = {"get": _ready()}
     paths["/version"] = {"get": _get("getVersion", "Version of the proxy.", "Version", secured=secured)}
     if settings.observed:
@@ -137,6 +137,21 @@ def _probe(operation: str, summary: str, schema: str) -> Json:
     probe = _get(operation, summary, schema)
     no = _json("It is not, or the server is coming to an end.", reference(schema))
     return {**probe, "responses": {**probe["responses"], "503": no}}
+
+
+def _health(secured: bool) -> Json:
+    operation = _probe("getHealth", "Whether any request is served, or an instance of a role is live.", "Health")
+    role = {
+        "name": "role",
+        "in": "query",
+        "required": False,
+        "schema": {"type": "string"},
+        "description": "Ask for a role, by llm-d's word for it: `encode`, `prefill`, `decode`, `prefill-decode`, "
+        "`encode-prefill`, `encode-prefill-decode`. Wants an API key, if there are keys; where there is an admin "
+        "listener, that one answers it.",
+    }
+    errors = _errors({404: "No such role here."}, secured=secured)
+    return {**operation, "parameters": [role], "responses": {**operation["responses"], **errors}}
 
 
 def _ready() -> Json:

@@ -209,6 +209,7 @@ SCHEMAS: Json = {
             "object": {"const": "model"},
             "created": {"type": "integer"},
             "owned_by": TEXT,
+            "role": {**TEXT, "description": "What this server is to a router before it, in llm-d's words."},
             "root": {**TEXT, "description": "The name of the model itself."},
             "max_model_len": {"type": "integer", "description": "Context length in tokens, where it is known."},
         },

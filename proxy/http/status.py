@@ -12,7 +12,7 @@ from msgspec import structs
 
 from epd_serve.errors import NotFoundError
 from epd_serve.instances import Instance
-from epd_serve.roles import Role
+from epd_serve.roles import Role, stages_of
 from epd_serve.wire import StoreReport
 from npu_ops.core_grants import CoreGrant
 from proxy.admission.drain import Drain
@@ -105,9 +105,24 @@ def _how(kind: str, live: frozenset[Role], wanted: frozenset[Role]) -> str:
     return names
 
 
+def health_of(word: str, table: InstanceTable) -> tuple[int, dict[str, Any]]:
+    """200 while a live instance runs the stages of `word`, a role as llm-d calls it: `encode`, `prefill-decode`.
+
+    Raises:
+        NotFoundError: it is no role, or none that this deployment is to have.
+    """
+    stages = stages_of(word)
+    if not stages or not any(role.runs(stages) for role in table.wanted):
+        there = ", ".join(sorted({role.word for role in table.wanted})) or "none"
+        raise NotFoundError(f"`{word}` is no role here; roles are {there}", param="role", code="unknown_role")
+    if any(role.runs(stages) for role in table.live_roles()):
+        return 200, {"status": "ok"}
+    return 503, {"status": "unavailable"}
+
+
 def models(settings: ProxySettings) -> dict[str, Any]:
-    """OpenAI's model list. All names are one model."""
-    shared: dict[str, Any] = {"object": "model", "created": STARTED, "owned_by": "epd-serve"}
+    """OpenAI's model list. All names are one model. `role`: to who routes to this server, it is a whole one."""
+    shared: dict[str, Any] = {"object": "model", "created": STARTED, "owned_by": "epd-serve", "role": Role.EPD.word}
     if settings.max_model_len is not None:
         shared["max_model_len"] = settings.max_model_len
     root = settings.identity.model
@@ -132,6 +147,7 @@ def instances(table: InstanceTable, circuits: Circuits | None = None) -> dict[st
             {
                 "id": view.instance.id,
                 "role": view.instance.role.value,
+                "labels": view.instance.role.labels,
                 "incarnation": view.instance.incarnation,
                 "devices": list(view.instance.devices),
                 "core_share": view.instance.core_share,

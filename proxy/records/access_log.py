@@ -77,7 +77,7 @@ def line_of(record: Record) -> Line:
         record.prefill,
         record.decode,
         record.attempts,
-        [Failure(stage, code) for stage, code in record.failures()],
+        [Failure(stage, code) for stage, code in record.failures],
         record.outcome,
         record.status,
         record.code,

@@ -1,58 +1,96 @@
-"""How an answer ended, read from the last bytes of it as they went to the client: why, and with how many tokens.
-
-Nothing is decoded: a whole answer may be megabytes, and what is looked for stands at its end. A key with its quotes
-cannot stand within a JSON string, where they would be escaped. Pure.
-"""
+"""How an answer ended, read from the last of it as it went to the client: why, and with how many tokens. Pure."""
 
 from __future__ import annotations
 
-import re
-from typing import NamedTuple
+import msgspec
+from msgspec import Struct
 
-LOOKED_AT_BYTES = 8 << 10
-
-_FINISH_KEY = b'"finish_reason"'
-_FINISH = re.compile(rb'"finish_reason": ?"([a-z_]{1,40})"')
-_RESPONSE_STATUS = re.compile(rb'"status": ?"(completed|incomplete|failed)"')
-_COUNTS = tuple(
-    re.compile(rb'"(?:%b)": ?(\d{1,12})' % names)
-    for names in (b"prompt_tokens|input_tokens", b"completion_tokens|output_tokens", b"cached_tokens")
-)
+DATA, BLANK_LINE = b"data:", b"\n\n"
 
 
-class AnswerEnd(NamedTuple):
+class AnswerEnd(Struct, frozen=True):
     """`finish`: OpenAI's `finish_reason`, of `/v1/responses` its `status`; "" where neither is said. Counts of tokens
     are None where the stage did not say them: of a stream, unless `stream_options.include_usage` asks for them."""
 
-    finish: str
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    cached_tokens: int | None
+    finish: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class _Choice(Struct):
+    finish_reason: str | None = None
+
+
+class _Details(Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(Struct):
+    """Of chats and completions, or of responses, which have other names for the same."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+
+
+class _Answer(Struct):
+    """A whole answer or an event of a stream; of responses the event has the answer in it."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    status: str | None = None
+    response: _Answer | None = None
+
+    @property
+    def finish(self) -> str:
+        """Of the last choice that says why it ended."""
+        for choice in reversed(self.choices):
+            if choice.finish_reason is not None:
+                return choice.finish_reason
+        return self.status or ""
+
+
+_DECODER = msgspec.json.Decoder(_Answer)
+_NOTHING = _Answer()
 
 
 def answer_end(last: bytes) -> AnswerEnd:
     """Args:
-    last: the end of the answer.
+    last: a whole answer as JSON, or the last whole events of a stream.
     """
-    last = last[-LOOKED_AT_BYTES:]
-    at = last.rfind(b'"usage":')
-    usage = last[at:] if at >= 0 else b""
-    counts = [_number(pattern, usage) for pattern in _COUNTS] if usage else [None] * len(_COUNTS)
-    return AnswerEnd(_finish(last), *counts)
+    if last.startswith(b"{"):
+        answer = _read(last)
+        return _end(answer.finish, answer.usage)
+    usage = None
+    for event in reversed(last.split(BLANK_LINE)):
+        at = event.find(DATA)
+        if at < 0 or event.endswith(b"[DONE]"):
+            continue
+        answer = _read(event[at + len(DATA) :])
+        answer = answer.response or answer
+        usage = usage or answer.usage
+        if finish := answer.finish:
+            return _end(finish, usage)
+    return _end("", usage)
 
 
-def _finish(last: bytes) -> str:
-    """Of the last choice that says why it ended."""
-    if (at := last.rfind(_FINISH_KEY)) >= 0:
-        while at >= 0:
-            if (match := _FINISH.match(last, at)) is not None:
-                return match[1].decode()
-            at = last.rfind(_FINISH_KEY, 0, at)
-        return ""
-    matches = _RESPONSE_STATUS.findall(last)
-    return matches[-1].decode() if matches else ""
+def _read(data: bytes) -> _Answer:
+    """What it says of its end; nothing where it is no answer."""
+    try:
+        return _DECODER.decode(data)
+    except msgspec.MsgspecError:
+        return _NOTHING
 
 
-def _number(pattern: re.Pattern[bytes], usage: bytes) -> int | None:
-    matches = pattern.search(usage)
-    return int(matches[1]) if matches is not None else None
+def _end(finish: str, usage: _Usage | None) -> AnswerEnd:
+    if usage is None:
+        return AnswerEnd(finish)
+    if usage.prompt_tokens is None:
+        prompt, completion, details = usage.input_tokens, usage.output_tokens, usage.input_tokens_details
+    else:
+        prompt, completion, details = usage.prompt_tokens, usage.completion_tokens, usage.prompt_tokens_details
+    return AnswerEnd(finish, prompt, completion, details.cached_tokens if details is not None else None)

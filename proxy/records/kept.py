@@ -13,9 +13,11 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from proxy.config.limits import RecordLimits
 from proxy.records.record import Record
@@ -27,11 +29,12 @@ OWN_BYTES = 300
 SERIOUS = (408, 422, 429)
 """Statuses below 500 that say more of this server than of the request."""
 
+Ones = TypeVar("Ones", "deque[Kept]", "list[Kept]")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
 
 
-class Kept(NamedTuple):
+class Kept(Struct, frozen=True, order=True):
     """One that has ended. `ended`: seconds since the epoch. `number`: in order of ending, which tells equals apart."""
 
     total_s: float
@@ -42,10 +45,7 @@ class Kept(NamedTuple):
     tenant: str
     failed: bool
     packed: bytes
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.packed) + OWN_BYTES
+    size_bytes: int
 
     def record(self) -> Record:
         return _decoder.decode(self.packed)
@@ -55,18 +55,16 @@ class KeptRecords:
     """Of one process."""
 
     def __init__(self, limits: RecordLimits) -> None:
-        self._newest = _Share(limits.requests - 2 * (limits.requests // 4), limits.size_bytes // 2)
-        self._failed = _Share(limits.requests // 4, limits.size_bytes // 4)
-        self._slow = _Share(limits.requests // 4, limits.size_bytes // 4)
-        self._newest_ones: deque[Kept] = deque()
-        self._failed_ones: deque[Kept] = deque()
-        self._slow_ones: list[Kept] = []  # a heap: the fastest first
+        quarter, quarter_bytes = limits.requests // 4, limits.size_bytes // 4
+        self._newest = _Share(limits.requests - 2 * quarter, limits.size_bytes // 2, deque[Kept]())
+        self._failed = _Share(quarter, quarter_bytes, deque[Kept]())
+        self._slow = _Share(quarter, quarter_bytes, list[Kept]())  # a heap: the fastest first
         self._none_ended_before = math.inf  # of the slow ones: until then none is to be forgotten
         self._numbers = itertools.count()
         self._none = not limits.requests or not limits.size_bytes
 
     def __len__(self) -> int:
-        return self._newest.count + self._failed.count + self._slow.count
+        return sum(len(share.ones) for share in (self._newest, self._failed, self._slow))
 
     @property
     def size_bytes(self) -> int:
@@ -74,83 +72,76 @@ class KeptRecords:
 
     def __iter__(self) -> Iterator[Kept]:
         """In no order."""
-        return itertools.chain(self._newest_ones, self._failed_ones, self._slow_ones)
+        return itertools.chain(self._newest.ones, self._failed.ones, self._slow.ones)
 
     def add(self, record: Record) -> None:
         """It has ended."""
         if self._none:
             return
-        ended = record.began + record.total_s
         packed = _encoder.encode(record)
         one = Kept(
             record.total_s,
             next(self._numbers),
-            ended,
+            record.began + record.total_s,
             record.id,
             record.client_id,
             record.tenant,
             is_failed(record),
             packed,
+            len(packed) + OWN_BYTES,
         )
-        self._newest_ones.append(one)
-        self._newest.add(one)
-        while self._newest.is_over:
-            self._newest.remove(old := self._newest_ones.popleft())
-            if old.failed:
-                self._keep_failed(old)
-            else:
-                self._keep_slow(old, ended)
-
-    def _keep_failed(self, one: Kept) -> None:
-        self._failed_ones.append(one)
-        self._failed.add(one)
-        while self._failed.is_over:
-            self._failed.remove(self._failed_ones.popleft())
+        newest, failed = self._newest, self._failed
+        newest.ones.append(one)
+        newest.size_bytes += one.size_bytes
+        while newest.is_over():
+            old = newest.ones.popleft()
+            newest.size_bytes -= old.size_bytes
+            if not old.failed:
+                self._keep_slow(old, one.ended)
+                continue
+            failed.ones.append(old)
+            failed.size_bytes += old.size_bytes
+            while failed.is_over():
+                failed.size_bytes -= failed.ones.popleft().size_bytes
 
     def _keep_slow(self, one: Kept, now: float) -> None:
-        heap, share = self._slow_ones, self._slow
-        if share.would_be_over(one) and heap and one.total_s <= heap[0].total_s and heap[0].ended > now - SLOW_FOR_S:
+        slow = self._slow
+        heap = slow.ones
+        if slow.is_over(one) and heap and one.total_s <= heap[0].total_s and heap[0].ended > now - SLOW_FOR_S:
             return
         heapq.heappush(heap, one)
-        share.add(one)
+        slow.size_bytes += one.size_bytes
         self._none_ended_before = min(self._none_ended_before, one.ended)
-        if share.is_over:
+        if slow.is_over():
             if self._none_ended_before <= now - SLOW_FOR_S:
                 self._forget_slow(now - SLOW_FOR_S)
-            while share.is_over:
-                share.remove(heapq.heappop(self._slow_ones))
+            while slow.is_over():
+                slow.size_bytes -= heapq.heappop(slow.ones).size_bytes
 
     def _forget_slow(self, until: float) -> None:
         """Those that ended by then."""
-        for old in self._slow_ones:
-            if old.ended <= until:
-                self._slow.remove(old)
-        self._slow_ones = [one for one in self._slow_ones if one.ended > until]
-        heapq.heapify(self._slow_ones)
-        self._none_ended_before = min((one.ended for one in self._slow_ones), default=math.inf)
+        slow = self._slow
+        slow.ones = [one for one in slow.ones if one.ended > until]
+        slow.size_bytes = sum(one.size_bytes for one in slow.ones)
+        heapq.heapify(slow.ones)
+        self._none_ended_before = min((one.ended for one in slow.ones), default=math.inf)
 
 
-class _Share:
+@dataclass(slots=True)
+class _Share(Generic[Ones]):
     """One part of the room, and what is in it."""
 
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self._most, self._most_bytes = most, most_bytes
-        self.count = self.size_bytes = 0
+    most: int
+    most_bytes: int
+    ones: Ones
+    size_bytes: int = 0
 
-    def add(self, one: Kept) -> None:
-        self.count += 1
-        self.size_bytes += one.size_bytes
-
-    def remove(self, one: Kept) -> None:
-        self.count -= 1
-        self.size_bytes -= one.size_bytes
-
-    @property
-    def is_over(self) -> bool:
-        return self.count > self._most or self.size_bytes > self._most_bytes
-
-    def would_be_over(self, one: Kept) -> bool:
-        return self.count + 1 > self._most or self.size_bytes + one.size_bytes > self._most_bytes
+    def is_over(self, more: Kept | None = None) -> bool:
+        """Whether there is too much in it, or would be with one more."""
+        count, size_bytes = len(self.ones), self.size_bytes
+        if more is not None:
+            count, size_bytes = count + 1, size_bytes + more.size_bytes
+        return count > self.most or size_bytes > self.most_bytes
 
 
 def is_failed(record: Record) -> bool:

@@ -15,6 +15,7 @@ from msgspec import Struct, field
 
 from epd_serve.errors import EpdError, RequestError
 from proxy.records.trace_context import TraceContext, new_span_id
+from proxy.routing.plan import Plan
 from proxy.routing.policy import Candidate, predictions_s
 
 MAX_EVENTS, MAX_CHOICES = 200, 24
@@ -43,7 +44,7 @@ class Choice(Struct, frozen=True, array_like=True):
         policy: which chose. cost: what the work adds, in the candidates' unit.
         candidates: who was there. paths: for each the way that the request would take, of a prompt.
         ranks: for each what spoke against it before any load, of a prompt; only those with the lowest were compared.
-        chosen: ids.
+        chosen: ids. plan: number of the plan that it is part of. because: why that one was made.
     """
 
     at_s: float
@@ -54,6 +55,8 @@ class Choice(Struct, frozen=True, array_like=True):
     chosen: Sequence[str]
     paths: Sequence[str] = ()
     ranks: Sequence[tuple[int, ...]] = ()
+    plan: int = 0
+    because: str = ""
 
     @property
     def compared(self) -> list[Candidate]:
@@ -69,8 +72,8 @@ class Choice(Struct, frozen=True, array_like=True):
         return {one.id: s for one, s in zip(compared, predictions_s(compared, self.cost), strict=True)}
 
 
-class Record(Struct):
-    """One request. Written by the task that serves it; packed as it is when it has ended.
+class Record(Struct, array_like=True):
+    """One request. Written by the task that serves it; packed as it is when it has ended, without the names of fields.
 
     Attributes:
         id: by which the stages and logs know it. client_id: its client's own name for it, or "".
@@ -85,6 +88,7 @@ class Record(Struct):
         gaps: between events of a stream with content. gaps_within: those of them within `gap_limit_s`.
         retried: something of it was done again. migrations: how often its stream went on at another instance.
         events, choices: in order; lost: how many found no place.
+        failures: instance and code of each call that failed, also where another one helped.
         trace: where it belongs in a distributed trace, where such are made.
     """
 
@@ -126,14 +130,18 @@ class Record(Struct):
     retried: bool = False
     migrations: int = 0
     lost: int = 0
+    failures: list[tuple[str, str]] = []
     trace: TraceContext | None = None
 
     # While it runs.
 
     def note(self, event: str, **details: Any) -> None:
         """`event` has happened now. A name may come again when a step is repeated."""
+        self._add(time.monotonic(), event, details)
+
+    def _add(self, now: float, event: str, details: dict[str, Any]) -> None:
         if len(self.events) < MAX_EVENTS:
-            self.events.append((time.monotonic() - self.clock, event, details))
+            self.events.append((now - self.clock, event, details))
         else:
             self.lost += 1
 
@@ -146,33 +154,49 @@ class Record(Struct):
         """`event` has come to its end now, and began at this moment of `time.monotonic`. `span`: of a call."""
         if span:
             details["span"] = span
-        self.note(event, s=time.monotonic() - since, **details)
+        now = time.monotonic()
+        details["s"] = now - since
+        self._add(now, event, details)
 
     def call_span(self) -> str:
         """An id for the span of a call of a stage that begins; "" where the trace is not wanted, or there is none."""
         return new_span_id() if self.trace is not None and self.trace.sampled else ""
 
-    def chose(
-        self,
-        work: str,
-        policy: str,
-        cost: float,
-        candidates: Sequence[Candidate],
-        chosen: Sequence[str],
-        *,
-        paths: Sequence[str] = (),
-        ranks: Sequence[tuple[int, ...]] = (),
-    ) -> None:
-        """Instances were chosen among these."""
+    def planned(self, plan: Plan, because: str) -> None:
+        """An attempt is to go by this plan."""
+        number = max((choice.plan for choice in self.choices), default=0) + 1
+        for work, pick in (("prompt", plan.head), ("decode", plan.tail)):
+            if pick is not None:
+                self._chose(
+                    Choice(
+                        time.monotonic() - self.clock,
+                        work,
+                        pick.policy,
+                        pick.cost,
+                        pick.seen,
+                        [pick.chosen.id],
+                        pick.paths,
+                        pick.ranks,
+                        number,
+                        _text(because, MAX_MESSAGE_CHARS),
+                    )
+                )
+
+    def spread(self, cost: float, encoders: Sequence[Candidate], chosen: Sequence[str]) -> None:
+        """Items of about this cost were spread over some of these."""
+        self._chose(Choice(time.monotonic() - self.clock, "encode", "earliest", cost, encoders, chosen))
+
+    def _chose(self, choice: Choice) -> None:
         if len(self.choices) < MAX_CHOICES:
-            at_s = time.monotonic() - self.clock
-            self.choices.append(Choice(at_s, work, policy, cost, candidates, chosen, paths, ranks))
+            self.choices.append(choice)
         else:
             self.lost += 1
 
     def failed(self, event: str, error: EpdError, stage: str, **details: Any) -> None:
         """A call to `stage` has failed of this. What a stage refuses it may quote: that stays out."""
         code = _text(error.code or type(error).__name__, MAX_CODE_CHARS)
+        if len(self.failures) < MAX_EVENTS:
+            self.failures.append((stage, code))
         self.note(event, stage=stage, code=code, message=_message(error), **details)
 
     def ends_in(self, error: EpdError) -> None:
@@ -208,10 +232,6 @@ class Record(Struct):
     def modality(self) -> str:
         """`text`, or what it has items of: `image`, `image+video`."""
         return "+".join(sorted(self.media)) if self.media else "text"
-
-    def failures(self) -> list[tuple[str, str]]:
-        """Instance and code of each call that failed, also where another one helped."""
-        return [(more["stage"], more["code"]) for _, name, more in self.events if name in FAILURES]
 
     @property
     def tokens_sent(self) -> int | None:
@@ -290,9 +310,6 @@ SPAN_NAMES = {
     "waited": "wait for an instance",
 }
 """What traces call everything that took time."""
-
-FAILURES = ("failed", "encode_failed")
-"""Events that are calls that failed."""
 
 
 def _message(error: EpdError) -> str:

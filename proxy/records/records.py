@@ -109,7 +109,8 @@ class Records:
         record.total_s = time.monotonic() - record.clock
         if record.status == 200 and last:
             ending = answer_end(last)
-            record.finish, record.prompt_tokens, record.completion_tokens = ending[:3]
+            record.finish = ending.finish
+            record.prompt_tokens, record.completion_tokens = ending.prompt_tokens, ending.completion_tokens
             if not record.prefill:  # for a D all that P has computed is cached
                 record.cached_tokens = ending.cached_tokens
         for sink in self.ended:

@@ -85,6 +85,8 @@ def _choice(choice: Choice) -> dict[str, Any]:
         )
     return {
         "at_s": round(choice.at_s, PLACES),
+        "plan": choice.plan or None,
+        "because": choice.because,
         "work": choice.work,
         "policy": choice.policy,
         "cost": round(choice.cost, 1),
@@ -95,7 +97,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
 
 
 def _why_not(rank: tuple[int, ...], *, suspended: bool) -> str:
-    """What spoke against a candidate before any load was looked at (`proxy/generate/router.py`)."""
+    """What spoke against a candidate before any load was looked at (`proxy/routing/plan.py`)."""
     burden, other_way, nobody_encodes = rank
     if burden >= 2:
         return "this request failed there, or at the instance that would go on after it"

@@ -1,21 +1,14 @@
-"""What requests tell Prometheus at their end: how long their phases took, by path and modality, and what went wrong.
-
-A record is counted when it has ended, in the event loop, by adding to lists. prometheus_client's own counters and
-histograms lock at every addition, which would cost more than all that is noted of a request.
-"""
+"""What requests tell Prometheus at their end: how long their phases took, by path and modality, and what went wrong."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from proxy.config.limits import Slo
-from proxy.metrics import SECONDS
+from proxy.metrics import LabelledCounter, LabelledHistogram
 from proxy.records.minute import SLO, attains, is_judged
 from proxy.records.record import Record
 
@@ -39,46 +32,46 @@ class RequestMetrics(Collector):
 
     def __init__(self, slo: Slo = SLO) -> None:
         self._slos = tuple(dict.fromkeys(slo.objectives()))  # one, where the mean judges
-        self._requests = _Counts("epd_proxy_requests", "Requests ended.", ("endpoint", "status"))
-        self._errors = _Counts(
+        self._requests = LabelledCounter("epd_proxy_requests", "Requests ended.", ("endpoint", "status"))
+        self._errors = LabelledCounter(
             "epd_proxy_errors",
             "Requests that ended in an error, by its code: refusals (429, 503), failures, and mistakes of clients.",
             ("status", "code"),
         )
-        self._failures = _Counts(
+        self._failures = LabelledCounter(
             "epd_proxy_stage_failures",
             "Calls to an instance that failed, by the error's code, also where another attempt helped.",
             ("instance", "code"),
         )
-        self._tokens = _Counts(
+        self._tokens = LabelledCounter(
             "epd_proxy_tokens",
             "Tokens of prompts, those of them that a prefix cache had, and tokens of answers, as far as stages say.",
             ("kind", *BY),
         )
-        self._phases = _Times(
+        self._phases = LabelledHistogram(
             "epd_proxy_phase_seconds",
             "How long a phase took in all of a request's life: `body` arriving, `media`, `queue`, `encode`, `prefill`. "
             "Phases overlap.",
             ("phase", *BY),
         )
-        self._ttft = _Times(
+        self._ttft = LabelledHistogram(
             "epd_proxy_ttft_seconds",
             "From the request's arrival to the first token of its stream, whichever instance that is from.",
             BY,
         )
-        self._tpot = _Times(
+        self._tpot = LabelledHistogram(
             "epd_proxy_tpot_seconds",
             "Time per token after the first, the mean of each stream, of streams of one answer.",
             BY,
-            TOKEN_SECONDS,
+            buckets=TOKEN_SECONDS,
         )
-        self._objectives = _Counts(
+        self._objectives = LabelledCounter(
             "epd_proxy_slo_requests",
             "Streamed answers, and whatever else failed of this server: whether they were within slo.ttft_s and "
             "slo.tpot_s, by the judge of their token gaps that is set (slo.judge), and by the mean.",
             ("judge", "attained"),
         )
-        self._total = _Times(
+        self._total = LabelledHistogram(
             "epd_proxy_request_seconds", "From the arrival to the end of the answer, of requests with status 200.", BY
         )
         self._codes: set[str] = set()
@@ -86,33 +79,34 @@ class RequestMetrics(Collector):
     def ended(self, record: Record) -> None:
         """Count it."""
         by = record.path or NO_PATH, record.modality
-        self._requests.add((record.endpoint, record.outcome))
+        self._requests.labels(record.endpoint, record.outcome).inc()
         if record.code:
-            self._errors.add((record.outcome, self._known(record.code)))
-        for stage, code in record.failures():
-            self._failures.add((stage, self._known(code)))
+            self._errors.labels(record.outcome, self._known(record.code)).inc()
+        for stage, code in record.failures:
+            self._failures.labels(stage, self._known(code)).inc()
         for phase, phase_s in record.phases_s().items():
-            self._phases.add((phase, *by), phase_s)
+            self._phases.labels(phase, *by).observe(phase_s)
         tokens = record.tokens_sent
         token_s = record.token_s(tokens)
         if is_judged(record):
             for slo in self._slos:
-                self._objectives.add((slo.judge, "yes" if attains(record, token_s, slo) else "no"))
+                self._objectives.labels(slo.judge, "yes" if attains(record, token_s, slo) else "no").inc()
         if record.first_byte_s is not None:
-            self._ttft.add(by, record.first_byte_s)
+            self._ttft.labels(*by).observe(record.first_byte_s)
             if token_s is not None:
-                self._tpot.add(by, token_s)
+                self._tpot.labels(*by).observe(token_s)
         if record.outcome == "200":
-            self._total.add(by, record.total_s)
+            self._total.labels(*by).observe(record.total_s)
         for kind, count in (("prompt", record.prompt_tokens), ("cached", record.cached_tokens), ("answer", tokens)):
             if count:
-                self._tokens.add((kind, *by), count)
+                self._tokens.labels(kind, *by).inc(count)
 
     def collect(self) -> Iterator[Metric]:
-        for counts in (self._requests, self._errors, self._failures, self._tokens, self._objectives):
-            yield counts.family()
-        for times in (self._phases, self._ttft, self._tpot, self._total):
-            yield times.family()
+        for family in (
+            self._requests, self._errors, self._failures, self._tokens, self._objectives,
+            self._phases, self._ttft, self._tpot, self._total,
+        ):  # fmt: skip
+            yield from family.collect()
 
     def _known(self, code: str) -> str:
         if code not in self._codes:
@@ -120,49 +114,3 @@ class RequestMetrics(Collector):
                 return OTHER
             self._codes.add(code)
         return code
-
-
-class _Counts:
-    """A counter by labels."""
-
-    def __init__(self, name: str, help: str, labels: Sequence[str]) -> None:
-        self._named = name, help, labels
-        self._counts: Counter[tuple[str, ...]] = Counter()
-
-    def add(self, labels: tuple[str, ...], count: int = 1) -> None:
-        self._counts[labels] += count
-
-    def family(self) -> Metric:
-        name, help, labels = self._named
-        family = CounterMetricFamily(name, help, labels=labels)
-        for values, count in self._counts.items():
-            family.add_metric(values, count)
-        return family
-
-
-class _Times:
-    """A histogram by labels. Of each series as many counts as there are bounds, one of what is longer, and the sum."""
-
-    def __init__(self, name: str, help: str, labels: Sequence[str], bounds: Sequence[float] = SECONDS) -> None:
-        self._named = name, help, labels
-        self._bounds = bounds
-        self._ends = tuple(str(float(bound)) for bound in bounds)
-        self._series: dict[tuple[str, ...], list[float]] = {}
-
-    def add(self, labels: tuple[str, ...], seconds: float) -> None:
-        series = self._series.get(labels)
-        if series is None:
-            series = self._series[labels] = [0.0] * (len(self._bounds) + 2)
-        series[bisect_left(self._bounds, seconds)] += 1
-        series[-1] += seconds
-
-    def family(self) -> Metric:
-        name, help, labels = self._named
-        family = HistogramMetricFamily(name, help, labels=labels)
-        for values, (*counts, sum_s) in self._series.items():
-            buckets, until_now = [], 0.0
-            for end, count in zip((*self._ends, "+Inf"), counts, strict=True):
-                until_now += count
-                buckets.append((end, until_now))
-            family.add_metric(values, buckets, sum_s)
-        return family

@@ -34,6 +34,8 @@ class InstanceView:
         stage: its last word on its load, if any, and stage_age_s: how old that is.
         warming: it answers, and waits for its KV links to be used. draining: it is given nothing new.
         pending_s: for how long it will be busy, infinite while it decodes; neighbours: who computes where it does.
+        given: grows by the work that it is given, in the unit of `load`, while all front doors are heard. What it
+            begins with means nothing: places of the shared counters are used again.
     """
 
     instance: Instance
@@ -49,6 +51,7 @@ class InstanceView:
     pending_s: float = 0.0
     neighbours: tuple[str, ...] = ()
     draining: bool = False
+    given: float = 0.0
 
 
 @dataclass(eq=False)
@@ -122,7 +125,7 @@ class InstanceState:
         return self.stage if time.monotonic() - self.stage_reported_at < REPORT_TRUST_S else None
 
     def view(
-        self, in_flight: dict[Work, int], load: float, pending_s: float, neighbours: tuple[str, ...]
+        self, in_flight: dict[Work, int], load: float, pending_s: float, neighbours: tuple[str, ...], given: float
     ) -> InstanceView:
         now = time.monotonic()
         kv = tuple(report for rank, report in sorted(self.kv.items()) if self.kv_reported_at[rank] >= now - KV_TRUST_S)
@@ -140,6 +143,7 @@ class InstanceState:
             pending_s,
             neighbours,
             self.draining,
+            given,
         )
 
 

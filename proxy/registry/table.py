@@ -24,7 +24,7 @@ from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from epd_serve.wire import CacheReport, KvReport, StageReport, StoreReport
 from proxy.registry.instance_state import SILENCE_S, InstanceState, InstanceView, Lease, SilenceWatch, Work
-from proxy.registry.ledger import Ledger, OwnLedger
+from proxy.registry.ledger import PER_UNIT, Ledger, OwnLedger, total_of
 from proxy.registry.load import load, pending_s, reported_rate
 from proxy.registry.pause import Pause
 from proxy.registry.prefix_index import PrefixIndex
@@ -283,14 +283,16 @@ class InstanceTable:
         return tuple(sorted(self.wanted - self.live_roles()))
 
     def snapshot(self) -> tuple[InstanceView, ...]:
-        return tuple(
-            state.view(
-                {work: tally.held for work, tally in self._ledger.tallies(state.instance.incarnation_id).items()},
-                self._load(state),
-                self._pending_s(state),
-                tuple(other.instance.id for other in self._sharing(state)),
-            )
-            for state in self._states.values()
+        return tuple(self._view(state) for state in self._states.values())
+
+    def _view(self, state: InstanceState) -> InstanceView:
+        tallies = self._ledger.tallies(state.instance.incarnation_id)
+        return state.view(
+            {work: tally.held for work, tally in tallies.items()},
+            self._load(state),
+            self._pending_s(state),
+            tuple(other.instance.id for other in self._sharing(state)),
+            total_of(tallies.values()).acquired_weight / PER_UNIT,
         )
 
     async def changed(self, timeout_s: float) -> bool:

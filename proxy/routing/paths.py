@@ -2,7 +2,7 @@
 
 multimodal: EPD | E->PD | EP->D | E->P->D.   text: EPD | PD | EP->D | P->D.   fused, without EPD and PD: EP | E->P.
 Several kinds may stand side by side (`E-P-D` beside `EPD`): then a request can go either way, and whether its items are
-encoded apart is decided with the way, never with the layout (`proxy/generate/router.py`). An instance that prefills
+encoded apart is decided with the way, never with the layout (`proxy/routing/plan.py`). An instance that prefills
 holds the vision tower too, so the encode step may be skipped when every E is down. It can decode as well: what needs
 one instance for both, and has none that is there for both, it answers alone.
 """

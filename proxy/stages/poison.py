@@ -18,10 +18,10 @@ import logging
 import random
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import xxhash
 
@@ -79,10 +79,10 @@ class Poison:
     def __init__(self, limits: PoisonLimits, metrics: Metrics) -> None:
         self.limits = limits
         self.metrics = metrics
-        self._salt = secrets.randbits(64)  # of this process: digests tell nobody else which bodies were sent
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # those that died last at the end
-        self._there: dict[IncarnationId, set[Stay]] = {}
+        self.entries: OrderedDict[bytes, _Entry] = OrderedDict()  # those that died last at the end
+        self.there: defaultdict[IncarnationId, set[Stay]] = defaultdict(set)
         self._dead: OrderedDict[IncarnationId, _Death] = OrderedDict()
+        self._salt = secrets.randbits(64)  # of this process: digests tell nobody else which bodies were sent
         metrics.suspects.labels("suspected").set_function(lambda: self._count(refused=False))
         metrics.suspects.labels("refused").set_function(lambda: self._count(refused=True))
 
@@ -92,45 +92,23 @@ class Poison:
 
     def entry(self, digest: bytes) -> _Entry | None:
         """What is held against a body. What is older than `memory_s` is forgotten here."""
-        entry = self._entries.get(digest)
+        entry = self.entries.get(digest)
         if entry is None:
             return None
         now = _now()
         if entry.forgotten_at < now:
-            del self._entries[digest]
+            del self.entries[digest]
             return None
         if 0 < entry.refused_until <= now:  # one more death refuses it again
             entry.refused_until, entry.deaths, entry.of_encoders = 0.0, DEATHS - 1, min(entry.of_encoders, DEATHS - 1)
         return entry
-
-    def answered(self, digest: bytes) -> None:
-        self._entries.pop(digest, None)
-
-    def encoded(self, digest: bytes) -> None:
-        """Clears a body of the deaths of encoders only."""
-        entry = self.entry(digest)
-        if entry is not None and entry.of_encoders:
-            entry.deaths, entry.of_encoders = entry.deaths - entry.of_encoders, 0
-            if not entry.deaths:
-                del self._entries[digest]
-
-    def came(self, stay: Stay) -> None:
-        for one in stay.at:
-            self._there.setdefault(one, set()).add(stay)
-
-    def left(self, stay: Stay) -> None:
-        for one in stay.at:
-            there = self._there[one]
-            there.discard(stay)
-            if not there:
-                del self._there[one]
 
     def died(self, incarnation_id: IncarnationId, stay: Stay, ago_s: float) -> frozenset[WatchedBody]:
         """An instance has died under `stay`: held against all who are there, when the first of them says so. Returns
         the requests that were."""
         death = self._dead.get(incarnation_id)
         if death is None or stay.since > death.at:
-            there = self._there.get(incarnation_id, set())
+            there = self.there[incarnation_id]
             death = self._dead[incarnation_id] = _Death(_now(), frozenset(one.body for one in there))
             if len(self._dead) > REMEMBERED:
                 self._dead.popitem(last=False)
@@ -161,10 +139,10 @@ class Poison:
     def _entry_of_death(self, digest: bytes) -> _Entry:
         entry = self.entry(digest)
         if entry is None:
-            while len(self._entries) >= self.limits.bodies:
-                self._entries.popitem(last=False)
-            entry = self._entries[digest] = _Entry()
-        self._entries.move_to_end(digest)
+            while len(self.entries) >= self.limits.bodies:
+                self.entries.popitem(last=False)
+            entry = self.entries[digest] = _Entry()
+        self.entries.move_to_end(digest)
         return entry
 
     def _refuse(self, entry: _Entry, stage: str, now: float) -> None:
@@ -177,7 +155,7 @@ class Poison:
         logger.error("a request body under which instances ended, %s the last, is refused for %.0f s", stage, for_s)
 
     def _count(self, *, refused: bool) -> int:
-        entries = [self.entry(digest) for digest in list(self._entries)]
+        entries = [self.entry(digest) for digest in list(self.entries)]
         return sum(entry is not None and (entry.refused_until > 0) is refused for entry in entries)
 
 
@@ -186,14 +164,15 @@ class WatchedBody:
 
     Attributes:
         digest: of its body, which other requests may have, too.
+        answers: how often an instance has answered it, whole or with a first byte.
         ended: incarnations that died under it since its last answer.
     """
 
     def __init__(self, poison: Poison, digest: bytes) -> None:
         self.digest = digest
+        self.answers = 0
         self.ended: list[IncarnationId] = []
         self._poison = poison
-        self._stays: set[Stay] = set()
         self._alone = 0  # counted deaths of instances on which there was nobody else
         self._alone_at = float("-inf")
         self._apart_until = float("-inf")
@@ -226,32 +205,38 @@ class WatchedBody:
             names = _names_of(self.ended)
             raise StageError(f"{names} ended while they worked on this; it is not tried again", stage=names)
 
-    def at(self, *incarnation_ids: IncarnationId, encoding: bool = False) -> Stay:
-        """Enter for the time of one attempt at these instances."""
-        return Stay(self, incarnation_ids, encoding=encoding)
+    @contextmanager
+    def at(self, *incarnation_ids: IncarnationId, encoding: bool = False) -> Iterator[Stay]:
+        """The time of one attempt at these instances."""
+        stay, there = Stay(self, _now(), self.answers, encoding), self._poison.there
+        for one in incarnation_ids:
+            there[one].add(stay)
+        try:
+            yield stay
+        finally:
+            for one in incarnation_ids:
+                there[one].discard(stay)
+                if not there[one]:
+                    del there[one]
 
     def answered(self) -> None:
-        """An instance has answered it, whole or with a first byte."""
-        self._poison.answered(self.digest)
-        for stay in self._stays:
-            stay.answered = True
+        """An instance has answered it, whole or with a first byte: that clears its body."""
+        self._poison.entries.pop(self.digest, None)
+        self.answers += 1
         self.ended.clear()
         self._alone, self._apart_until = 0, float("-inf")
 
     def encoded(self) -> None:
         """All its items are encoded: what an encoder died of was something else."""
-        self._poison.encoded(self.digest)
+        entry = self._poison.entry(self.digest)
+        if entry is not None and entry.of_encoders:
+            entry.deaths, entry.of_encoders = entry.deaths - entry.of_encoders, 0
+            if not entry.deaths:
+                del self._poison.entries[self.digest]
 
-    def came(self, stay: Stay) -> None:
-        self._stays.add(stay)
-        self._poison.came(stay)
-
-    def left(self, stay: Stay) -> None:
-        self._stays.discard(stay)
-        self._poison.left(stay)
-
-    def died(self, stay: Stay, incarnation_id: IncarnationId, ago_s: float) -> bool:
-        """The same death may be met again. Returns whether it is news, and others were there too."""
+    def died(self, stay: Stay, incarnation_id: IncarnationId, *, ago_s: float = 0.0) -> bool:
+        """One of the instances of `stay` has died, `ago_s` before now; the same death may be met again. Returns whether
+        it is news and to be held against others as much as against this request: then it uses up no retry."""
         there = self._poison.died(incarnation_id, stay, ago_s)
         if stay.answered or incarnation_id in self.ended:
             return False
@@ -275,31 +260,18 @@ class WatchedBody:
         return self._alone >= DEATHS or len(self.ended) >= SHARED_DEATHS
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class Stay:
-    """One request at the instances of one attempt, until the context that this is ends."""
+    """One attempt of a request at some instances. `before`: answers that it had when this began, at `since`."""
 
-    __slots__ = ("answered", "at", "body", "encoding", "since")
+    body: WatchedBody
+    since: float
+    before: int
+    encoding: bool
 
-    def __init__(self, body: WatchedBody, at: tuple[IncarnationId, ...], *, encoding: bool) -> None:
-        self.body = body
-        self.at = at
-        self.encoding = encoding
-        self.answered = False
-        self.since = _now()
-
-    def __enter__(self) -> Self:
-        self.body.came(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.body.left(self)
-
-    def died(self, incarnation_id: IncarnationId, *, ago_s: float = 0.0) -> bool:
-        """One of the instances has died, `ago_s` before now. Returns whether it is to be held against others as much as
-        against this request, which is news: then it uses up none of the retries."""
-        return self.body.died(self, incarnation_id, ago_s)
+    @property
+    def answered(self) -> bool:
+        return self.body.answers > self.before
 
 
 def counts(sent: float, last_death: float, now: float) -> bool:

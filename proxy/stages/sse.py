@@ -1,31 +1,31 @@
-"""Server-sent events as vLLM writes them: cut a byte stream into complete events, recognise openings, errors, the end.
+"""Server-sent events: cut a byte stream into complete events, recognise openings, errors, the end.
 
-What goes to the client is what the stage sent, byte for byte. Only where a stage spaces its JSON otherwise than vLLM
-does are its events written anew (`compact`), so that all others may look for bytes in them. No I/O.
+What goes to the client is what the stage sent, byte for byte. What an event is, is read from its lines and its JSON, so
+that nothing depends on how a stage spaces it; which events are worth reading is told by words that they must have in
+them. No I/O.
 """
 
 from __future__ import annotations
 
-import re
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
 
 from proxy import strict_json
 
-DONE = b"data: [DONE]"
-ERROR_PREFIXES = (b'data: {"error"', b'data:{"error"')
-# Streams of /v1/responses name their events, and end with one of these. A line break cannot stand inside their JSON.
-RESPONSE_OPENINGS = (b"event: response.created\n", b"event: response.in_progress\n")
-RESPONSE_ENDS = (b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n")
-RESPONSE_ERROR = b"event: error\n"
-
-
 BLANK_LINE = b"\n\n"
-_DATA = re.compile(rb"^data:", re.MULTILINE)
-DONE_EVENT = DONE + BLANK_LINE
-NAMED = b"event: "
-ERROR_MARK = b'{"error"'
-ABORT_MARK = b'"finish_reason":"abort"'
-"""Of an answer that its engine gave up, as when it is ended: no end that a model has come to."""
+DONE = b"[DONE]"
+DONE_EVENT = b"data: [DONE]" + BLANK_LINE
+# Streams of /v1/responses name their events, and end with one of these.
+RESPONSE_OPENINGS = (b"response.created", b"response.in_progress")
+RESPONSE_ENDS = (b"response.completed", b"response.incomplete", b"response.failed")
+RESPONSE_ERROR = b"error"
+ABORT = "abort"
+"""Finish reason of an answer that its engine gave up, as when it is ended: no end that a model has come to."""
 ABORTED = "the answer was aborted"
+NOT_JSON = object()
+BLANKS = b" \t\r\n"
 
 
 class WholeEvents:
@@ -41,7 +41,7 @@ class WholeEvents:
             chunk = self._rest + chunk
         if chunk.endswith(BLANK_LINE):  # as vLLM writes, and networks mostly cut
             self._rest = b""
-            self.done = chunk.endswith(DONE_EVENT) and is_last(chunk)
+            self.done = chunk.endswith(DONE + BLANK_LINE) and is_done(last_of(chunk))
             return chunk
         whole = chunk.rfind(BLANK_LINE) + len(BLANK_LINE) if BLANK_LINE in chunk else 0
         self._rest = chunk[whole:]
@@ -53,47 +53,66 @@ def split(events: bytes) -> list[bytes]:
     return [event + BLANK_LINE for event in events.split(BLANK_LINE)[:-1]]
 
 
-def compact(events: bytes) -> bytes:
-    """Whole events, in the form in which vLLM writes them where they have something that is looked for by bytes. Within
-    a JSON string the quotes of all that would be escaped."""
-    if (
-        events.count(b'token_ids"') == events.count(b'token_ids":[') + events.count(b'token_ids":null')
-        and (b'"abort"' not in events or ABORT_MARK in events)
-        and (b'"error"' not in events or ERROR_MARK in events)
-        and events.startswith((b"data: ", b":", NAMED))
-    ):
-        return events
-    return b"".join(map(_compact, split(events)))
+def last_of(events: bytes) -> bytes:
+    """The last of several whole events."""
+    return events.removesuffix(BLANK_LINE).rpartition(BLANK_LINE)[2] + BLANK_LINE
 
 
-def _compact(event: bytes) -> bytes:
-    data = _DATA.search(event)
-    if data is None:
-        return event
-    name, payload = event[: data.start()], event[data.end() :]
-    if b"\n" in payload.rstrip(b"\n"):
-        return event
-    if payload.strip() == b"[DONE]":
-        return name + DONE_EVENT
+class Choice(Struct, gc=False):
+    """What is asked of one. `delta`, `logprobs`: as they are written; empty where they are not there."""
+
+    finish_reason: str | None = None
+    delta: Raw = Raw()
+    logprobs: Raw = Raw()
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether vLLM writes it for ids of tokens alone, where a parser holds the text back."""
+        empty = self.finish_reason is None and bytes(self.logprobs) in (b"", b"null")
+        return empty and bytes(self.delta).translate(None, BLANKS) == b"{}"
+
+
+class Event(Struct, gc=False):
+    """An event of an answer."""
+
+    choices: list[Choice] = []
+
+
+_EVENT = msgspec.json.Decoder(Event)
+
+
+def read(event: bytes) -> Event | None:
+    """One event, read; None where it is no JSON of an answer, as a comment or the end."""
     try:
-        return b"%bdata: %b%b" % (name, strict_json.encode(strict_json.decode(payload)), BLANK_LINE)
-    except (ValueError, RecursionError):
-        return event
+        return _EVENT.decode(data_of(event))
+    except msgspec.MsgspecError:
+        return None
 
 
-def is_plain(events: bytes) -> bool:
-    """Whether no event among these can be an error, judged without cutting them: the mark of one cannot stand inside a
-    JSON string, where its quotes would be escaped. Named events are not plain: a name may be that of the end."""
-    return ERROR_MARK not in events and ABORT_MARK not in events and not events.startswith(NAMED)
+def may_fail(events: bytes) -> bool:
+    """Whether one of these may be an error, an abort, or have a name, judged without cutting them: an event that is one
+    has such a word in it, however it is spaced. They may be none all the same: their text may have these words."""
+    return b'"error"' in events or b'"abort"' in events or b"event:" in events
 
 
-def is_last(events: bytes) -> bool:
-    """Whether the last of these is the stream's end. Inside a JSON string there is no blank line to precede it."""
-    return events.endswith(DONE_EVENT) and (len(events) == len(DONE_EVENT) or events.endswith(BLANK_LINE + DONE_EVENT))
+def name_and_data(event: bytes) -> tuple[bytes, bytes]:
+    """What an event is called, "" where it has no name, and what it says."""
+    if event.startswith(b"data:") and event.find(b"\n") == len(event) - len(BLANK_LINE):
+        return b"", event[5:].strip()
+    lines = [line.partition(b":") for line in event.splitlines()]
+    names = [value.strip() for field, _, value in lines if field == b"event"]
+    return names[-1] if names else b"", b"\n".join(value.strip() for field, _, value in lines if field == b"data")
+
+
+def data_of(event: bytes) -> bytes:
+    """What an event says."""
+    return name_and_data(event)[1]
 
 
 def is_done(event: bytes) -> bool:
-    return event.startswith((DONE, *RESPONSE_ENDS))
+    """Whether the stream ends with it."""
+    name, data = name_and_data(event)
+    return data == DONE or name in RESPONSE_ENDS
 
 
 def is_comment(event: bytes) -> bool:
@@ -104,12 +123,13 @@ def is_comment(event: bytes) -> bool:
 def is_opening(event: bytes) -> bool:
     """A chat stream's first event of a choice, a role and nothing else, or a response's first two. vLLM sends them
     before it looks at what the engine answered, so they do not say that there is an answer."""
-    if event.startswith(RESPONSE_OPENINGS):
+    name, data = name_and_data(event)
+    if name in RESPONSE_OPENINGS:
         return True
-    if b'"role"' not in event:
+    if b'"role"' not in data:
         return False
     try:
-        choices = strict_json.decode(event.partition(b":")[2])["choices"]
+        choices = strict_json.decode(data)["choices"]
         return bool(choices) and all(
             not choice.get("finish_reason") and not any(v for k, v in choice["delta"].items() if k != "role")
             for choice in choices
@@ -119,11 +139,25 @@ def is_opening(event: bytes) -> bool:
 
 
 def error_payload(event: bytes) -> bytes | None:
-    """The JSON of an error event, or None for any other event."""
-    if ABORT_MARK in event:
-        return b'{"error": {"message": "%b", "code": 500}}' % ABORTED.encode()
-    if event.startswith(RESPONSE_ERROR):
-        event = event.removeprefix(RESPONSE_ERROR)
-    elif not event.startswith(ERROR_PREFIXES):
+    """The JSON of an error event, or of an answer that was aborted, or None for any other event."""
+    if not may_fail(event):  # most of them, for less than it takes to read one
         return None
-    return event.partition(b":")[2].strip()
+    name, data = name_and_data(event)
+    if name:
+        return data if name == RESPONSE_ERROR else None
+    answer = _decoded(data)
+    if not isinstance(answer, dict):
+        return data if answer is NOT_JSON and b'"error"' in data else None
+    if answer.get("error"):
+        return data
+    choices = answer.get("choices")
+    choices = choices if isinstance(choices, list) else []
+    aborted = any(isinstance(choice, dict) and choice.get("finish_reason") == ABORT for choice in choices)
+    return strict_json.encode({"error": {"message": ABORTED, "code": 500}}) if aborted else None
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return strict_json.decode(data)
+    except (ValueError, RecursionError):
+        return NOT_JSON

@@ -27,7 +27,7 @@ layouts = pytest.mark.parametrize(
 PROMPT = PAIRWISE_DIFFERENT[0]
 TEXT: Any = [{"role": "user", "content": TEXT_ONLY[0][0]}]
 ASK: Any = {"model": MODEL, "max_tokens": 24, "extra_body": {"temperature": 0}}
-TOOL: Any = {"name": "paint", "description": "in a colour", "input_schema": SCHEMA}
+TOOL: Any = {"name": "paint", "description": "in a colour", "input_schema": SCHEMA, "strict": True}
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_tool_is_called_and_a_schema_kept_to(client: anthropic.Anthropic) -> N
 def test_what_is_wrong_is_the_sdk_s_error(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         client.messages.create(model=MODEL, max_tokens=0, messages=TEXT)
-    with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+    with pytest.raises(anthropic.BadRequestError, match="invalid_request_error"):
         client.messages.create(model=MODEL, max_tokens=10_000_000, messages=TEXT)
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="other", max_tokens=1, messages=TEXT)

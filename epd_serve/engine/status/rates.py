@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from epd_serve.engine.status.pending import StepWork
+from epd_serve.wire import FEW_PROMPT_TOKENS
 
 MEMORY_S = 10.0
 """Busy seconds after which a step counts 1/e. An idle engine forgets nothing: its speed is what it was."""
@@ -41,7 +42,7 @@ class StepRates:
         seconds = max(now - max(begun_at, self._ended_at), 1e-6)
         self._ended_at = now
         self._steps.add(1, seconds)
-        if work.prompt_tokens:
+        if work.prompt_tokens >= FEW_PROMPT_TOKENS:
             self._prompt.add(work.prompt_tokens, seconds)
         if work.item_tokens:
             self._items.add(work.item_tokens, seconds)

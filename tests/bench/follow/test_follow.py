@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bench.follow.command import FIXED, SWING, figures, flaps
+from bench.follow.command import FIXED, STARVED_S, SWING, figures, flaps, starved
 from bench.follow.traffic import Phase, day, rates_at, requests_of
 from deploy.follow.types import Decision, Move
+from deploy.planner.simulate import Served, Simulated
 
 
 def decision(at_s: float, layout: str, to: dict[str, int] | None, need: float) -> Decision:
@@ -12,12 +13,26 @@ def decision(at_s: float, layout: str, to: dict[str, int] | None, need: float) -
     return Decision(at_s, layout, {}, {"E": need, "P": 1.0, "D": 1.0}, {}, move)
 
 
-def test_what_is_given_up_and_taken_again_at_the_same_load_is_a_flap() -> None:
-    down = decision(0.0, "3E-P-D", {"E": 2, "P": 1, "D": 1}, 1.3)
-    assert flaps([down, decision(20.0, "2E-P-D", {"E": 3, "P": 1, "D": 1}, 1.4)]) == 1
-    assert flaps([down, decision(20.0, "2E-P-D", {"E": 3, "P": 1, "D": 1}, 2.0)]) == 0, "more is needed now"
-    assert flaps([down, decision(90.0, "2E-P-D", {"E": 3, "P": 1, "D": 1}, 1.3)]) == 0, "that was long ago"
-    assert flaps([down, decision(20.0, "2E-P-D", None, 1.3)]) == 0
+def test_what_is_taken_back_while_the_load_stays_is_a_flap() -> None:
+    down, up = decision(10.0, "3E-P-D", {"E": 2, "P": 1, "D": 1}, 1.3), {"E": 3, "P": 1, "D": 1}
+    steady, fast = [Phase(400.0, 2.0, 1.0)], [Phase(1.0, 4.0, 2.0), Phase(1.0, 0.0, 0.0)] * 200
+    for load in (steady, fast):
+        assert flaps([down, decision(300.0, "2E-P-D", up, 1.3)], load) == 1
+        assert flaps([down, decision(300.0, "2E-P-D", None, 1.3)], load) == 0
+    turned = [Phase(100.0, 2.0, 1.0), Phase(300.0, 2.0, 1.5)]
+    assert flaps([down, decision(300.0, "2E-P-D", up, 1.3)], turned) == 0, "more has come since"
+    assert flaps([down, decision(90.0, "2E-P-D", up, 1.3)], turned) == 1
+
+
+def test_who_waits_long_while_others_have_nothing_to_do_is_starved() -> None:
+    def served(at_s: float, first_s: float) -> Served:
+        return Served("", at_s, first_s, first_s + 1, 2, 1, (1,))
+
+    late, soon, never = served(0.0, 60.0), served(0.0, STARVED_S / 2), served(0.0, float("inf"))
+    idle = [decision(at_s, "2E-P-3D", None, 1.8) for at_s in range(5, 65, 5)]
+    busy = [decision(at_s, "2E-P-D", None, 1.8) for at_s in range(5, 65, 5)]
+    run = Simulated((), [late, soon, never], 61.0, {}, 0.0)
+    assert starved(run, idle) == 2 and starved(run, busy) == 0
 
 
 def test_phases_follow_one_another_at_their_rates() -> None:

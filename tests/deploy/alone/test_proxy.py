@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from epd_serve.roles import Role
 from proxy.workers.wire import Row
 from tests.deploy.alone.test_stages import stages_file
 from tests.deploy.client_keys import client_keys
+from tests.proxy.fakes import data_url, image_body, image_file
 from tests.stage_http import stage_client
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -121,6 +123,46 @@ def test_listed_stages_that_want_a_key_get_it_and_strangers_get_nothing(tmp_path
         request.add_header("content-type", "application/json")
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             assert answer.status == 200
+
+
+def test_an_encoder_that_somebody_else_runs_encodes_for_a_stage_beside_it(tmp_path: Path) -> None:
+    port, encoder_port, stage_port = free_ports(3)
+    guarded = ["--stage-key-file", key_file(tmp_path, "key", "0123456789abcdef")]
+    stage = ["-m", "deploy.cli", "stage", "--engine", "sim", *guarded]
+    listed = ["--stage", f"E=http://127.0.0.1:{encoder_port}", "--stage", f"PD=http://127.0.0.1:{stage_port}"]
+    proxy = ["-m", "deploy.cli", "proxy", *listed, *guarded, "--served-model-name", "epd-demo", "--port", str(port)]
+    with (
+        running(*stage, "--role", "E", "--port", str(encoder_port)),
+        running(*stage, "--role", "PD", "--port", str(stage_port)),
+        running(*proxy, "--proxy", "explain=true", "--run-root", str(tmp_path / "run"), "--lame-duck-s", "0"),
+    ):
+        wait_health(port, 200)
+        wait_for(lambda: status(port, "/health?role=encode") == 200, "the encoder")
+        assert [status(port, f"/health?role={role}") for role in ("prefill-decode", "encode-prefill")] == [200, 404]
+        body = json.dumps({**image_body(data_url(image_file())), "model": "epd-demo", "max_tokens": 2}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", body)
+        request.add_header("content-type", "application/json")
+        request.add_header("x-epd-explain", "1")
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            assert answer.status == 200
+            assert answer.headers["x-epd-path"] == "E-PD" and "E0" in answer.headers["x-epd-instances"]
+        encoded = ask_for_features(f"http://127.0.0.1:{encoder_port}", "0123456789abcdef")
+        assert list(encoded) == ["one-image"] and encoded["one-image"]["metadata"]["image_grid_thw"]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask_for_features(f"http://127.0.0.1:{encoder_port}", "another-key-of-16")
+
+
+def ask_for_features(url: str, key: str) -> dict[str, Any]:
+    """What llm-d's coordinator and vLLM's router ask an encoder: a chat of one image, for its `ec_transfer_params`."""
+    shown = {"type": "image_url", "image_url": {"url": data_url(image_file())}, "uuid": "one-image"}
+    body = {"model": "epd-demo", "messages": [{"role": "user", "content": [shown]}], "max_tokens": 1, "stream": False}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
+    for name, value in (("content-type", "application/json"), ("EPP-Profile", "encode"), ("x-request-id", "r:0:1")):
+        request.add_header(name, value)
+    request.add_header("authorization", f"Bearer {key}")
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        features: dict[str, Any] = json.loads(answer.read())["ec_transfer_params"]
+    return features
 
 
 def test_logs_of_its_front_doors_are_where_it_says_and_stay_small(tmp_path: Path) -> None:

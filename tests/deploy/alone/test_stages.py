@@ -56,10 +56,18 @@ def test_what_is_wrong_in_a_stages_file_is_named(tmp_path: Path, text: str, mess
 
 
 def test_listed_stages_are_numbered_by_their_role_and_a_url_alone_runs_all_of_a_model() -> None:
-    words = ["PD=http://10.0.0.4:8100", "http://h:1", "PD=http://[fd00::1]:8100/", "EPD=http://h:2", "PD=unix:/run/s"]
+    words = [
+        "E=http://h:3",
+        "PD=http://10.0.0.4:8100",
+        "http://h:1",
+        "PD=http://[fd00::1]:8100/",
+        "EPD=http://h:2",
+        "PD=unix:/run/s",
+    ]
     given = listed_stages(words, "m")
     assert given.model == "m"
     assert [(one.id, one.role, one.url) for one in given.instances] == [
+        ("E0", Role.E, "http://h:3"),
         ("PD0", Role.PD, "http://10.0.0.4:8100"),
         ("EPD0", Role.EPD, "http://h:1"),
         ("PD1", Role.PD, "http://[fd00::1]:8100"),
@@ -72,7 +80,9 @@ def test_listed_stages_are_numbered_by_their_role_and_a_url_alone_runs_all_of_a_
     ("words", "message"),
     [
         (["P=http://h:1"], "works with other stages"),
-        (["E=http://h:1"], "--stages FILE.yaml"),
+        (["PD=http://h:1", "D=http://h:2"], "--stages FILE.yaml"),
+        (["E=http://h:1"], "give a --stage PD=URL"),
+        (["E=http://h:1", "EPD=http://h:2"], "give a --stage PD=URL"),
         (["Q=http://h:1"], "unknown role 'Q'"),
         (["http://h:1", "EPD=http://h:1/"], "given twice"),
         (["PD=https://h:1"], "not [ROLE=]http://HOST:PORT"),

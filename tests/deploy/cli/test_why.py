@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.cli.why import BAR, MARK, list_text, request_text
+from epd_serve.roles import Role
 from proxy.errors import StageDied
 from proxy.records.record import Record
 from proxy.records.report import report, summary
+from proxy.routing.paths import Path
+from proxy.routing.plan import Pick, Plan
 from proxy.routing.policy import Candidate
 
 WIDTH = 100
@@ -57,9 +60,14 @@ def test_a_choice_shows_all_candidates_and_why_some_were_put_aside() -> None:
     candidates = [Candidate("P0", "a", 4000.0, rate=2000.0), Candidate("P1", "a", 100.0, rate=2000.0)]
     candidates.append(Candidate("P2", "a", 0.0, suspended=True))
     paths, ranks = ["P-D"] * 3, [(0, 0, 0), (0, 0, 0), (1, 0, 0)]
-    one.chose("prompt", "first-token", 100.0, candidates, ["P1"], paths=paths, ranks=ranks)
+    head = Pick(candidates[1], "first-token", 100.0, candidates, paths, ranks)
+    tail = Pick(Candidate("D0", "a", 0.0), "least-loaded", 1.0, [Candidate("D0", "a", 0.0)])
+    one.planned(Plan(Path(False, Role.P, Role.D), head, tail, 100.0, clear=True), "it arrived")
+    one.planned(Plan(Path(False, None, Role.PD), head, None, 100.0, clear=False), "P0: stage_failed")
     shown = text(one)
-    assert "P1 takes the prompt" in shown and "least predicted time: 100.0 ms, the next 2050.0 ms" in shown
+    assert "plan 1 (it arrived): P1 takes the prompt" in shown and "plan 1 (it arrived): D0 decodes" in shown
+    assert "plan 2 (P0: stage_failed): P1 takes the prompt" in shown
+    assert "least predicted time: 100.0 ms, the next 2050.0 ms" in shown
     assert line_with(shown, " P0 ").split() == ["P0", "4000", "2000", "2.05", "s"]
     assert line_with(shown, "→").split()[:2] == ["→", "P1"]
     assert "its circuit is open" in line_with(shown, " P2 ")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from deploy.follow import live, moves
+from deploy.follow import live, moves, outcome
 from deploy.follow.live import Follower
 from deploy.follow.observe import Observer
 from deploy.follow.plans import Answer, Plans
@@ -26,6 +26,7 @@ from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.slo import Slo
 from proxy.records.minute import Counts, KindCounts
 from proxy.records.records import Question, RecordsAnswer
+from proxy.registry.instance_state import Work
 from tests.deploy.control.test_commands import Commanded
 from tests.deploy.control.world import FileState
 from tests.waiting import until
@@ -171,6 +172,94 @@ async def test_monoliths_become_other_groups_once_the_planner_says_so_and_come_b
         await until(lambda: world.layout == "2EPD" and follower.moves["relayout", "done"] == 2)
     assert asked == ["2EPD", "EP-D"]
     assert all(change.cut == 0 for change in world.reconciler.changes.past)
+
+
+@pytest.mark.parametrize("works", [True, False])
+async def test_a_change_that_did_nothing_is_undone_and_rests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    """All is there in its role, and only one of the encoders is ever given pictures; or each of them is."""
+    monkeypatch.setattr(outcome, "PROOF_S", 0.2)
+    monkeypatch.setattr(outcome, "ENOUGH", 0.1)
+    world = Followed(tmp_path, "E-P-D", devices=4)
+    world.comes.media = 1.0
+    async with world.following() as follower:
+
+        async def give() -> None:
+            while True:
+                for name in world.up():
+                    if name == "E0" or (works and name.startswith("E")):
+                        world.doors.table.acquire(name, Work.ENCODE, 500.0).release()
+                await asyncio.sleep(0.01)
+
+        giving = asyncio.create_task(give())
+        if works:
+            await until(lambda: follower.moves["scale", "done"])
+            asked = world.comes.asked
+            await until(lambda: world.comes.asked > asked + 30)
+            assert world.layout == "2E-P-D" and not follower.moves["scale", "undone"]
+        else:
+            await until(lambda: follower.moves["scale", "undone"])
+            await until(lambda: world.layout == "E-P-D" and world.reconciler.changes.present is None)
+            (undone,) = [entry.outcome for entry in follower.entries if entry.outcome.startswith("undone")]
+            assert "E1 was given nothing while" in undone
+            asked = world.comes.asked
+            await until(lambda: world.comes.asked > asked + 10)
+            assert world.layout == "E-P-D", "it is not tried again at once"
+            assert follower._held() == ""
+        giving.cancel()
+
+
+async def test_how_busy_a_move_leaves_a_group_is_told_beside_what_was_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(outcome, "SETTLED_S", 0.0)
+    monkeypatch.setattr(outcome, "MEASURED_S", 0.3)
+    world = Followed(tmp_path, "E-P-D", devices=4)
+    world.comes.media = 1.0
+    async with world.following() as follower:
+        await until(lambda: follower.gains)
+        (gain,) = follower.gains
+        assert (gain.what, gain.group) == ("scale", "E") and gain.predicted == pytest.approx(0.25)
+        assert gain.measured == 0.0, "nobody gave it anything"
+        assert await world.says("status", "--why") == 0
+        assert "E is then busy for 0% of its time, 25% was predicted" in capsys.readouterr().out
+
+
+async def test_what_drains_is_taken_back_once_it_is_needed_again(tmp_path: Path) -> None:
+    world = Followed(tmp_path, "3E-P-D", quiet_s=0.5)
+    async with world.following() as follower:
+        held = [world.doors.table.acquire(name, Work.ENCODE, 500.0) for name in ("E0", "E1", "E2")]
+        await until(lambda: sum(call.startswith("drain E") for call in world.runtime.calls) == 2)
+        assert world.layout == "E-P-D" and world.reconciler.changes.present is not None
+        world.comes.media = 2.0
+        await until(lambda: world.layout.startswith("3E") and world.reconciler.changes.present is None)
+        assert not [call for call in world.runtime.calls if call.startswith(("stop E", "start E3"))]
+        assert follower.moves["scale", "undone"] >= 1
+        assert any("another change was begun" in entry.outcome for entry in follower.entries)
+        for lease in held:
+            lease.release()
+
+
+async def test_a_change_that_an_operator_has_begun_is_never_superseded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "HELD_S", 0.0)
+    world = Followed(tmp_path, "2E-P-D")
+    async with world.following() as follower:
+        lease = world.doors.table.acquire("E1", Work.ENCODE, 500.0)
+        other = world.doors.table.acquire("E0", Work.ENCODE, 500.0)
+        assert await world.says("relayout", "E-P-D", "--no-wait") == 0
+        world.comes.media = 2.0
+        await until(
+            lambda: any(
+                "a change is under way" in why for entry in follower.entries for _, why in entry.decision.refused
+            )
+        )
+        assert world.layout == "E-P-D" and world.reconciler.changes.latest.what == "relayout"
+        lease.release()
+        other.release()
+        await until(lambda: world.layout != "E-P-D")
 
 
 async def test_what_an_operator_has_asked_for_is_left_for_a_while(

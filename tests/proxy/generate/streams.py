@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ from proxy.config.limits import MigrationLimits
 from proxy.generate.relay import Client
 from proxy.generate.token_history import HistoryRoom, TokenHistory
 from proxy.request.client_sink import ClientSink
-from proxy.stages.sse import WholeEvents, split
+from proxy.stages.sse import WholeEvents, data_of, split
 from tests.proxy.fakes import DONE, opening
 
 Tokens = Sequence[tuple[int, str]]
@@ -119,6 +119,32 @@ async def reads(stream: bytes, cuts: Sequence[int]) -> AsyncIterator[bytes]:
         if events := whole.feed(stream[begin:end]):
             yield events
 
+
+def respaced(
+    stream: bytes, separators: tuple[str, str] = (",", ":"), *, field: bytes = b"data: ", turned: bool = False
+) -> bytes:
+    """The stream as another server would write it, or as vLLM does. `turned`: names in the other order."""
+    events = b""
+    for event in split(stream):
+        said = data_of(event)
+        if said != b"[DONE]":
+            said = json.dumps(json.loads(said, object_hook=_turned if turned else None), separators=separators).encode()
+        events += field + said + b"\n\n"
+    return events
+
+
+def _turned(value: dict[str, Any]) -> dict[str, Any]:
+    return dict(reversed(value.items()))
+
+
+SPACED: Sequence[Mapping[str, Any]] = [
+    {"separators": (", ", ": ")},
+    {"separators": (",", " :")},
+    {"separators": (", ", "\t:\t"), "turned": True},
+    {"separators": (",", ":"), "turned": True},
+    {"separators": (",", ":"), "field": b"data:"},
+]
+"""Ways of other servers to write the same events."""
 
 texts = st.text("ab é😀<\n", max_size=3)
 answers = st.lists(st.tuples(st.integers(1, 99), texts), min_size=1, max_size=6)

@@ -11,7 +11,9 @@ import pytest
 from epd_serve.cache_ledger import packed
 from epd_serve.roles import Role
 from epd_serve.wire import PROMPT_XARG, CacheReport, PromptBlocks
+from proxy.records.record import Record
 from proxy.registry.instance_state import Work
+from proxy.routing.plan import Plan, Question, View, make_plan
 from proxy.routing.policy import POLICIES
 from proxy.stages.prompt_nodes import prompt_nodes
 from tests.proxy.fakes import (
@@ -174,6 +176,42 @@ async def test_no_load_is_leaked_whatever_the_ending(policy: str) -> None:
         await c.idle()
         assert in_flight(c.table) == 0
         assert {view.load for view in c.table.snapshot()} == {0.0}
+
+
+async def test_a_request_is_planned_once_and_again_only_for_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for: list[Question] = []
+    reasons: list[str] = []
+
+    def counted(question: Question, view: View, policy: str) -> Plan | None:
+        asked_for.append(question)
+        return make_plan(question, view, policy)
+
+    def planned(record: Record, plan: Plan, because: str) -> None:
+        reasons.append(because)
+
+    monkeypatch.setattr("proxy.generate.router.make_plan", counted)
+    monkeypatch.setattr(Record, "planned", planned)
+
+    async def reasons_of(c: Cluster, body: dict[str, object]) -> list[str]:
+        asked_for.clear()
+        reasons.clear()
+        assert (await c.client.post(CHAT, json=body)).status_code == 200
+        assert len(asked_for) == len(reasons)
+        return list(reasons)
+
+    async with cluster("E0", "P0", "D0", "D1") as c:
+        c["E0"].usual = encodes()
+        assert await reasons_of(c, text_body()) == ["it arrived"]
+        assert await reasons_of(c, image_body(LARGE)) in (["its items are being encoded"], ["its items are encoded"])
+        c.table.suspend("D1", "D1-life1", True)
+        c["D0"].script.append(breaks)
+        assert await reasons_of(c, text_body(seed=1)) == ["it arrived", "D0: stage_failed"]
+    async with cluster("EPD0", "E0", "P0", "D0") as c:
+        with c.table.acquire("P0", Work.PREFILL, 10_000):
+            assert await reasons_of(c, image_body(LARGE)) == ["it arrived"], "EPD0 encodes for itself"
+        with c.table.acquire("EPD0", Work.DECODE, 10_000):
+            first, second = await reasons_of(c, image_body(LARGE, seed=1))
+            assert first == "it arrived" and second.startswith("its items are")
 
 
 def on_devices(c: Cluster, devices: dict[str, int]) -> None:

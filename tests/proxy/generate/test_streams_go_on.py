@@ -63,9 +63,9 @@ async def pairs(
         yield Pairs(client, app.state.pipeline, table, stacks, client)
 
 
-async def stream(client: httpx.AsyncClient, body: dict[str, Any], on_event: Any = None) -> bytes:
+async def stream(client: httpx.AsyncClient, body: dict[str, Any], on_event: Any = None, path: str = CHAT) -> bytes:
     got = b""
-    async with client.stream("POST", CHAT, json=body) as response:
+    async with client.stream("POST", path, json=body) as response:
         assert response.status_code == 200
         async for part in response.aiter_bytes():
             got += part
@@ -116,3 +116,33 @@ async def test_streams_of_a_stage_that_dies_are_whole(more: dict[str, Any]) -> N
         way = "replay" if "seed" in more else "fast"
         assert moved and p.metric("epd_proxy_migrations_total", way=way, outcome="went_on") == moved
         assert p.metric("epd_proxy_migration_gap_seconds_count") == moved
+
+
+def message_of(got: bytes) -> tuple[str, dict[str, Any]]:
+    """The text of a message's stream, and how it ended."""
+    said = [json.loads(event.partition(b"\ndata: ")[2]) for event in got.split(b"\n\n") if event.startswith(b"event:")]
+    kinds = [event["type"] for event in said]
+    assert kinds[:2] == ["message_start", "content_block_start"] and kinds.count("content_block_start") == 1
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    text = "".join(event["delta"]["text"] for event in said if event["type"] == "content_block_delta")
+    return text, {**said[-2], "input_tokens": said[0]["message"]["usage"]["input_tokens"]}
+
+
+async def test_a_message_of_a_stage_that_dies_is_whole() -> None:
+    async with pairs("PD0", "PD1") as p:
+        asked = [{"role": "user", "content": "question"}]
+        body = {"model": MODEL, "messages": asked, "max_tokens": 60, "stream": True}
+        undisturbed = message_of(await stream(p.client, body, path="/v1/messages"))
+        halfway = asyncio.Event()
+
+        def seen(got: bytes) -> None:
+            if got.count(b"\n\n") > 20:
+                halfway.set()
+
+        streams = [asyncio.create_task(stream(p.client, body, seen, path="/v1/messages")) for _ in range(8)]
+        await halfway.wait()
+        await p.kill("PD0")
+        got = await asyncio.gather(*streams)
+        assert [message_of(one) for one in got] == [undisturbed] * 8
+        moved = sum(b": x-epd-migrations: 1\n\n" in one for one in got)
+        assert moved and p.metric("epd_proxy_migrations_total", way="fast", outcome="went_on") == moved

@@ -4,7 +4,7 @@ one's tokens are merged, the client gets one answer."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from proxy.generate.token_event import TokenForm, token_form, without_ids, witho
 from proxy.generate.token_history import FOLD_BYTES, HistoryRoom, TokenHistory
 from proxy.stages.sse import split
 from tests.proxy.fakes import DONE, opening
-from tests.proxy.generate.streams import Form, Tokens, answers, given_of, meaning, numbers
+from tests.proxy.generate.streams import SPACED, Form, Tokens, answers, given_of, meaning, numbers, respaced
 
 forms = st.builds(Form, chat=st.booleans(), logprobs=st.booleans(), ids=st.just(True), usage=st.booleans())
 
@@ -186,25 +186,56 @@ def test_what_is_too_long_is_not_kept() -> None:
     assert room.held_bytes == FOLD_BYTES
 
 
+def read(event: bytes) -> Any:
+    return json.loads(event.removeprefix(b"data:"))
+
+
+def event_of(**choice: Any) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n"
+
+
+@drawn(forms, answers, numbers, st.sampled_from(SPACED), st.booleans())
+def test_ids_are_taken_out_however_events_are_spaced(
+    form: Form, tokens: Tokens, merges: list[int], style: Mapping[str, Any], at_once: bool
+) -> None:
+    bare = Form(chat=form.chat, logprobs=form.logprobs, usage=form.usage)
+    stream = respaced(form.stream(tokens, merges), **style)
+    public = without_ids(stream) if at_once else b"".join(map(without_ids, split(stream)))
+    expected = split(bare.stream(tokens, merges))[:-1]
+    assert [read(one) for one in split(public)[:-1]] == [read(one) for one in expected]
+
+
+SILENT: Mapping[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": None, "token_ids": [5]}
+
+
+@pytest.mark.parametrize("style", SPACED, ids=str)
+def test_what_says_nothing_but_ids_is_left_out_and_what_ends_or_is_likely_is_not(style: Mapping[str, Any]) -> None:
+    silent, ends = event_of(**SILENT), event_of(**{**SILENT, "finish_reason": "stop"})
+    likely = event_of(**{**SILENT, "logprobs": {"content": []}})
+    assert without_ids(respaced(silent, **style)) == b""
+    left = split(without_ids(respaced(silent + ends + silent + likely, **style)))
+    assert [read(one)["choices"][0]["finish_reason"] for one in left] == ["stop", None]
+
+
+@pytest.mark.parametrize("said", ['"token_ids": [1, 2]', "token_ids", '"token_ids":[', '"delta": {}'])
+@pytest.mark.parametrize("style", SPACED, ids=str)
+def test_text_that_looks_like_ids_is_text(style: Mapping[str, Any], said: str) -> None:
+    event = respaced(event_of(delta={"content": said}, token_ids=[5]), **style)
+    assert read(without_ids(event))["choices"] == [{"index": 0, "delta": {"content": said}, "token_ids": None}]
+
+
 @drawn(st.builds(Form, chat=st.booleans(), logprobs=st.booleans(), ids=st.just(True)), answers, numbers)
 def test_events_of_one_token_are_told_by_their_form(form: Form, tokens: Tokens, merges: list[int]) -> None:
     events = split(form.stream(tokens, merges))
     token = form.event([(7, "a")])
     found = token_form(token)
     assert found is not None
-    given = given_of(opening(0))
-    given.holder = found.holder
     for event in events:
         public = found.without_ids(event)
         assert (public is not None) is (b'"finish_reason":null' in event)
         if public is not None:
             assert public == without_ids(event)
-            given.add_token(event[found.size :])
     assert [found.without_ids(one) for one in (token + token, token + DONE, b": x\n\n" + token)] == [None] * 3
-    given.add(token)
-    given.fold()
-    spoken = [one for event in events[:-1] if found.without_ids(event) for one in meaning(event + DONE)["ids"]]
-    assert given.tokens.tolist() == [*spoken, 7]
 
 
 @pytest.mark.parametrize("events", [DONE, Form(chat=True).event([(7, "a")]), b": x\n\n", b"event: a\ndata: {}\n\n"])

@@ -27,6 +27,16 @@ async def test_without_keys_and_without_an_admin_listener_all_is_open() -> None:
             assert (await c.client.get(path)).status_code == 200, path
 
 
+async def test_the_health_of_a_role_is_told_to_those_who_may_see_the_table() -> None:
+    async with cluster("PD0", config=settings(api_keys=api_keys("key"))) as c:
+        path = "/health?role=prefill-decode"
+        assert (await c.client.get(path)).status_code == 401
+        assert (await c.client.get(path, headers=KEY)).status_code == 200
+    async with cluster("PD0", config=settings(observed=False)) as c:
+        closed = await c.client.get(path)
+        assert closed.status_code == 404 and "admin listener" in closed.json()["error"]["message"]
+
+
 async def test_with_keys_nothing_is_told_to_those_who_have_none_but_health() -> None:
     async with cluster("PD0", config=settings(api_keys=api_keys("key"))) as c:
         for path in TELLING:
@@ -74,6 +84,8 @@ async def test_an_admin_listener_wants_its_key_and_health_none() -> None:
                 assert (await client.get(path, headers=wrong)).status_code == 401, path
             assert (await client.get(path, headers=KEY)).status_code == 200, path
         assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/health?role=encode")).status_code == 401
+        assert (await client.get("/health?role=encode", headers=KEY)).status_code == 404, "an empty table has no role"
 
 
 async def test_an_admin_listener_without_a_key_asks_for_none_and_serves_no_model() -> None:

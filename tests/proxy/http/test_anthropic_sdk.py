@@ -119,7 +119,7 @@ async def test_a_message_whole_and_streamed(names: tuple[str, ...]) -> None:
         assert block.type == "text" and block.text == "hi"
         assert (one.stop_reason, one.stop_sequence, one.role, one.model) == ("end_turn", None, "assistant", MODEL)
         assert (one.usage.input_tokens, one.usage.cache_read_input_tokens, one.usage.output_tokens) == (2, 3, 2)
-        assert one.id.startswith("msg_") and "kv_transfer_params" not in one.model_dump()
+        assert answer._request_id and one.id.startswith("msg_") and "kv_transfer_params" not in one.model_dump()
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
 
 

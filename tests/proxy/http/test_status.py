@@ -11,7 +11,7 @@ from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
 from proxy.config.limits import MediaLimits, Timeouts
-from tests.proxy.fakes import Cluster, cluster, settings, text_body
+from tests.proxy.fakes import Cluster, cluster, data_url, encodes, image_body, image_file, settings, text_body
 
 EPD = (Role.E, Role.P, Role.D)
 IMAGES = frozenset({"image"})
@@ -32,6 +32,57 @@ async def test_health_is_true_while_any_path_serves() -> None:
         assert await statuses(c, "/ready", "/live") == [503, 200]
         c.table.mark_up("P0")
         assert await statuses(c, "/health", "/ready") == [200, 200]
+
+
+async def test_the_health_of_a_role_is_asked_by_llm_d_s_word_for_it() -> None:
+    async with cluster("E0", "PD0", "PD1", wanted=(Role.E, Role.PD)) as c:
+        roles = [f"/health?role={word}" for word in ("encode", "prefill", "decode", "prefill-decode")]
+        assert await statuses(c, *roles) == [200] * 4
+        c.table.mark_down("E0", "killed")
+        c.table.mark_down("PD1", "killed")
+        assert await statuses(c, *roles) == [503, 200, 200, 200]
+        unknown = [f"/health?role={word}" for word in ("encode-prefill", "encode-prefill-decode", "E", "", "decode-x")]
+        assert await statuses(c, *unknown) == [404] * 5
+        answer = (await c.client.get("/health?role=encode-prefill")).json()["error"]
+        assert answer["code"] == "unknown_role" and "encode, prefill-decode" in answer["message"]
+        c.pipeline.drain.announce()
+        assert await statuses(c, *roles) == [503] * 4
+
+
+async def test_instances_and_the_model_say_their_roles_in_llm_d_s_words() -> None:
+    async with cluster("E0", "P0", "D0", "PD0", "EPD0", "EP0", "ED0") as c:
+        instances = (await c.client.get("/instances")).json()["instances"]
+        assert (await c.client.get("/v1/models")).json()["data"][0]["role"] == "encode-prefill-decode"
+    assert {one["id"]: one["labels"].get("llm-d.ai/role") for one in instances} == {
+        "E0": "encode",
+        "P0": "prefill",
+        "D0": "decode",
+        "PD0": "prefill-decode",
+        "EPD0": "encode-prefill-decode",
+        "EP0": "encode-prefill",
+        "ED0": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-prefiller-host-port": "10.0.0.9:8000", "x-encoder-hosts-ports": "10.0.0.8:8000,10.0.0.7:8000"},
+        {"x-data-parallel-host-port": "10.0.0.9:8001", "x-kv-cache-source-host-port": "10.0.0.9:8002"},
+        {"EPP-Profile": "encode"},
+        {"x-request-id": "chatcmpl-1:0:1", "x-gateway-inference-objective": "batch"},
+    ],
+)
+async def test_what_a_router_before_it_says_of_other_servers_reaches_no_stage(headers: dict[str, str]) -> None:
+    async with cluster("E0", "P0", "D0") as c:
+        c["E0"].usual = encodes()
+        answer = await c.client.post("/v1/chat/completions", json=image_body(data_url(image_file())), headers=headers)
+        assert answer.status_code == 200, answer.text
+        calls = [call for stage in c.stages.values() for call in stage.calls]
+    assert len(calls) == 3
+    for call in calls:
+        assert not {name.lower() for name in headers} - {"x-request-id"} & set(call.headers)
+        assert headers.get("x-request-id") != call.headers["x-request-id"]
 
 
 async def test_readiness_tells_each_kind_and_how_it_is_served_meanwhile() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.records.answer_end import LOOKED_AT_BYTES, AnswerEnd, answer_end
+from proxy.records.answer_end import AnswerEnd, answer_end
 
 USAGE = {"prompt_tokens": 17, "total_tokens": 20, "completion_tokens": 3, "prompt_tokens_details": None}
 RESPONSE_USAGE = {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 8}, "output_tokens": 2}
@@ -43,9 +43,15 @@ def test_what_an_answer_says_is_not_taken_for_how_it_ended(content: str) -> None
     assert answer_end(compact({"choices": [{"message": {"content": content}}]})) == AnswerEnd("", None, None, None)
 
 
-def test_megabytes_before_the_end_are_not_looked_at() -> None:
-    answer = {"usage": USAGE, "choices": [{"message": {"content": "x" * LOOKED_AT_BYTES}, "finish_reason": "stop"}]}
-    assert answer_end(compact(answer)) == AnswerEnd("stop", None, None, None)
+def test_of_a_long_answer_the_usage_counts_wherever_it_stands() -> None:
+    answer = {"usage": USAGE, "choices": [{"message": {"content": "data: " * 5000}, "finish_reason": "stop"}]}
+    assert answer_end(compact(answer)) == AnswerEnd("stop", 17, 3, None)
+
+
+def test_an_event_that_quotes_an_event_is_read_as_one() -> None:
+    quoted = 'data: {"choices": [{"finish_reason": "length"}]}'
+    last = compact({"choices": [{"delta": {"content": quoted}, "finish_reason": "stop"}]})
+    assert answer_end(b"data: %b\n\ndata: [DONE]\n\n" % last) == AnswerEnd("stop")
 
 
 def test_nothing_ends_in_nothing() -> None:

@@ -46,6 +46,18 @@ def test_whatever_an_instance_announces_is_listened_to_until_it_is_gone() -> Non
     assert not table.announcement_addresses()
 
 
+def test_what_an_instance_is_given_adds_up_in_each_of_its_lives() -> None:
+    table = InstanceTable()
+    table.apply(P0)
+    for weight in (100.5, 200.0):
+        table.acquire("P0", Work.PREFILL, weight).release()
+    table.acquire("P0", Work.DECODE)
+    (view,) = table.snapshot()
+    assert (view.given, view.load) == (301.5, 1.0)
+    table.apply(replace(P0, incarnation="two"))
+    assert table.snapshot()[0].given == 0
+
+
 def test_an_instance_that_starts_is_known_but_missing() -> None:
     table = InstanceTable()
     table.apply(P0, up=False)

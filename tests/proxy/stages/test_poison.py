@@ -56,7 +56,7 @@ class Fleet:
                 answered.answered()
             self.now += after_s
             for stay in stays:
-                stay.died(incarnation_id, ago_s=ago_s)
+                stay.body.died(stay, incarnation_id, ago_s=ago_s)
         return incarnation_id
 
     def refused(self, text: bytes = b"body") -> WatchedBody:
@@ -146,7 +146,7 @@ def test_what_was_on_its_way_already_is_no_second_proof(fleet: Fleet) -> None:
         stays = [there.enter_context(body.at(one, encoding=True)) for one in ids]
         for stay, one in zip(stays, ids, strict=True):
             fleet.now += 2 * TOGETHER_S
-            stay.died(one)
+            body.died(stay, one)
     body.check()
 
 
@@ -182,10 +182,10 @@ def test_an_innocent_is_not_refused_for_having_shared_both_deaths_and_the_culpri
 def test_one_death_is_held_against_all_who_are_there_by_whoever_notices_first(fleet: Fleet) -> None:
     one, two, both = fleet.body(b"1"), fleet.body(b"2"), ("P0", "one")
     with one.at(both) as first, two.at(both) as second:
-        second.died(both)
+        two.died(second, both)
         assert one.suspected and two.suspected
         fleet.now += 2 * TOGETHER_S
-        first.died(both)
+        one.died(first, both)
     fleet.body(b"1").check()
     fleet.body(b"2").check()
 
@@ -194,7 +194,7 @@ def test_one_death_counts_once_however_often_it_is_met(fleet: Fleet) -> None:
     body, incarnation_id = fleet.body(), ("P0", "one")
     for _ in range(3):
         with body.at(incarnation_id) as stay:
-            stay.died(incarnation_id)
+            body.died(stay, incarnation_id)
         fleet.now += 10
     body.check()
     assert fleet.metric("epd_proxy_deaths_total", stage="P0") == 1
@@ -266,7 +266,7 @@ def test_what_is_remembered_is_bounded_in_number_and_time(monkeypatch: pytest.Mo
     fleet = Fleet(monkeypatch, bodies=10, memory_s=600.0)
     for number in range(1000):
         fleet.dies(fleet.body(b"%d" % number))
-    assert fleet.suspected == 10 and len(fleet.poison._dead) == REMEMBERED and not fleet.poison._there
+    assert fleet.suspected == 10 and len(fleet.poison._dead) == REMEMBERED and not fleet.poison.there
     fleet.now += 601
     assert fleet.suspected == 0
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.errors import StageRefusal, stage_answer_error
 from proxy.stages.sse import (
+    DONE,
     WholeEvents,
-    compact,
     error_payload,
     is_comment,
     is_done,
-    is_last,
     is_opening,
-    is_plain,
+    last_of,
+    may_fail,
+    name_and_data,
     split,
 )
 
@@ -43,21 +46,44 @@ def test_kinds_of_events() -> None:
     assert error_payload(b'data: {"choices": [{"delta": {"content": "\\"error\\""}}]}\n\n') is None
 
 
-@pytest.mark.parametrize("name", [b"", b"event: a.data:b\n"])
-def test_what_is_spaced_otherwise_is_written_anew_whatever_its_text_says(name: bytes) -> None:
-    spaced = name + b'data:{"text": "data: {}", "token_ids": [1, 2]}\n\n'
-    assert compact(spaced) == name + b'data: {"text":"data: {}","token_ids":[1,2]}\n\n'
-    lines = b'data:{"token_ids":\ndata: [1]}\n\n'
-    assert compact(lines) == lines
+SPACINGS = [(",", ":"), (", ", ": "), (" ,", "\t:  ")]
+
+
+@pytest.mark.parametrize("field", [b"data: ", b"data:", b"data:  "])
+@pytest.mark.parametrize("separators", SPACINGS)
+def test_errors_aborts_and_ends_are_told_however_they_are_spaced(field: bytes, separators: tuple[str, str]) -> None:
+    def event(**fields: object) -> bytes:
+        return field + json.dumps(fields, separators=separators).encode() + b"\n\n"
+
+    failed = event(error={"message": "m", "code": 500})
+    payload = error_payload(failed)
+    assert payload is not None and json.loads(payload)["error"]["code"] == 500 and may_fail(failed)
+    aborted = event(choices=[{"index": 0, "delta": {}, "finish_reason": "abort"}])
+    assert b"aborted" in (error_payload(aborted) or b"") and may_fail(aborted)
+    fine = event(choices=[{"delta": {"content": '"error" "abort"'}, "finish_reason": None}], error=None)
+    assert error_payload(fine) is None
+    end = field + b"[DONE]\n\n"
+    assert is_done(end) and DONE in end and not is_done(fine)
+    whole = WholeEvents()
+    assert whole.feed(fine + end) == fine + end and whole.done
+
+
+def test_lines_of_one_event_are_its_data() -> None:
+    assert name_and_data(b"event: a.data:b\ndata: {\ndata: }\n\n") == (b"a.data:b", b"{\n}")
+    assert name_and_data(b": ping\n\n") == (b"", b"")
+
+
+def test_what_is_no_json_but_speaks_of_an_error_is_one() -> None:
+    assert error_payload(b'data: {"error": {"mess\n\n') == b'{"error": {"mess'
 
 
 def test_several_events_are_judged_without_cutting_them() -> None:
-    event = b'data: {"choices": [{"delta": {"content": "data: [DONE]\\n\\n{\\"error\\""}}]}\n\n'
+    event = b'data: {"choices": [{"delta": {"content": "a {\\"error\\"}"}}]}\n\n'
     done = b"data: [DONE]\n\n"
-    assert is_plain(event) and not is_last(event)
-    assert not is_plain(b"event: response.completed\ndata: {}\n\n")
-    assert is_last(done) and is_last(event + done) and not is_last(done + event)
-    assert not is_plain(event + b'data: {"error": {"code": 500}}\n\n' + done)
+    assert not may_fail(event + event) and last_of(event) == event
+    assert may_fail(b"event: response.completed\ndata: {}\n\n")
+    assert last_of(event + done) == done and last_of(done + event) == event
+    assert may_fail(event + b'data: {"error": {"code": 500}}\n\n' + done)
 
 
 def test_a_stages_answer_becomes_an_error_whatever_it_looks_like() -> None:

@@ -39,12 +39,12 @@ def test_each_kind_has_its_own_speed() -> None:
     assert rates.decode_tokens_per_s == pytest.approx(50)
 
 
-@given(st.floats(1, 1e5), st.floats(1, 1e5))
+@given(st.floats(20, 1e5), st.floats(20, 1e5))
 def test_an_engine_that_changes_its_speed_is_believed_after_a_while(before: float, after: float) -> None:
     rates, now = StepRates(), 0.0
     for speed in (before, after):
         for _ in range(80):
-            rates.ended(StepWork(prompt_tokens=round(speed) or 1), now, now + 1)
+            rates.ended(StepWork(prompt_tokens=round(speed)), now, now + 1)
             now += 1
     assert 5 * MEMORY_S < 80
     assert rates.prompt_tokens_per_s == pytest.approx(round(after), rel=0.01, abs=before * 0.001)
@@ -52,5 +52,14 @@ def test_an_engine_that_changes_its_speed_is_believed_after_a_while(before: floa
 
 def test_a_clock_too_coarse_for_a_step_is_no_division_by_zero() -> None:
     rates = StepRates()
-    rates.ended(StepWork(prompt_tokens=1), 5.0, 5.0)
+    rates.ended(StepWork(prompt_tokens=100), 5.0, 5.0)
     assert rates.prompt_tokens_per_s > 0
+
+
+def test_the_end_of_a_prompt_that_came_with_its_kv_is_no_speed_of_prompts() -> None:
+    rates = StepRates()
+    for second in range(20):  # as a D
+        rates.ended(StepWork(prompt_tokens=1, decodes=8), second, second + 0.03)
+    assert rates.prompt_tokens_per_s == 0
+    rates.ended(StepWork(prompt_tokens=400), 30, 30.4)  # as a P
+    assert rates.prompt_tokens_per_s == pytest.approx(1000)
