@@ -92,7 +92,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         yield {"part": "square", "load": "endless burst", **_square(profile, [Phase(300.0, 6.0, 20.0)])}
 
     if "live" in arguments.only:
-        yield from live.live(profile, arguments.live_half_s, arguments.live_cycles, measured=not arguments.predict)
+        runs = () if arguments.predict else arguments.live_runs
+        yield from live.live(profile, arguments.live_half_s, arguments.live_cycles, served=runs)
     if "real" in arguments.only:
         yield from real.real(
             Path(arguments.real_profile), arguments.real_phase_s, arguments.real_phases, measured=not arguments.predict
@@ -244,6 +245,7 @@ MEASUREMENT = Measurement(
         "--hour-s": flag("seconds in which an hour of the day passes", Usually(300.0, quick=75.0), positive),
         "--live-half-s": flag("of a phase of the live swing", Usually(180.0, quick=40.0), positive),
         "--live-cycles": flag("of the live swing", Usually(2, quick=1), whole()),
+        "--live-runs": flag("that are served of the live swing", live.RUNS, several(one_of(*live.RUNS))),
         "--real-profile": flag("of the real stages' devices", real.PROFILE),
         "--real-phase-s": flag("of a phase of the real swing", Usually(190.0, quick=60.0), positive),
         "--real-phases": flag("of the real swing", 2, whole(2)),

@@ -33,11 +33,14 @@ from bench.follow.traffic import Phase, requests_of
 from bench.micro.measurement import Row
 from bench.served import Served, simulated
 from bench.workloads.synthetic import image_body, text_body
+from deploy.agent.cpu_time import Parts, cpu_seconds, groups, parts, since
 from deploy.follow.simulated import SimulatedFollower
 from deploy.follow.types import Limits
+from deploy.planner.fleet import Options
 from deploy.planner.profile import DeviceProfile
 from deploy.planner.simulate import Simulated, simulate
 from epd_serve.layout_parser import parse
+from epd_serve.roles import Role
 from epd_serve.sim.profile import Line
 from epd_serve.slo import Slo
 from epd_serve.traffic import Item
@@ -48,6 +51,8 @@ SLOWER = 5.0
 SLO = Slo(5000, 600, "p98")
 """TTFT five times that of a picture alone. Of the 95 gaps of an answer to text one may be late; a first one alone,
 which waits for KV and for others to join, can take 0.4 s. A picture holds up all that decode beside it for 0.96 s."""
+BY_SLO = Options(budgets=SLO)
+"""Stages that are told an objective hold their steps to it, and so do those that are predicted."""
 SIDE, PICTURE_TOKENS = 392, 196
 QUESTION_TOKENS, SHORT, LONG = 32, 8, 96
 PHASES = (Phase(1.0, 2.0, 9.0), Phase(1.0, 17.0, 1.5))
@@ -58,6 +63,7 @@ FIXED = ("2E-4P-10D", "4E-5P-7D", TEXT, MEDIA, "TP1x16")
 COLOCATED = ("(E-PD)x16", "(E-P)x8-8D")
 LEADS_S = (0.0, START_S, 2 * START_S)
 SEED = 3
+RUNS = ("follow", "oracle", "fixed")
 LIMIT_S = 300.0
 """Of one request: in a layout that lacks what the load needs queues are as long as a phase."""
 SETTLED_S = 3.0
@@ -133,27 +139,27 @@ def slower(profile: DeviceProfile, times: float = SLOWER) -> DeviceProfile:
     return replace(profile, stages={1: stage}, start_s=START_S, **left_out)
 
 
-def live(profile: DeviceProfile, half_s: float, cycles: int, *, measured: bool = True) -> Iterator[Row]:
+def live(profile: DeviceProfile, half_s: float, cycles: int, *, served: Sequence[str] = RUNS) -> Iterator[Row]:
     """Args:
-    profile: of a device. measured: else only what the simulator says.
+    profile: of a device. served: which of `RUNS`; of the others there is only what the simulator says. The fixed
+        layout is served one cycle: it is compared by the phases that both had.
     """
     device, load = slower(profile), load_of(half_s, cycles)
     said = list(predictions(device, load))
     yield from said
-    if not measured:
-        return
     fixed = max((row for row in said if row["what"] in FIXED), key=lambda row: row["goodput_rps"])["what"]
     leads = [row for row in said if row["what"].startswith("oracle")]
     lead_s = max(leads, key=lambda row: row["goodput_rps"])["lead_s"]
     turns = [(at_s - lead_s, layout) for at_s, layout in load.turns[1:]]
-    for what, layout, mode, changes in (
-        ("follow", MEDIA, "act", ()),
-        (f"oracle {lead_s:g} s ahead", MEDIA, "off", turns),
-        (fixed, fixed, "off", ()),
-    ):
-        with simulated(layout, builtins(device), _flags(mode)) as launch:
-            flows = load.flows(launch.model)
-            row = run_load(launch, flows, SLO, phase_s=load.half_s, seconds=load.seconds, turns=changes)
+    runs = {
+        "follow": ("follow", MEDIA, "act", load, ()),
+        "oracle": (f"oracle {lead_s:g} s ahead", MEDIA, "off", load, turns),
+        "fixed": (fixed, fixed, "off", load_of(half_s, 1), ()),
+    }
+    for what, layout, mode, own, changes in (runs[name] for name in served):
+        with simulated(layout, builtins(device), _flags(layout, mode)) as launch:
+            flows = own.flows(launch.model)
+            row = run_load(launch, flows, SLO, phase_s=half_s, seconds=own.seconds, turns=changes)
         yield {"part": "live", "how": "measured", "what": what, **row}
 
 
@@ -164,7 +170,7 @@ def predictions(device: DeviceProfile, load: Load) -> Iterator[Row]:
         return {"part": "live", "how": "predicted", "what": what, **predicted(run, load.seconds), **more}
 
     for layout in (*FIXED, *COLOCATED):
-        yield said(layout, simulate(parse(layout), device, load.requests, slos=(SLO,)))
+        yield said(layout, simulate(parse(layout), device, load.requests, slos=(SLO,), options=BY_SLO))
     for lead_s in LEADS_S:
         turns = [(at_s - lead_s, layout) for at_s, layout in load.turns]
         limits = Limits(DEVICES, every_s=1.0, switchable=True)
@@ -184,7 +190,7 @@ def predicted(run: Simulated, seconds: float) -> Row:
 
 
 def _ticked(follower: SimulatedFollower, load: Load) -> Simulated:
-    return simulate(follower.layout, follower.profile, load.requests, slos=(SLO,), tick=(1.0, follower))
+    return simulate(follower.layout, follower.profile, load.requests, slos=(SLO,), options=BY_SLO, tick=(1.0, follower))
 
 
 def builtins(device: DeviceProfile) -> Mapping[str, Any]:
@@ -193,12 +199,10 @@ def builtins(device: DeviceProfile) -> Mapping[str, Any]:
     return made
 
 
-def _flags(mode: str) -> list[str]:
+def _flags(layout: str, mode: str) -> list[str]:
     """Groups stay as they are: stages that share a device would be faster here than they are."""
-    return [
-        *("--device", "cpu", "--switchable", "--follow", mode, "--follow-relayout", "off"),
-        *slo_flags(SLO),
-    ]
+    switchable = ["--switchable"] if {Role.P, Role.D} <= parse(layout).roles else []
+    return ["--device", "cpu", *switchable, "--follow", mode, "--follow-relayout", "off", *slo_flags(SLO)]
 
 
 def slo_flags(slo: Slo) -> list[str]:
@@ -220,24 +224,28 @@ def run_load(
     turns: Sequence[Turn] = (),
     limit_s: float = LIMIT_S,
 ) -> Row:
-    """Send all flows, and have the layout changed at the turns. Returns what came of it (`outcome`), and what was
-    changed, by the follower (`moves`) or by the turns (`changes`).
+    """Send all flows, and have the layout changed at the turns. Returns what came of it (`outcome`), what was changed,
+    by the follower (`moves`) or by the turns (`changes`), and the share of all cores that stages, proxy, control and
+    clients took (`cpu`; stages that have gone do not count), and all processes of the machine.
 
     Args:
         phase_s: of a phase of the load. seconds: of the whole.
     """
     with commanded(launch) as deployment, SenderProcess() as sender:
         time.sleep(SETTLED_S)
-        busy_s, begun = machine_busy_s(), time.perf_counter()
+        busy_s, own, begun = machine_busy_s(), cpu_seconds(launch.cpu_parts), time.perf_counter()
         sender.start(launch.url, *flows, limit_s=limit_s, decode=True)
         changes = list(_changed(deployment, turns, begun))
         time.sleep(max(0.0, begun + seconds - time.perf_counter()))
-        cpu = (machine_busy_s() - busy_s) / (time.perf_counter() - begun) / (os.cpu_count() or 1)
+        cores_s = (time.perf_counter() - begun) * (os.cpu_count() or 1)
+        machine_cpu = (machine_busy_s() - busy_s) / cores_s
+        own_s = sum(since(own, cpu_seconds(_parts_now(launch))).values())
         run = sender.finish()
         decided, layout = deployment.decisions(), deployment.status()["layout"]
     return {
         **outcome(run, slo, seconds, phase_s),
-        "cpu": round(cpu, 3),
+        "cpu": round((own_s + run.cpu_s) / cores_s, 3),
+        "machine_cpu": round(machine_cpu, 3),
         "changes": changes,
         "moves": [one for one in decided if one["chosen"] is not None],
         "layout_at_end": layout,
@@ -277,6 +285,11 @@ def outcome(run: Run, slo: Slo, seconds: float, phase_s: float) -> Row:
     }
 
 
+def _parts_now(launch: Served) -> Parts:
+    """With the stages that were started since it was ready, and without those that have gone."""
+    return parts(launch.cpu_parts["proxy"][0], groups(launch.run.parent))
+
+
 def machine_busy_s() -> float:
     """Core-seconds that this machine has computed since its start, whoever for."""
     first, _ = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)
@@ -297,10 +310,17 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         named[f"{prefix}_over_best_fixed"] = over(follow, fixed)
     if measured := [row for row in own if row["how"] == "measured"]:
         named["live_errors"] = float(sum(row["errors"] + row["cut"] for row in measured if row["what"] not in FIXED))
-        named["live_cpu"] = max(row["cpu"] for row in measured)
+        named |= {f"live_{name}": max(row[name] for row in measured) for name in ("cpu", "machine_cpu")}
     return named
 
 
 def over(row: Row, others: Sequence[Row]) -> float:
-    best = max(float(other["goodput_rps"]) for other in others)
-    return round(float(row["goodput_rps"]) / best, 4)
+    """Goodput over that of the best of the others; of runs that were measured, over the phases that both had."""
+
+    def ratio(other: Row) -> float:
+        if "phases" not in row:
+            return float(row["goodput_rps"]) / float(other["goodput_rps"])
+        both = list(zip(row["phases"], other["phases"], strict=False))
+        return float(sum(own[1] for own, _ in both) / sum(its[1] for _, its in both))
+
+    return round(min(map(ratio, others)), 4)

@@ -28,6 +28,7 @@ from deploy.follow.plans import Plans
 from deploy.follow.simulated import SimulatedFollower
 from deploy.follow.types import Limits
 from deploy.memory.sizing import processor_configs
+from deploy.planner.fleet import Options
 from deploy.planner.profile import DeviceProfile, read_device_profile
 from deploy.planner.simulate import Simulated, simulate
 from epd_serve.demo.presets import write_preset
@@ -43,6 +44,7 @@ STAGE_FLAGS = ("--device", "cpu", "--stage-args", "all:--dtype float32")
 """What the profile was made with."""
 PICTURES, TEXT = "EP-D", "TP1x2"
 SLO = Slo(8000, 350, "p99")
+BY_SLO = Options(budgets=SLO)
 SIDE = 392
 QUESTION_TOKENS, PICTURE_ANSWER, TEXT_ANSWER = 32, 64, 96
 PHASES = (Phase(1.0, 0.0, 1.0), Phase(1.0, 2.1, 0.0))
@@ -128,13 +130,13 @@ def predictions(profile: DeviceProfile, load: RealLoad) -> Iterator[Row]:
 
     traffic = load.traffic()
     for layout in (PICTURES, TEXT):
-        yield said(layout, simulate(parse(layout), profile, traffic, slos=(SLO,)))
+        yield said(layout, simulate(parse(layout), profile, traffic, slos=(SLO,), options=BY_SLO))
     limits = Limits(parse(PICTURES).device_count)
     plans = Plans(profile, SLO)
     follower = SimulatedFollower(
         parse(PICTURES), profile, limits, profile.start_s, SLO.tpot_ms / 1e3, plans=plans, planner=answer_by_plan
     )
-    run = simulate(follower.layout, profile, traffic, slos=(SLO,), tick=(1.0, follower))
+    run = simulate(follower.layout, profile, traffic, slos=(SLO,), options=BY_SLO, tick=(1.0, follower))
     moves = [(round(one.at_s), one.chosen.layout) for one in follower.decisions if one.chosen is not None]
     yield said("follow", run, moves=moves)
 
