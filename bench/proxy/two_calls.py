@@ -4,7 +4,8 @@
 `python -m bench.proxy.two_calls PORT P_URL D_URL PEER`, with P as JSON (`epd_serve.wire`'s `peer`). Takes a request
 whole, sends P the same prompt for one token and D the request, at once and under one transfer id, and passes D's answer
 on as it comes. No checks, no choice, no retries, no watch for clients that leave: the least that any proxy does which
-has both to call, and so the base of `pd_over_two_call_relay`.
+has both to call, and so the base of `pd_over_two_call_relay`. Server and client are written out again: `relay.py` is
+frozen, and has nothing to share.
 """
 
 from __future__ import annotations
