@@ -24,8 +24,8 @@ from msgspec import structs
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
-from epd_serve.trace import Trace
 from proxy.config.limits import Timeouts
+from proxy.context import RequestContext
 from proxy.encode.learnt_speeds import LearntSpeeds
 from proxy.encode.spread import calls, share_of, spread
 from proxy.errors import StageDied, StageFault, most_telling
@@ -39,7 +39,6 @@ from proxy.routing.policy import Candidate, with_neighbours
 from proxy.stages.bodies import encode_body
 from proxy.stages.circuits import Circuits
 from proxy.stages.client import StageClient
-from proxy.stages.job import Job
 from proxy.stages.retry_budget import RetryBudget
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class EncodeOrder:
         waits: called before these items wait apart (`WatchedBody.apart_s`): nobody else must wait for them then.
     """
 
-    job: Job
+    ctx: RequestContext
     done: Callable[[LoadedItem, Instance, dict[str, Any]], None]
     is_known: Callable[[str], bool] = lambda _: False
     waits: Callable[[Sequence[LoadedItem]], None] = lambda _: None
@@ -78,7 +77,6 @@ class Encoders:
         timeouts: Timeouts,
         *,
         retries: int,
-        trace: Trace,
         circuits: Circuits,
         budget: RetryBudget,
     ) -> None:
@@ -87,7 +85,6 @@ class Encoders:
         self._metrics = metrics
         self._timeouts = timeouts
         self._retries = retries
-        self._trace = trace
         self._circuits = circuits
         self._budget = budget
         self._speeds = LearntSpeeds()
@@ -104,16 +101,16 @@ class Encoders:
         Raises:
             StageRefusal: an encoder refuses an item.
         """
-        job = order.job
-        if apart_s := job.watched.apart_s:
+        ctx = order.ctx
+        if apart_s := ctx.watched.apart_s:
             order.waits(items)
             since = time.monotonic()
             await asyncio.sleep(apart_s)
-            job.record.took("apart", since)
-        if job.watched.over:
+            ctx.record.took("apart", since)
+        if ctx.watched.over:
             self._give_up(order, items, "encoder_failed")
             return
-        await job.passed.to_encoders()
+        await ctx.passed.to_encoders()
         await self._encode(order, items, tried)
 
     async def _encode(self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId]) -> None:
@@ -126,7 +123,7 @@ class Encoders:
         workers = with_neighbours([self._with_speed(encoder) for encoder in encoders], each)
         shares = spread([item.key for item in items], costs, workers)
         chosen = [worker.id for worker, share in zip(workers, shares, strict=True) if share]
-        order.job.record.spread(each, workers, chosen)
+        order.ctx.record.spread(each, workers, chosen)
         with ExitStack() as leases:
             try:
                 async with asyncio.TaskGroup() as group:
@@ -166,7 +163,7 @@ class Encoders:
             self._metrics.store_waits.inc()
             if not waits:
                 waits = True
-                order.job.record.note("waits", line="store", full=len(untried))
+                order.ctx.record.note("waits", line="store", full=len(untried))
             await self._table.changed(min(left_s, RELOOK_S))
 
     def _with_speed(self, encoder: Candidate) -> Candidate:
@@ -182,23 +179,23 @@ class Encoders:
         tried: frozenset[IncarnationId],
     ) -> None:
         """One call. Releases `lease`."""
-        job, instance = order.job, lease.instance
+        ctx, instance = order.ctx, lease.instance
         incarnation_id = instance.incarnation_id
         done = 0.0
         self._speeds.begin(incarnation_id, time.monotonic())
         try:
-            with job.watched.at(incarnation_id, encoding=True) as stay, self._circuits.call(instance):
+            with ctx.watched.at(incarnation_id, encoding=True) as stay, self._circuits.call(instance):
                 try:
                     answer = await self._post(order, instance, items)
                 except StageDied as error:
-                    job.watched.died(stay, incarnation_id, ago_s=error.ago_s)
+                    ctx.watched.died(stay, incarnation_id, ago_s=error.ago_s)
                     raise
             done = weight
         except (StageError, DeadlineError) as error:
-            logger.warning("request %s: %s", job.id, error.message)
-            job.record.failed("encode_failed", error, instance.id)
+            logger.warning("request %s: %s", ctx.id, error.message)
+            ctx.record.failed("encode_failed", error, instance.id)
             if isinstance(error, StageFault) and self._table.is_alive(*incarnation_id):
-                self._circuits.acquit(job.faults.note(error, incarnation_id))
+                self._circuits.acquit(ctx.faults.note(error, incarnation_id))
         finally:
             self._speeds.end(incarnation_id, time.monotonic(), done=done)
             lease.release()
@@ -217,39 +214,37 @@ class Encoders:
         tried = tried | {incarnation_id}
         if not items:
             return
-        if len(tried) > self._retries or job.watched.over:
+        if len(tried) > self._retries or ctx.watched.over:
             self._give_up(order, items, "encoder_failed")
             return
         if any(other.incarnation_id not in tried for other in self._table.live(Role.E)):
             if not self._budget.withdraw(time.monotonic()):
                 self._metrics.retries_refused.inc()
-                job.record.note("retry_refused", stage=instance.id)
+                ctx.record.note("retry_refused", stage=instance.id)
                 self._give_up(order, items, "no_retries_left")
                 return
             self._metrics.retries.labels(instance.id).inc()
-            job.record.again("retry", stage=instance.id, of="encode")
+            ctx.record.again("retry", stage=instance.id, of="encode")
         await self.encode(order, items, tried)
 
     async def _post(self, order: EncodeOrder, instance: Instance, items: Sequence[LoadedItem]) -> dict[str, Any]:
-        job = order.job
-        body = encoded(encode_body(job.base, items, order.again))
-        begun, outcome, span = time.monotonic(), "cancelled", job.record.call_span()
-        self._trace.stamp(job.id, "encode_sent", to=instance.id)
+        ctx = order.ctx
+        body = encoded(encode_body(ctx.base, items, order.again))
+        begun, outcome, span = time.monotonic(), "cancelled", ctx.record.call_span()
         try:
             answer = await self._unless_it_hangs(
                 instance,
-                self._stages.post(instance, Endpoint.CHAT, body, job.headers(span), timeout_s=self._timeouts.encode_s),
+                self._stages.post(instance, Endpoint.CHAT, body, ctx.headers(span), timeout_s=self._timeouts.encode_s),
             )
             outcome = "ok"
-            job.record.encoded_by(instance.id)
+            ctx.record.encoded_by(instance.id)
             return answer
         except EpdError as error:
             outcome = error.code or type(error).__name__
             raise
         finally:
             self._metrics.stage_seconds.labels("E", outcome).observe(time.monotonic() - begun)
-            self._trace.stamp(job.id, "encode_done", by=instance.id, outcome=outcome)
-            job.record.took("encode_call", begun, span=span, stage=instance.id, items=len(items), outcome=outcome)
+            ctx.record.took("encode_call", begun, span=span, stage=instance.id, items=len(items), outcome=outcome)
 
     def _hangs(self, incarnation_id: IncarnationId) -> bool:
         return self._table.silence_s(*incarnation_id) > self._timeouts.encode_silence_s
@@ -270,6 +265,6 @@ class Encoders:
                 await asyncio.wait([task])
 
     def _give_up(self, order: EncodeOrder, items: Sequence[LoadedItem], reason: str) -> None:
-        logger.warning("request %s: %d items go on unencoded (%s)", order.job.id, len(items), reason)
+        logger.warning("request %s: %d items go on unencoded (%s)", order.ctx.id, len(items), reason)
         self._metrics.encode_fallback.labels(reason).inc(len(items))
-        order.job.record.note("not_encoded", items=len(items), reason=reason)
+        order.ctx.record.note("not_encoded", items=len(items), reason=reason)

@@ -11,8 +11,8 @@ from typing import Any
 
 from epd_serve.errors import StageError
 from proxy import strict_json
-from proxy.generate.token_history import ROLE, TEXT, TOOL_CALLS, Channel, TokenHistory
 from proxy.stages.sse import BLANK_LINE, data_of, is_comment, is_done, is_opening, split
+from proxy.stages.token_history import ROLE, TEXT, TOOL_CALLS, Channel, TokenHistory
 
 Answer = dict[str, Any]
 _CREATED = re.compile(rb'"created"\s*:\s*\d+')

@@ -23,8 +23,8 @@ from epd_serve.wire import KV_NOT_SENT, TOKEN_SENT
 from proxy.errors import KvNotDelivered
 from proxy.generate.continuation import read, written
 from proxy.generate.router import Route
-from proxy.generate.token_history import ROLE, TEXT
 from proxy.request.parse import Endpoint, ParsedRequest
+from proxy.stages.token_history import ROLE, TEXT
 
 _OLD_WAY = ("tools", "thinking_token_budget", "watermarking")
 _LIMITS = {

@@ -12,8 +12,8 @@ from enum import StrEnum
 
 from epd_serve.answer_flags import parses_chat
 from proxy.config.limits import MigrationLimits
-from proxy.generate.token_history import TokenHistory
 from proxy.request.parse import Endpoint, ParsedRequest
+from proxy.stages.token_history import TokenHistory
 
 _COUNTS_USAGE = "--enable-force-include-usage"
 _PENALTIES = ("presence_penalty", "frequency_penalty")

@@ -22,7 +22,6 @@ from proxy.generate.token_event import (
     without_ids,
     without_prompt_ids,
 )
-from proxy.generate.token_history import TokenHistory
 from proxy.request.client_sink import ClientSink
 from proxy.stages.sse import (
     BLANK_LINE,
@@ -36,6 +35,7 @@ from proxy.stages.sse import (
     may_fail,
     split,
 )
+from proxy.stages.token_history import TokenHistory
 
 
 def _nothing() -> None: ...

@@ -11,7 +11,6 @@ from uuid import uuid4
 
 import pytest
 
-from epd_serve.trace import Trace
 from epd_serve.wire import FeatureFailed, FeatureReady, StoreReport
 from proxy.admission.gate import Gate, Pass
 from proxy.admission.ticket import Capacity, Kind
@@ -275,7 +274,7 @@ async def test_a_follower_that_gave_up_does_not_come_to_lead() -> None:
         )
 
     slow = Slow()
-    step = EncodeStep(slow, FeatureDirectory(8), Metrics(), Trace("", "proxy"), follow_s=0.2)  # type: ignore[arg-type]
+    step = EncodeStep(slow, FeatureDirectory(8), Metrics(), follow_s=0.2)  # type: ignore[arg-type]
     flights = step.flights
     obtain = [asyncio.create_task(step._obtain(job("x").items, EncodeOrder(job("x"), lambda *_: None)))]
     await asyncio.sleep(0)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from proxy.config.limits import MigrationLimits
 from proxy.generate.relay import Client
-from proxy.generate.token_history import HistoryRoom, TokenHistory
 from proxy.request.client_sink import ClientSink
 from proxy.stages.sse import WholeEvents, data_of, split
+from proxy.stages.token_history import HistoryRoom, TokenHistory
 from tests.proxy.fakes import DONE, opening
 
 Tokens = Sequence[tuple[int, str]]

@@ -26,7 +26,7 @@ from proxy.generate.router import Route
 from proxy.registry.instance_state import Work
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint, ParsedRequest, parse
-from proxy.routing.paths import Path
+from proxy.routing.plan import Path
 from proxy.stages.sse import split
 from tests.proxy.fakes import DONE, MODEL, opening, text_body
 from tests.proxy.generate.streams import Form, Reader, Tokens, answers, forms, given_of, meaning, numbers, reads

@@ -12,9 +12,9 @@ from proxy.config.limits import MigrationLimits
 from proxy.errors import StageRefusal
 from proxy.generate.relay import Client as RelayClient
 from proxy.generate.relay import relay
-from proxy.generate.token_history import HistoryRoom, TokenHistory
 from proxy.request.client_sink import ClientSink
 from proxy.stages.sse import split
+from proxy.stages.token_history import HistoryRoom, TokenHistory
 from tests.proxy.fakes import DONE, chunk, opening
 from tests.proxy.generate.streams import SPACED, Form, Reader, meaning, respaced
 

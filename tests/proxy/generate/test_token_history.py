@@ -16,8 +16,8 @@ from epd_serve.errors import StageError
 from proxy.config.limits import MigrationLimits
 from proxy.generate.continuation import Continuation
 from proxy.generate.token_event import TokenForm, token_form, without_ids, without_prompt_ids
-from proxy.generate.token_history import FOLD_BYTES, HistoryRoom, TokenHistory
 from proxy.stages.sse import split
+from proxy.stages.token_history import FOLD_BYTES, HistoryRoom, TokenHistory
 from tests.proxy.fakes import DONE, opening
 from tests.proxy.generate.streams import SPACED, Form, Tokens, answers, given_of, meaning, numbers, respaced
 
