@@ -1,4 +1,5 @@
-"""One client request on its way from its arrival to the last byte of its answer: what each step has made of it.
+"""One client request on its way from its arrival to the last byte of its answer: what each step has made of it; and
+what the steps of all requests share.
 
 There is one context per exchange. Each step sets the fields of its group and reads those of the groups before; a field
 that no step has set yet is not there (AttributeError), unless it has a default. It is changed by one task at a time.
@@ -10,19 +11,27 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from epd_serve.instances import IncarnationId
 from proxy.admission.gate import Pass
+from proxy.config.settings import ProxySettings
 from proxy.media.loader import LoadedItem
+from proxy.metrics import Metrics
 from proxy.records.record import Record
+from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.feature_directory import Metadata
+from proxy.registry.table import InstanceTable
 from proxy.request.client_sink import ClientSink
 from proxy.request.parse import Endpoint, ParsedRequest
 from proxy.routing.plan import Plan
+from proxy.stages.circuits import Circuits
+from proxy.stages.client import StageClient
 from proxy.stages.faults import Faults
 from proxy.stages.poison import WatchedBody
 from proxy.stages.prompt_nodes import NO_NODES, PromptNodes
+from proxy.stages.retry_budget import RetryBudget
+from proxy.stages.stall_watchdog import StallWatchdog
 from proxy.stages.token_history import TokenHistory
 from proxy.tenants.auth import Caller
 from proxy.tenants.memory_budget import MemoryReservation
@@ -54,6 +63,19 @@ class Features:
         """The same, where the prefilling stage need not wait for these any more."""
         missing = tuple(dict.fromkeys((*self.missing, *keys)))
         return Features(missing, self.metadata, self.metadata_in_use)
+
+
+class Services(NamedTuple):
+    """What the steps of all requests of a process share."""
+
+    settings: ProxySettings
+    metrics: Metrics
+    table: InstanceTable
+    stages: StageClient
+    circuits: Circuits
+    budget: RetryBudget
+    watchdog: StallWatchdog
+    dispatcher: AnnouncementDispatcher
 
 
 @dataclass(slots=True, eq=False)

@@ -26,11 +26,10 @@ from proxy.admission.gate import Gate
 from proxy.admission.ticket import kind_of, priority_of, sequences_of
 from proxy.background import Background
 from proxy.config.settings import ProxySettings
-from proxy.context import RequestContext
+from proxy.context import RequestContext, Services
 from proxy.encode.encoders import Encoders
 from proxy.encode.host_arena import HostArena
 from proxy.encode.step import EncodeStep
-from proxy.generate.attempt import Attempts
 from proxy.generate.router import Router
 from proxy.generate.step import GenerateStep
 from proxy.generate.tokenize import TokenizeStep
@@ -56,6 +55,7 @@ from proxy.stages.cost import prompt_tokens
 from proxy.stages.poison import Poison
 from proxy.stages.prompt_nodes import prompt_nodes
 from proxy.stages.retry_budget import RetryBudget
+from proxy.stages.stall_watchdog import StallWatchdog
 from proxy.tenants.auth import DEFAULT_TENANT, Caller, Callers
 from proxy.tenants.fair_share import FairShare
 from proxy.tenants.key_limits import KeyGate
@@ -111,47 +111,32 @@ class Pipeline:
         self._trace = Trace(settings.trace_path, PROXY)
         self.circuits = Circuits(table, self.metrics)
         self.gate = Gate(settings.admission, CapacityTracker(table, settings), self.metrics, table.pause)
-        self._budget = RetryBudget(settings.retry, now=time.monotonic())
-        self.metrics.retry_budget.set_function(lambda: self._budget.left(time.monotonic()))
+        budget = self._budget = RetryBudget(settings.retry, now=time.monotonic())
+        self.metrics.retry_budget.set_function(lambda: budget.left(time.monotonic()))
         self.metrics.in_flight.set_function(lambda: self.drain.running)
         self.metrics.draining.set_function(lambda: self.drain.began)
-        self._poison = Poison(settings.poison, self.metrics)
         self.metrics.memory_held.set_function(lambda: self.memory.held_bytes)
+        self._poison = Poison(settings.poison, self.metrics)
         self._stages = StageClient(timeouts, key=settings.bearer_of_stages())
         fetcher = UrlFetcher(settings.media, apart=apart, transport=media_transport, resolver=resolver)
         self._media = MediaLoader(settings, fetcher)
-        self._router = Router(table, self.metrics, settings)
         self._arena = HostArena(settings.arena)
         self.directory = FeatureDirectory(settings.max_known_features, holds=self._arena.holds)
         self.dispatcher = AnnouncementDispatcher(
             table, self.directory, self.metrics, self.background, settings.key_file
         )
-        self._encode = EncodeStep(
-            Encoders(
-                table,
-                self._stages,
-                self.metrics,
-                timeouts,
-                retries=retries,
-                circuits=self.circuits,
-                budget=self._budget,
-            ),
-            self.directory,
-            self.metrics,
-            follow_s=timeouts.encode_s * (retries + 1),
+        watchdog = StallWatchdog(table, timeouts.stage_silence_s, self.background)
+        services = Services(
+            settings, self.metrics, table, self._stages, self.circuits, budget, watchdog, self.dispatcher
         )
-        self._generate = GenerateStep(
-            settings,
-            table,
-            self._router,
-            self._encode,
-            Attempts(settings, table, self._stages, self.circuits, self.metrics, self.background),
-            self.dispatcher,
-            self.circuits,
-            self.metrics,
-            self._budget,
+        encoders = Encoders(
+            table, self._stages, self.metrics, timeouts, retries=retries, circuits=self.circuits, budget=budget
         )
-        self._tokenize = TokenizeStep(table, self._stages, retries=retries)
+        follow_s = timeouts.encode_s * (retries + 1)
+        self._encode = EncodeStep(encoders, self.directory, self.metrics, follow_s=follow_s)
+        self._router = Router(services)
+        self._generate = GenerateStep(services, self._router, self._encode)
+        self._tokenize = TokenizeStep(services)
 
     async def start(self) -> None:
         """Listen to the stages, in the running event loop, which is the status table's too. Before any request."""

@@ -18,104 +18,56 @@ from typing import Any
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import Instance
-from proxy.background import Background
-from proxy.config.settings import ProxySettings
-from proxy.context import RequestContext
+from proxy.context import RequestContext, Services
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
 from proxy.generate.first_token import alike, is_one_token, may_be_shown
 from proxy.generate.migration import Way, way_on
 from proxy.generate.relay import Client, relay, show
 from proxy.generate.router import Route
-from proxy.generate.stall_watchdog import StallWatchdog
-from proxy.metrics import Metrics
 from proxy.registry.instance_state import Lease
-from proxy.registry.table import InstanceTable
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.payload import Pieces, encoded
 from proxy.stages.bodies import After, decode_body, first_token_body, fused_body, prefill_body, public_answer, with_ids
-from proxy.stages.circuits import Circuits, StageCall
-from proxy.stages.client import StageClient
+from proxy.stages.circuits import StageCall
 
 logger = logging.getLogger(__name__)
 PREFILL_LINGER_S = 5.0
-Waits = Callable[[], Awaitable[None]]
 
 
-class Attempts:
-    """Makes attempts; holds what they share and nothing of any of them."""
+class Attempt:
+    """One attempt, on the instances of `route`, from the body `base`; after what the client has, if it has something.
+
+    Args:
+        before_decode: what D is to wait for, where P need not.
+    """
 
     def __init__(
         self,
-        settings: ProxySettings,
-        table: InstanceTable,
-        stages: StageClient,
-        circuits: Circuits,
-        metrics: Metrics,
-        background: Background,
+        services: Services,
+        ctx: RequestContext,
+        base: Mapping[str, Any],
+        route: Route,
+        before_decode: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self.table = table
-        self.stages = stages
-        self.circuits = circuits
-        self.metrics = metrics
-        self.prefill_shows = settings.first_token == "prefill"
-        self.go_on = settings.go_on
-        self._watchdog = StallWatchdog(table, settings.timeouts.stage_silence_s, background)
-
-    async def run(
-        self, ctx: RequestContext, base: Mapping[str, Any], route: Route, before_decode: Waits | None = None
-    ) -> None:
-        """Answer the request from the body `base` on the instances of `route`; after what its client has, if it has
-        something.
-
-        Args:
-            before_decode: what D is to wait for, where P need not.
-
-        Raises:
-            StageError: a stage failed or hung, with another attempt possible or not (`sink.repeatable`). StageRefusal.
-        """
-        attempt = _Attempt(self, ctx, base, route)
-        self.metrics.paths.labels(route.path.name).inc()
-        scope: CancelScope[StageError] = CancelScope()
-        self._watchdog.watch(scope, ctx.sink, attempt.calls)
-        try:
-            with scope:
-                await attempt.run(before_decode)
-                return
-            assert scope.reason is not None, "nothing else swallows an end"
-            raise scope.reason
-        except BaseExceptionGroup as failed:
-            raise most_telling(failed) from None
-        finally:
-            self._watchdog.unwatch(scope)
-            for call in attempt.calls:
-                call.over()
-
-
-class _Attempt:
-    """One of them.
-
-    Attributes:
-        calls: announced to their circuits, D's last.
-    """
-
-    def __init__(self, shared: Attempts, ctx: RequestContext, base: Mapping[str, Any], route: Route) -> None:
-        history = ctx.history
-        self._shared = shared
+        history, settings, circuits = ctx.history, services.settings, services.circuits
+        self._services = services
         self._ctx = ctx
         self._base = base
         self._route = route
-        self._decoding = shared.circuits.call(route.decode.instance)
-        self._prefilling = shared.circuits.call(route.prefill.instance) if route.prefill is not None else None
+        self._before_decode = before_decode
+        self._decoding = circuits.call(route.decode.instance)
+        self._prefilling = circuits.call(route.prefill.instance) if route.prefill is not None else None
         self.calls = (self._decoding,) if self._prefilling is None else (self._prefilling, self._decoding)
         self._opening = asyncio.Lock()
         self._answer: asyncio.Task[None] | None = None
         self._after: After | None = None
         flags = route.decode.instance.answer_flags
-        keeps = history.goes_on and shared.go_on != "never" and flags is not None
-        self._shows = not history.begun and shared.prefill_shows and may_be_shown(ctx.request, route)
+        keeps = history.goes_on and settings.go_on != "never" and flags is not None
+        self._prefill_shows = settings.first_token == "prefill"
+        self._shows = not history.begun and self._prefill_shows and may_be_shown(ctx.request, route)
         if history.begun:
             history.fold()
-            self._after = After(history.tokens, way_on(ctx.request, history, shared.go_on) is Way.REPLAY)
+            self._after = After(history.tokens, way_on(ctx.request, history, settings.go_on) is Way.REPLAY)
         else:
             history.flags = flags
         self._asks_ids = keeps or self._shows or history.begun
@@ -126,23 +78,44 @@ class _Attempt:
             keeps=keeps,
         )
 
-    async def run(self, before_decode: Waits | None) -> None:
-        route, prefill, prefilling = self._route, self._route.prefill, self._prefilling
+    async def run(self) -> None:
+        """Answer the request.
+
+        Raises:
+            StageError: a stage failed or hung, with another attempt possible or not (`sink.repeatable`). StageRefusal.
+        """
+        watchdog, scope = self._services.watchdog, CancelScope[StageError]()
+        self._services.metrics.paths.labels(self._route.path.name).inc()
+        watchdog.watch(scope, self._ctx.sink, self.calls)
+        try:
+            with scope:
+                await self._run()
+                return
+            assert scope.reason is not None, "nothing else swallows an end"
+            raise scope.reason
+        except BaseExceptionGroup as failed:
+            raise most_telling(failed) from None
+        finally:
+            watchdog.unwatch(scope)
+            for call in self.calls:
+                call.over()
+
+    async def _run(self) -> None:
+        route, prefill, prefilling, after = self._route, self._route.prefill, self._prefilling, self._after
         body = with_ids(self._base) if self._asks_ids else self._base
         if prefill is None or prefilling is None:
-            body = body if self._after is None else fused_body(body, self._after)
-            await self._alone(route.decode, body, self._decoding)
-        elif self._after is None and self._shared.prefill_shows and is_one_token(self._ctx.request) and alike(route):
+            await self._alone(route.decode, body if after is None else fused_body(body, after), self._decoding)
+        elif after is None and self._prefill_shows and is_one_token(self._ctx.request) and alike(route):
             route.decode.release()
             await self._alone(prefill, body, prefilling)
         else:
-            await self._both(prefill, prefilling, body, before_decode)
+            await self._both(prefill, prefilling, body)
 
     def _dispatched(self, transfer_id: str = "") -> None:
         route, record = self._route, self._ctx.record
         head, decode = (route.prefill or route.decode).instance.id, route.decode.instance.id
         record.attempted(route.path.name, head if route.prefill is not None else "", decode, transfer_id)
-        prompt_tokens, item_tokens = self._shared.table.step_budgets(head)
+        prompt_tokens, item_tokens = self._services.table.step_budgets(head)
         if prompt_tokens:  # it holds its steps to an SLO, and this request with them
             record.note("step_budgets", stage=head, prompt_tokens=prompt_tokens, item_tokens=item_tokens)
 
@@ -153,9 +126,7 @@ class _Attempt:
         self._dispatched()
         await self._answers(lease, payload, call)
 
-    async def _both(
-        self, prefill: Lease, prefilling: StageCall, body: Mapping[str, Any], before_decode: Waits | None
-    ) -> None:
+    async def _both(self, prefill: Lease, prefilling: StageCall, body: Mapping[str, Any]) -> None:
         after, shows, sender, request = self._after, self._shows, prefill.instance, self._ctx.request
         transfer_id = secrets.token_hex(16)
         if shows:
@@ -166,8 +137,8 @@ class _Attempt:
         self._dispatched(transfer_id)
 
         async def answers() -> None:
-            if before_decode is not None:
-                await before_decode()
+            if self._before_decode is not None:
+                await self._before_decode()
                 self._ctx.record.note("decode_sent")
             await self._answers(self._route.decode, to_decode, self._decoding)
 
@@ -193,7 +164,7 @@ class _Attempt:
             ctx.passed.prefilled()
         except EpdError as error:
             if isinstance(error, KvNotDelivered):
-                self._shared.metrics.kv_failed(error.reason)
+                self._services.metrics.kv_failed(error.reason)
             assert self._answer is not None, "both are called at once"
             if self._answer.cancelling() or not (self._decoding.judged or ctx.sink.finished):
                 if isinstance(error, DeadlineError):
@@ -204,7 +175,9 @@ class _Attempt:
     async def _deliver(self, instance: Instance, body: bytes | Pieces, span: str) -> None:
         """Have P send its KV. Raises KvNotDelivered where its answer says that it could not."""
         ctx = self._ctx
-        answer = await self._shared.stages.post(instance, ctx.request.endpoint, body, ctx.headers(span), timeout_s=None)
+        answer = await self._services.stages.post(
+            instance, ctx.request.endpoint, body, ctx.headers(span), timeout_s=None
+        )
         ctx.record.cached_tokens = _cached_tokens(answer)
         params = answer.get("kv_transfer_params")
         if isinstance(params, dict) and params.get("ok") is False:
@@ -223,7 +196,7 @@ class _Attempt:
             self._answer.cancel()
             ctx.watched.answered()
 
-        stream = self._shared.stages.events(instance, ctx.request.endpoint, body, ctx.headers(span))
+        stream = self._services.stages.events(instance, ctx.request.endpoint, body, ctx.headers(span))
         async with aclosing(stream) as events:
             await show(
                 events,
@@ -242,7 +215,7 @@ class _Attempt:
             try:
                 if ctx.request.stream:
                     return await self._relay(lease.instance, body, call, span)
-                answer = await self._shared.stages.fields(
+                answer = await self._services.stages.fields(
                     lease.instance, ctx.request.endpoint, body, ctx.headers(span), timeout_s=None
                 )
             except DeadlineError as error:
@@ -265,7 +238,7 @@ class _Attempt:
             elif history.lost_at is not None:
                 self._went_on(instance, history.lost_at)
 
-        stream = self._shared.stages.events(instance, ctx.request.endpoint, body, ctx.headers(span))
+        stream = self._services.stages.events(instance, ctx.request.endpoint, body, ctx.headers(span))
         async with aclosing(stream) as events:
             await relay(
                 events,
@@ -291,19 +264,19 @@ class _Attempt:
         finally:
             lease.release()
             record.took(event, begun, span=span, stage=instance.id, outcome=outcome)
-            self._shared.metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.monotonic() - begun)
+            self._services.metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.monotonic() - begun)
 
     def _went_on(self, instance: Instance, lost_at: float) -> None:
         """The client's stream goes on, from this instance."""
         history = self._ctx.history
         gap_s, history.lost_at = time.monotonic() - lost_at, None
-        way = way_on(self._ctx.request, history, self._shared.go_on).value
-        self._shared.metrics.migrated(way, gap_s)
+        way = way_on(self._ctx.request, history, self._services.settings.go_on).value
+        self._services.metrics.migrated(way, gap_s)
         self._ctx.record.went_on(instance.id, way=way, tokens=len(history.tokens), gap_s=gap_s)
 
     def _first_byte(self, instance: Instance) -> None:
         self._ctx.passed.prefilled()
-        self._shared.metrics.first_tokens.labels(instance.role.value).inc()
+        self._services.metrics.first_tokens.labels(instance.role.value).inc()
         self._ctx.record.first_byte(instance.id)
 
 

@@ -19,11 +19,8 @@ from msgspec import Struct
 from epd_serve.errors import NoInstanceError
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
-from proxy.config.settings import ProxySettings
-from proxy.context import RequestContext
-from proxy.metrics import Metrics
+from proxy.context import RequestContext, Services
 from proxy.registry.instance_state import Lease, Work
-from proxy.registry.table import InstanceTable
 from proxy.routing.plan import Path, Plan, Question, View, make_plan, ways
 
 STANDS_S = 0.05
@@ -63,12 +60,10 @@ class Route(Struct, frozen=True):
 class Router:
     """Plans over the instances of one table."""
 
-    def __init__(self, table: InstanceTable, metrics: Metrics, settings: ProxySettings) -> None:
-        self._table = table
-        self._metrics = metrics
-        self._instance_wait_s = settings.timeouts.instance_wait_s
-        self._policy = settings.policy
-        self._spares_towers = settings.overlap == "auto"
+    def __init__(self, services: Services) -> None:
+        self._table = services.table
+        self._metrics = services.metrics
+        self._settings = services.settings
         self._random = random.Random()
 
     def encodes_apart(self, ctx: RequestContext) -> bool:
@@ -113,15 +108,15 @@ class Router:
             known.tokens,
             {incarnation_id: float(tokens) for incarnation_id, tokens in known.held.items()},
             flags,
-            tower_shares_cores=question.ahead and self._spares_towers and self._tower_shares_cores(),
+            tower_shares_cores=question.ahead and self._settings.overlap == "auto" and self._tower_shares_cores(),
             draw=self._random.getrandbits(32),
             at=time.monotonic(),
         )
-        return make_plan(question, view, self._policy, ctx.because)
+        return make_plan(question, view, self._settings.policy, ctx.because)
 
     async def _awaited(self, ctx: RequestContext) -> Plan:
         now = self._table.pause.now
-        until, since, missing = now() + self._instance_wait_s, time.monotonic(), self._missing()
+        until, since, missing = now() + self._settings.timeouts.instance_wait_s, time.monotonic(), self._missing()
         try:
             while (left_s := until - now()) > 0:
                 await self._table.changed(left_s)

@@ -18,25 +18,19 @@ from msgspec.structs import replace
 from epd_serve.errors import EpdError, StageError
 from epd_serve.instances import IncarnationId
 from epd_serve.roles import Role
-from proxy.config.settings import ProxySettings
-from proxy.context import Delivery, RequestContext
+from proxy.context import Delivery, RequestContext, Services
 from proxy.encode.step import EncodeStep
 from proxy.errors import KvNotDelivered, StageDied, StageFault, StageRefusal, StageUnreachable
-from proxy.generate.attempt import Attempts
+from proxy.generate.attempt import Attempt
 from proxy.generate.delivery import delivered, delivery_after_encoding_again, first_delivery, goes_as_metadata
 from proxy.generate.migration import MigrationPace, Way, way_on, why_not
 from proxy.generate.relay import Client
 from proxy.generate.retry import Failure, Next, next_step
 from proxy.generate.router import Route, Router
-from proxy.metrics import Metrics
-from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
-from proxy.registry.table import InstanceTable
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.parse import ParsedRequest
-from proxy.stages.circuits import Circuits
 from proxy.stages.faults import faulty_body
 from proxy.stages.poison import Stay
-from proxy.stages.retry_budget import RetryBudget
 from proxy.stages.sse import DONE_EVENT
 from proxy.stages.token_history import HistoryRoom, TokenHistory
 
@@ -48,27 +42,12 @@ REPROBE_S = 1.0
 class GenerateStep:
     """Answers requests through their sinks, or raises what to answer instead."""
 
-    def __init__(
-        self,
-        settings: ProxySettings,
-        table: InstanceTable,
-        router: Router,
-        encode: EncodeStep,
-        attempts: Attempts,
-        dispatcher: AnnouncementDispatcher,
-        circuits: Circuits,
-        metrics: Metrics,
-        budget: RetryBudget,
-    ) -> None:
-        self._settings = settings
-        self._table = table
+    def __init__(self, services: Services, router: Router, encode: EncodeStep) -> None:
+        self._services = services
+        self._settings = settings = services.settings
+        self._metrics = services.metrics
         self._router = router
         self._encode = encode
-        self._attempts = attempts
-        self._dispatcher = dispatcher
-        self._circuits = circuits
-        self._metrics = metrics
-        self._budget = budget
         self._history_room = HistoryRoom(settings.migration)
         self._pace = MigrationPace(settings.migration)
 
@@ -124,7 +103,7 @@ class GenerateStep:
                         repeatable=ctx.sink.repeatable,
                         told=ctx.history.answers != before,
                         shared_death=ctx.sink.repeatable and self._shares_death(stay, error, route),
-                        listening=self._dispatcher.listening,
+                        listening=self._services.dispatcher.listening,
                         went_ahead=ctx.encoding is not None,
                     )
         if failure is None:  # it went ahead and was cut, or its items are to be encoded first
@@ -138,7 +117,7 @@ class GenerateStep:
             self._metrics.deliveries.labels(delivery.value).inc()
         base = delivered(ctx, delivery, self._settings) if route.path.encode else ctx.base
         if ctx.encoding is None:
-            await self._attempts.run(ctx, base, route)
+            await Attempt(self._services, ctx, base, route).run()
             return True
         outcome, scope = "failed", CancelScope[str]()
 
@@ -149,7 +128,7 @@ class GenerateStep:
         first_stored = partial(self._encode.first_stored, ctx) if route.decode_waits else None
         try:
             with scope, self._encode.attempted(ctx, cut):
-                await self._attempts.run(ctx, base, route, first_stored)
+                await Attempt(self._services, ctx, base, route, first_stored).run()
                 outcome = "answered"
                 return True
             outcome = "cut"
@@ -167,7 +146,7 @@ class GenerateStep:
                 await self._encoded(ctx)
             ctx.watched.check()
             if isinstance(error, StageError) and failed.may_lack_features:
-                failed = replace(failed, missing=await self._dispatcher.missing_for(ctx.id))
+                failed = replace(failed, missing=await self._services.dispatcher.missing_for(ctx.id))
             if isinstance(error, StageFault) and failed.delivery is Delivery.PIXELS:  # else it may lack a feature
                 alike = self._alike(ctx, error, route)
                 failed = replace(failed, alike=bool(alike))
@@ -180,7 +159,7 @@ class GenerateStep:
                 raise error
             case Next.BLAME:
                 assert isinstance(error, StageFault), "what two say alike"
-                self._circuits.acquit(alike)
+                self._services.circuits.acquit(alike)
                 raise faulty_body(error)
             case Next.END:
                 await self._end(ctx)
@@ -221,7 +200,7 @@ class GenerateStep:
 
     async def _step_down(self, ctx: RequestContext, failed: Failure, step: Next) -> None:
         """Choose the next delivery after one that a lost feature may have failed. Both stages have been left."""
-        error, missing, directory = failed.error, failed.missing, self._dispatcher.directory
+        error, missing, directory = failed.error, failed.missing, self._services.dispatcher.directory
         lost = missing.keys if missing is not None else [item.key for item in ctx.items]
         if isinstance(error, StageRefusal):  # with the media, the stage judges what the client wrote
             directory.distrust(lost)
@@ -254,7 +233,7 @@ class GenerateStep:
             pause_s = BACKOFF_S * max(1, ctx.failures)
             if step is Next.ELSEWHERE and not clear:
                 raise error
-            if not self._budget.withdraw(time.monotonic()):
+            if not self._services.budget.withdraw(time.monotonic()):
                 self._metrics.retries_refused.inc()
                 ctx.record.note("retry_refused", stage=error.stage)
                 raise error
@@ -262,7 +241,7 @@ class GenerateStep:
         ctx.record.again("retry", stage=error.stage, failures=ctx.failures, of="attempt")
         if not clear:  # the same instance: after the launcher's word about it, or a little later
             ctx.plan = None
-            await self._table.changed(pause_s * random.uniform(0.5, 1.0))
+            await self._services.table.changed(pause_s * random.uniform(0.5, 1.0))
 
     def _note_end(self, ctx: RequestContext, failed: Failure) -> None:
         """A stream that has begun ends with its stage."""
@@ -289,7 +268,7 @@ class GenerateStep:
             return False
         if first_delivery(ctx, settings) is not Delivery.METADATA or ctx.watched.suspected:
             return False
-        if any(encoder.full for encoder in self._table.live(Role.E)) or not ctx.passed.goes_ahead():
+        if any(encoder.full for encoder in self._services.table.live(Role.E)) or not ctx.passed.goes_ahead():
             return False
         ctx.delivery, ctx.because = Delivery.METADATA, "its items are being encoded"
         return True
@@ -307,14 +286,14 @@ class GenerateStep:
         if not isinstance(error, StageError) or isinstance(error, StageUnreachable | KvNotDelivered):
             return False
         incarnation_id = route.incarnation_of(error.stage)
-        if not isinstance(error, StageDied) and self._table.is_alive(*incarnation_id):
+        if not isinstance(error, StageDied) and self._services.table.is_alive(*incarnation_id):
             return False
         return stay.body.died(stay, incarnation_id, ago_s=error.ago_s if isinstance(error, StageDied) else 0.0)
 
     def _alike(self, ctx: RequestContext, fault: StageFault, route: Route) -> frozenset[IncarnationId]:
         """Live instances that failed with the same words as this one, which it is among; none while it is alone."""
         incarnation_id = route.incarnation_of(fault.stage)
-        return ctx.faults.note(fault, incarnation_id) if self._table.is_alive(*incarnation_id) else frozenset()
+        return ctx.faults.note(fault, incarnation_id) if self._services.table.is_alive(*incarnation_id) else frozenset()
 
 
 async def _stay_apart(ctx: RequestContext) -> None:

@@ -15,13 +15,11 @@ from typing import Any
 from epd_serve.errors import DeadlineError, NoInstanceError, OverloadedError, StageError
 from epd_serve.instances import IncarnationId
 from epd_serve.roles import Role
-from proxy.context import RequestContext
+from proxy.context import RequestContext, Services
 from proxy.errors import StageFault
-from proxy.registry.table import InstanceTable
 from proxy.request.payload import encoded
 from proxy.routing.policy import preferred
 from proxy.stages.bodies import inlined_body
-from proxy.stages.client import StageClient
 from proxy.stages.faults import faulty_body
 
 TIMEOUT_S = 15.0
@@ -35,10 +33,9 @@ MAX_CONCURRENT = 64
 class TokenizeStep:
     """Asks one stage, and after a failure others."""
 
-    def __init__(self, table: InstanceTable, stages: StageClient, *, retries: int) -> None:
-        self._table = table
-        self._stages = stages
-        self._retries = retries
+    def __init__(self, services: Services) -> None:
+        self._table = services.table
+        self._services = services
         self._places = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def run(self, ctx: RequestContext) -> None:
@@ -62,7 +59,7 @@ class TokenizeStep:
         payload, headers = encoded(body), {"x-request-id": ctx.id}
         tried: set[IncarnationId] = set()
         failure: StageError | DeadlineError | None = None
-        while len(tried) <= self._retries:
+        while len(tried) <= self._services.settings.retries:
             live = [one for role in Role if role.has_language_model for one in self._table.live(role)]
             untried = [one for one in live if one.incarnation_id not in tried]
             if not untried and self._table.pause.left_s:
@@ -74,7 +71,9 @@ class TokenizeStep:
             tried.add(chosen.incarnation_id)
             instance = self._table.instance(chosen.id)
             try:
-                return await self._stages.post(instance, ctx.request.endpoint, payload, headers, timeout_s=TIMEOUT_S)
+                return await self._services.stages.post(
+                    instance, ctx.request.endpoint, payload, headers, timeout_s=TIMEOUT_S
+                )
             except (StageError, DeadlineError) as error:
                 failure = error
                 if isinstance(error, StageFault) and ctx.faults.note(error, instance.incarnation_id):
