@@ -202,7 +202,7 @@ class RetryLimits(Checked):
 
 @dataclass(frozen=True)
 class MigrationLimits(Checked):
-    """Streams that go on at another instance after theirs is gone (`proxy/generate/token_history.py`).
+    """Streams that go on at another instance after theirs is gone (`proxy/generate/history.py`).
 
     Attributes:
         per_request: moves of one stream.

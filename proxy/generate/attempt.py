@@ -1,7 +1,7 @@
 """One attempt at prefill and decode: D and P at once under one transfer id.
 
 P is called first, which the first token waits for; its packets go straight into blocks that D allots meanwhile. A
-stream begins with P's first token where that may be shown (`proxy/generate/first_token.py`), and goes on with D's; one
+stream begins with P's first token where that may be shown (`proxy/generate/migration.py`), and goes on with D's; one
 token P answers alone. Closing a stage's connection cancels it, so cancellation of the task that runs here cancels every
 stage, and an attempt that fails has left both when it raises.
 """
@@ -23,12 +23,11 @@ from epd_serve.trace import Trace
 from proxy.background import Background
 from proxy.config.limits import Timeouts
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
-from proxy.generate.first_token import alike, is_one_token, may_be_shown
-from proxy.generate.migration import Way, way_on
+from proxy.generate.history import TokenHistory
+from proxy.generate.migration import Way, alike, is_one_token, may_be_shown, way_on
 from proxy.generate.relay import Client, relay, show
 from proxy.generate.router import Route
 from proxy.generate.stall_watchdog import StallWatchdog
-from proxy.generate.token_history import TokenHistory
 from proxy.metrics import Metrics
 from proxy.registry.instance_state import Lease
 from proxy.registry.table import InstanceTable
@@ -154,7 +153,6 @@ class Attempt:
     def _after(self, job: Job, history: TokenHistory) -> After | None:
         if not history.begun:
             return None
-        history.fold()
         return After(history.tokens, way_on(job.request, history, self._go_on) is Way.REPLAY)
 
     async def _answer_alone(

@@ -32,10 +32,10 @@ from proxy.generate.delivery import (
     first_delivery,
     goes_as_metadata,
 )
+from proxy.generate.history import HistoryRoom, TokenHistory
 from proxy.generate.migration import MigrationPace, Way, way_on, why_not
 from proxy.generate.relay import Client
 from proxy.generate.router import Made, Needs, Route, Router
-from proxy.generate.token_history import HistoryRoom, TokenHistory
 from proxy.metrics import Metrics
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.table import InstanceTable
@@ -46,7 +46,7 @@ from proxy.stages.faults import faulty_body
 from proxy.stages.job import Job
 from proxy.stages.poison import Stay
 from proxy.stages.retry_budget import RetryBudget
-from proxy.stages.sse import DONE_EVENT
+from proxy.stages.sse import DONE_EVENT, Event
 
 logger = logging.getLogger(__name__)
 BACKOFF_S = 0.2
@@ -165,8 +165,6 @@ class GenerateStep:
                     job.record.failed(
                         "failed", error, _stage_of(error, route), s=time.monotonic() - began, delivery=delivery.value
                     )
-                    if sink.committed and history.begun:
-                        history.fold()
                     if not sink.repeatable:
                         self._note_cut(progress, error)
                         raise
@@ -223,7 +221,7 @@ class GenerateStep:
             self._metrics.migrated(way.value, time.monotonic() - history.last_at)
             history.lost_at = None
             job.record.went_on("", way=way.value, tokens=len(history.tokens), gap_s=0.0)
-            await Client(sink, history).finish(DONE_EVENT)
+            await Client(sink, history).write([Event(DONE_EVENT)])
             return True
         if way is Way.FAST:
             progress.job = structs.replace(progress.job, tokens=progress.prompt_tokens + len(history.tokens))
