@@ -56,7 +56,7 @@ from proxy.stages.cost import prompt_tokens
 from proxy.stages.job import Job
 from proxy.stages.poison import Poison, WatchedBody
 from proxy.stages.prompt_nodes import NO_NODES, prompt_nodes
-from proxy.stages.retry_budget import RetryBudget
+from proxy.stages.retries import RetryBudget
 from proxy.tenants.auth import DEFAULT_TENANT, Caller, Callers
 from proxy.tenants.fair_share import FairShare
 from proxy.tenants.key_limits import KeyGate

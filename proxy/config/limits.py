@@ -187,7 +187,7 @@ class AdmissionLimits(Checked):
 
 @dataclass(frozen=True)
 class RetryLimits(Checked):
-    """How many attempts may be repeated over the whole proxy (`proxy/stages/retry_budget.py`).
+    """How many attempts may be repeated over the whole proxy (`proxy/stages/retries.py`).
 
     Attributes:
         ratio: retries per request.

@@ -27,7 +27,6 @@ from proxy.generate.history import TokenHistory
 from proxy.generate.migration import Way, alike, is_one_token, may_be_shown, way_on
 from proxy.generate.relay import Client, relay, show
 from proxy.generate.router import Route
-from proxy.generate.stall_watchdog import StallWatchdog
 from proxy.metrics import Metrics
 from proxy.registry.instance_state import Lease
 from proxy.registry.table import InstanceTable
@@ -43,7 +42,7 @@ from proxy.stages.bodies import (
     public_answer,
     with_ids,
 )
-from proxy.stages.circuits import Circuits, StageCall
+from proxy.stages.circuits import Circuits, StageCall, StallWatchdog
 from proxy.stages.client import StageClient
 from proxy.stages.job import Job
 

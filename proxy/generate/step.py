@@ -42,10 +42,9 @@ from proxy.registry.table import InstanceTable
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_sink import ClientSink
 from proxy.stages.circuits import Circuits
-from proxy.stages.faults import faulty_body
 from proxy.stages.job import Job
 from proxy.stages.poison import Stay
-from proxy.stages.retry_budget import RetryBudget
+from proxy.stages.retries import RetryBudget, faulty_body
 from proxy.stages.sse import DONE_EVENT, Event
 
 logger = logging.getLogger(__name__)

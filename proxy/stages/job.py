@@ -13,9 +13,9 @@ from proxy.media.loader import LoadedItem
 from proxy.records.record import Record
 from proxy.registry.feature_directory import Metadata
 from proxy.request.parse import ParsedRequest
-from proxy.stages.faults import Faults
 from proxy.stages.poison import WatchedBody
 from proxy.stages.prompt_nodes import NO_NODES, PromptNodes
+from proxy.stages.retries import Faults
 
 
 @dataclass(frozen=True)

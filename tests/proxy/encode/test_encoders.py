@@ -32,7 +32,7 @@ from proxy.request.parse import Endpoint, ParsedRequest
 from proxy.stages.circuits import Circuits
 from proxy.stages.job import Job
 from proxy.stages.poison import Poison
-from proxy.stages.retry_budget import RetryBudget
+from proxy.stages.retries import RetryBudget
 from tests.proxy.fakes import Cluster, breaks, cluster, data_url, encodes, hangs, image_file, in_flight, refuses
 
 SIDE = 460  # 270 tokens: a call of its own
