@@ -25,14 +25,12 @@ from proxy.registry.table import InstanceTable
 from proxy.request.client_sink import ClientSink
 from proxy.request.parse import Endpoint, ParsedRequest
 from proxy.routing.plan import Plan
-from proxy.stages.circuits import Circuits
+from proxy.stages.circuits import Circuits, StallWatchdog
 from proxy.stages.client import StageClient
-from proxy.stages.faults import Faults
+from proxy.stages.history import TokenHistory
 from proxy.stages.poison import WatchedBody
 from proxy.stages.prompt_nodes import NO_NODES, PromptNodes
-from proxy.stages.retry_budget import RetryBudget
-from proxy.stages.stall_watchdog import StallWatchdog
-from proxy.stages.token_history import TokenHistory
+from proxy.stages.retries import Faults, RetryBudget
 from proxy.tenants.auth import Caller
 from proxy.tenants.memory_budget import MemoryReservation
 

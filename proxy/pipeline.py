@@ -49,13 +49,12 @@ from proxy.registry.table import InstanceTable
 from proxy.request.body_memory import weighed
 from proxy.request.parse import parse
 from proxy.stages.bodies import base_body, with_xargs
-from proxy.stages.circuits import Circuits
+from proxy.stages.circuits import Circuits, StallWatchdog
 from proxy.stages.client import StageClient
 from proxy.stages.cost import prompt_tokens
 from proxy.stages.poison import Poison
 from proxy.stages.prompt_nodes import prompt_nodes
-from proxy.stages.retry_budget import RetryBudget
-from proxy.stages.stall_watchdog import StallWatchdog
+from proxy.stages.retries import RetryBudget
 from proxy.tenants.auth import DEFAULT_TENANT, Caller, Callers
 from proxy.tenants.fair_share import FairShare
 from proxy.tenants.key_limits import KeyGate

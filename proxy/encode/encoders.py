@@ -39,7 +39,7 @@ from proxy.routing.policy import Candidate, with_neighbours
 from proxy.stages.bodies import encode_body
 from proxy.stages.circuits import Circuits
 from proxy.stages.client import StageClient
-from proxy.stages.retry_budget import RetryBudget
+from proxy.stages.retries import RetryBudget
 
 logger = logging.getLogger(__name__)
 RELOOK_S = 0.5  # a full store's last report may lapse, and an encoder fall silent, without any news

@@ -1,7 +1,7 @@
 """One attempt at prefill and decode: D and P at once under one transfer id.
 
 P is called first, which the first token waits for; its packets go straight into blocks that D allots meanwhile. A
-stream begins with P's first token where that may be shown (`proxy/generate/first_token.py`), and goes on with D's; one
+stream begins with P's first token where that may be shown (`proxy/generate/migration.py`), and goes on with D's; one
 token P answers alone. Closing a stage's connection cancels it, so cancellation of the task that runs here cancels every
 stage, and an attempt that fails has left both when it raises.
 """
@@ -20,8 +20,7 @@ from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import Instance
 from proxy.context import RequestContext, Services
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
-from proxy.generate.first_token import alike, is_one_token, may_be_shown
-from proxy.generate.migration import Way, way_on
+from proxy.generate.migration import Way, alike, is_one_token, may_be_shown, way_on
 from proxy.generate.relay import Client, relay, show
 from proxy.generate.router import Route
 from proxy.registry.instance_state import Lease
@@ -66,7 +65,6 @@ class Attempt:
         self._prefill_shows = settings.first_token == "prefill"
         self._shows = not history.begun and self._prefill_shows and may_be_shown(ctx.request, route)
         if history.begun:
-            history.fold()
             self._after = After(history.tokens, way_on(ctx.request, history, settings.go_on) is Way.REPLAY)
         else:
             history.flags = flags

@@ -29,10 +29,10 @@ from proxy.generate.retry import Failure, Next, next_step
 from proxy.generate.router import Route, Router
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.parse import ParsedRequest
-from proxy.stages.faults import faulty_body
+from proxy.stages.history import HistoryRoom, TokenHistory
 from proxy.stages.poison import Stay
-from proxy.stages.sse import DONE_EVENT
-from proxy.stages.token_history import HistoryRoom, TokenHistory
+from proxy.stages.retries import faulty_body
+from proxy.stages.sse import DONE_EVENT, Event
 
 logger = logging.getLogger(__name__)
 BACKOFF_S = 0.2
@@ -67,9 +67,8 @@ class GenerateStep:
         try:
             if ctx.encoding is not None and not await self._goes_ahead(ctx):
                 await self._encoded(ctx)
-            begun = time.monotonic()
             await ctx.passed.to_stages()
-            ctx.record.took("admitted", begun)
+            ctx.record.note("admitted")
             while not await self._answered(ctx):
                 pass
         finally:
@@ -94,8 +93,6 @@ class GenerateStep:
                 except (StageError, StageRefusal) as error:
                     stage, took_s = _stage_of(error, route), time.monotonic() - began
                     ctx.record.failed("failed", error, stage, s=took_s, delivery=delivery.value)
-                    if ctx.sink.committed and ctx.history.begun:
-                        ctx.history.fold()
                     failure = Failure(
                         error.with_traceback(None),  # whose frames hold the request's media
                         delivery,
@@ -185,7 +182,7 @@ class GenerateStep:
         history.migrations += 1
         self._metrics.migrated(Way.NONE.value, time.monotonic() - history.last_at)
         ctx.record.went_on("", way=Way.NONE.value, tokens=len(history.tokens), gap_s=0.0)
-        await Client(ctx.sink, history).finish(DONE_EVENT)
+        await Client(ctx.sink, history).write([Event(DONE_EVENT)])
 
     async def _moves(self, ctx: RequestContext) -> None:
         """Another stage is to go on with the stream. The client got something: what failed before counts no more."""

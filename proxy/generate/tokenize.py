@@ -20,7 +20,7 @@ from proxy.errors import StageFault
 from proxy.request.payload import encoded
 from proxy.routing.policy import preferred
 from proxy.stages.bodies import inlined_body
-from proxy.stages.faults import faulty_body
+from proxy.stages.retries import faulty_body
 
 TIMEOUT_S = 15.0
 """How long one stage may take: the longest prompt takes its tokenizer a second or two, and another stage has one too.

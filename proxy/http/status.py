@@ -22,8 +22,7 @@ from proxy.registry.instance_state import InstanceView
 from proxy.registry.kv_links import link_fields, link_views
 from proxy.registry.table import InstanceTable
 from proxy.routing.plan import paths
-from proxy.stages.circuit import State
-from proxy.stages.circuits import Circuits
+from proxy.stages.circuits import Circuits, State
 
 STARTED = int(time.time())
 

@@ -36,8 +36,8 @@ from proxy.registry.pause import Pause
 from proxy.registry.table import InstanceTable
 from proxy.request.client_sink import ClientSink
 from proxy.request.parse import ParsedRequest
+from proxy.stages.history import HistoryRoom, TokenHistory
 from proxy.stages.poison import Poison
-from proxy.stages.token_history import HistoryRoom, TokenHistory
 from tests.waiting import PATIENCE_S
 
 MODEL = "demo"

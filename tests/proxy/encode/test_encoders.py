@@ -25,7 +25,7 @@ from proxy.metrics import Metrics
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint, ParsedRequest
 from proxy.stages.circuits import Circuits
-from proxy.stages.retry_budget import RetryBudget
+from proxy.stages.retries import RetryBudget
 from tests.proxy.fakes import (
     Cluster,
     breaks,
