@@ -58,9 +58,8 @@ from proxy.stages.poison import Poison, WatchedBody
 from proxy.stages.prompt_nodes import NO_NODES, prompt_nodes
 from proxy.stages.retry_budget import RetryBudget
 from proxy.tenants.auth import DEFAULT_TENANT, Caller, Callers
-from proxy.tenants.fair_share import FairShare
+from proxy.tenants.fair_share import FairShare, MemoryReservation
 from proxy.tenants.key_limits import KeyGate
-from proxy.tenants.memory_budget import MemoryBudget, MemoryReservation
 from proxy.traces.exporter import SpanExport
 
 
@@ -87,8 +86,9 @@ class Pipeline:
         self.callers = Callers(settings)
         self.key_gate = KeyGate()
         apart = settings.tells_tenants_apart
-        self.memory = MemoryBudget(settings.memory.process_bytes, apart=apart)
-        self.arriving = FairShare(max(1, settings.max_in_flight // 2), apart=apart)
+        self.memory = FairShare(settings.memory.process_bytes, apart=apart, what="bytes", code="memory_full")
+        most_bodies = max(1, settings.max_in_flight // 2)
+        self.arriving = FairShare(most_bodies, apart=apart, what="bodies that arrive", code="bodies_full")
         register_stage_metrics(self.metrics.registry, table)
         failed = partial(self.background.skipped, "Record")
         self.records = Records(settings.records, failed, settings.slo, settings.planned)
@@ -117,7 +117,7 @@ class Pipeline:
         self.metrics.in_flight.set_function(lambda: self.drain.running)
         self.metrics.draining.set_function(lambda: self.drain.began)
         self._poison = Poison(settings.poison, self.metrics)
-        self.metrics.memory_held.set_function(lambda: self.memory.held_bytes)
+        self.metrics.memory_held.set_function(lambda: self.memory.held)
         self._stages = StageClient(timeouts, key=settings.bearer_of_stages())
         fetcher = UrlFetcher(settings.media, apart=apart, transport=media_transport, resolver=resolver)
         self._media = MediaLoader(settings, fetcher)

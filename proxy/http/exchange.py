@@ -41,6 +41,7 @@ from proxy.request.client_deadline import DeadlineLapsed, deadline_s
 from proxy.request.client_sink import CHOICE, DELTA, AnswerForm, ClientSink
 from proxy.request.parse import Endpoint
 from proxy.server.http_protocol import BODY_IS_HERE, DisconnectWatch
+from proxy.tenants.fair_share import MemoryReservation
 
 logger = logging.getLogger(__name__)
 LAST_WORD_S = 1.0
@@ -149,7 +150,7 @@ class Exchange:
         record.tenant = caller.tenant
         limit = _limit(headers, self._settings)
         cancel_scope: CancelScope[_Why] = CancelScope()
-        admitted, memory = self._pipeline.admitted(caller), self._pipeline.memory.request(caller.account)
+        admitted, memory = self._pipeline.admitted(caller), MemoryReservation(self._pipeline.memory, caller.account)
         with admitted, memory as held, cancel_scope:
             what = "the request body"
             cancel_scope.cancel_at(begun + limit.s, _Why.LATE)
