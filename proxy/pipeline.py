@@ -21,9 +21,7 @@ from epd_serve.trace import PROXY, Trace
 from epd_serve.traffic import Item
 from epd_serve.wire import PROMPT_XARG
 from proxy.admission.capacity import CapacityTracker
-from proxy.admission.drain import Drain
-from proxy.admission.gate import Gate, Pass
-from proxy.admission.ticket import kind_of, priority_of, sequences_of
+from proxy.admission.gate import Drain, Gate, Pass, kind_of, priority_of, sequences_of
 from proxy.background import Background
 from proxy.config.settings import ProxySettings
 from proxy.encode.encoders import Encoders
@@ -231,10 +229,10 @@ class Pipeline:
             self.records.arrived(record, kind.value)
             gate = self.gate.admitted(
                 kind,
+                record,
                 priority=priority_of(request, caller.limits),
                 sequences=sequences_of(request, self.settings.max_sequences),
                 until=until,
-                record=record,
             )
             with gate as passed:
                 self._budget.deposit()
@@ -275,7 +273,7 @@ class Pipeline:
         if prompt.nodes:
             base = with_xargs(base, **{PROMPT_XARG: prompt.word})
         tokens = prompt_tokens(request, items)
-        passed.weighs(tokens)
+        passed.tokens = max(1, round(tokens))
         self.records.prompt_known(record, len(items), sum(item.tokens for item in items), tokens)
         if self._recording is not None:
             own = [Item(round(one.tokens), *one.size, one.ref.modality.value, one.key) for one in items]

@@ -81,11 +81,13 @@ class Encoding:
             if task.cancelled() or task.exception() is not None or _missing(task.result()):
                 cut()
 
+        passed = self._job.passed
         self._task.add_done_callback(ended)
+        passed.cut = cut
         try:
-            with self._job.passed.ahead(cut):
-                yield
+            yield
         finally:
+            passed.cut = None
             self._task.remove_done_callback(ended)
 
 

@@ -160,12 +160,12 @@ class EncodeStep:
             raise
         fail()
         if not all(seat.settled for seat in seats.values()):
-            order.job.passed.leaves_encoders()  # who leads the rest may be waiting for this very place
+            order.job.passed.leave_encoders()  # who leads the rest may be waiting for this very place
 
     async def _follow(self, item: LoadedItem, seats: dict[str, Seat[bool]], order: EncodeOrder) -> None:
         try:
             async with deadline(self._follow_s, f"the encoding of {item.ref.param} for another request"):
-                leads = await seats[item.key].turn(order.job.passed.stands_back)
+                leads = await seats[item.key].turn(order.job.passed.stand_back)
         except DeadlineError as error:
             seats[item.key].leave()  # or it may come to lead a flight that nobody here flies
             logger.warning("request %s: %s", order.job.id, error.message)

@@ -17,8 +17,8 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.trace import PROXY, Trace
 from epd_serve.wire import FeatureReady
-from proxy.admission.gate import Gate, Pass
-from proxy.admission.ticket import Capacity, Kind
+from proxy.admission.gate import Gate
+from proxy.admission.queue import Capacity, Kind
 from proxy.config.limits import AdmissionLimits, PoisonLimits, RetryLimits, Timeouts
 from proxy.encode.encoders import EncodeOrder, Encoders
 from proxy.errors import StageRefusal
@@ -193,7 +193,7 @@ def job(costs: list[int]) -> Job:
         for index, cost in enumerate(costs)
     ]
     gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
-    passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0), Record("r"))
+    passed = gate.admitted(Kind.MEDIA, Record("r"))
     watched = Poison(PoisonLimits(), Metrics()).watched(b"{}")
     return Job("r", request, body, tuple(items), float(sum(costs)), passed, watched, Record("r"))
 

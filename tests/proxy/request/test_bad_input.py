@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from epd_serve.errors import RequestError
-from proxy.admission.ticket import sequences_of
+from proxy.admission.gate import sequences_of
 from proxy.config.limits import MemoryLimits
 from proxy.request.parse import Endpoint, parse
 from tests.proxy.fakes import answer, cluster, data_url, hangs, image_body, image_file, once, settings, text_body

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from epd_serve.errors import ConfigError
-from proxy.admission.ticket import priority_of
+from proxy.admission.gate import priority_of
 from proxy.config.keys import ApiKeys
 from proxy.config.limits import KeyLimits
 from proxy.request.parse import Endpoint, parse
