@@ -47,7 +47,10 @@ class Gate:
         self.queue = AdmissionQueue(settings, pause.now, capacity)
         self.queue.room_made = self.pump
         self.pause = pause
-        self.metrics = metrics
+        self.queue_s = {
+            (kind, line): metrics.queue_seconds.labels(kind.value, line) for kind in Kind for line in (ENCODE, SERVE)
+        }
+        self._refused = metrics.refused
         self.waiters: dict[Ticket, asyncio.Future[bool]] = {}  # True: its turn has come, False: that took too long
         self._max_wait_s = settings.max_wait_s
         self._relook: asyncio.TimerHandle | None = None
@@ -79,14 +82,14 @@ class Gate:
             raise DeadlineUnreachable(
                 f"an answer would begin in {wait_s + best_s:.1f} s at best, later than the deadline of the request"
             )
-        likely_s = queue.predicted_wait_s(kind, due)
         if wait_s > self._max_wait_s:
+            likely_s = queue.predicted_wait_s(kind, due)
             message = f"a request with {kind} would wait about {likely_s or wait_s:.0f} s now"
-            raise self._overloaded("wait", kind, record, message, likely_s, predicted_wait_s=wait_s)
+            raise self._overloaded("wait", kind, due, record, message, predicted_wait_s=wait_s)
         if queue.is_full(kind):
             message = f"{queue.waiting(kind)} requests with {kind} wait already"
-            raise self._overloaded("queue_full", kind, record, message, likely_s)
-        return Pass(queue, kind, priority, sequences, gate=self, record=record)
+            raise self._overloaded("queue_full", kind, due, record, message)
+        return Pass(queue, kind, due, sequences, gate=self, record=record)
 
     async def turn(self, ticket: Ticket, record: Record, line: str) -> None:
         """Wait in line for its turn. Raises OverloadedError after `max_wait_s`, if nothing was done for it yet."""
@@ -96,9 +99,8 @@ class Gate:
         try:
             self.pump()
             if not await turn:
-                likely_s = self.queue.predicted_wait_s(ticket.kind, ticket.due)
                 message = f"a request with {ticket.kind} has waited {self._max_wait_s:g} s in vain"
-                raise self._overloaded("wait", ticket.kind, record, message, likely_s)
+                raise self._overloaded("wait", ticket.kind, ticket.due, record, message)
         finally:
             del self.waiters[ticket]
             ticket.step_back()  # what else the request began may take a while to end
@@ -122,15 +124,15 @@ class Gate:
         self.pump()
 
     def _overloaded(
-        self, reason: str, kind: Kind, record: Record, message: str, retry_after_s: float | None, **details: float
+        self, reason: str, kind: Kind, due: float, record: Record, message: str, **details: float
     ) -> OverloadedError:
         self._note_refusal(reason, kind, record, **details)
         # Spread: clients that are refused together must not come back together.
-        spread_s = (retry_after_s or 1.0) * random.uniform(1.0, 1.25)
-        return OverloadedError(f"{message}; try again later", retry_after_s=spread_s)
+        retry_after_s = (self.queue.predicted_wait_s(kind, due) or 1.0) * random.uniform(1.0, 1.25)
+        return OverloadedError(f"{message}; try again later", retry_after_s=retry_after_s)
 
     def _note_refusal(self, reason: str, kind: Kind, record: Record, **details: float) -> None:
-        self.metrics.refused.labels(reason).inc()
+        self._refused.labels(reason).inc()
         record.note("refused", reason=reason, **self._others(kind), **details)
 
     def _others(self, kind: Kind) -> dict[str, object]:
@@ -181,7 +183,7 @@ class Pass(Ticket, kw_only=True):
                 await self.gate.turn(self, self.record, line)
             finally:
                 self.record.took("queued", begun, line=line)
-        self.gate.metrics.queue_seconds.labels(self.kind.value, line).observe(time.monotonic() - begun)
+        self.gate.queue_s[self.kind, line].observe(time.monotonic() - begun)
 
     def goes_ahead(self) -> bool:
         """Take a place with the stages while its items are being encoded, if that can be had at once."""

@@ -74,9 +74,8 @@ class Ticket(Struct, eq=False):
     """One request that has been let in, from when it is made to `leave`. What it is told twice counts once.
 
     Attributes:
-        priority: as in vLLM: lower is sooner. sequences: how many it decodes at once.
-        tokens: of its prompt, estimated; not to change while it holds any.
-        due: when it is to go, on the clock of the queue; `number` tells equals apart.
+        due: when it is to go (`AdmissionQueue.due`); `number` tells equals apart.
+        sequences: how many it decodes at once. tokens: of its prompt, estimated; not to change while it holds any.
         encoding: it has a place at the encoders. served: with the stages. prefilling: its tokens count.
         ahead: it is served while its items are still being encoded, so nothing of it can be prefilled yet.
         line: in which it waits for its turn, since `queued_at`.
@@ -85,10 +84,9 @@ class Ticket(Struct, eq=False):
 
     queue: AdmissionQueue
     kind: Kind
-    priority: int = 0
+    due: float
     sequences: int = 1
     tokens: int = 1
-    due: float = 0.0
     number: int = 0
     encoding: bool = False
     served: bool = False
@@ -99,10 +97,10 @@ class Ticket(Struct, eq=False):
     served_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self.due, self.number = self.queue.due(self.kind, self.priority), next(self.queue.numbers)
+        self.number = next(self.queue.numbers)
         self.queue.arrived[self.kind] += 1
         self.queue.active_at[self.kind] = self.queue.now()
-        self.queue.count(self, 1)
+        self.queue.use[self.kind].waiting += 1
 
     def goes_at_once(self, *, encode: bool = False, ahead: bool = False) -> bool:
         """Take a place at the encoders or with the stages where nobody waits and there is room, which costs less than
@@ -138,26 +136,26 @@ class Ticket(Struct, eq=False):
             self._hold(encoding=True)
         else:
             self.served_at = self.queue.now()
-            self._hold(served=True, encoding=ahead and self.encoding, ahead=ahead, prefilling=not ahead)
+            self._hold(encoding=ahead and self.encoding, served=True, prefilling=not ahead, ahead=ahead)
 
     def encoded(self) -> None:
         """What it went ahead of has been done."""
         if self.ahead:
-            self._free(encoding=False, ahead=False, prefilling=True)
+            self._free(served=True, prefilling=True)
 
     def leave_encoders(self) -> None:
         """It has nothing to encode any more."""
-        self._free(encoding=False)
+        self._free(served=self.served, prefilling=self.prefilling, ahead=self.ahead)
 
     def give_back(self) -> None:
         """It holds a place and does not use it now: whoever it waits for may need one."""
-        self._free(encoding=False, served=False, ahead=False, prefilling=False)
+        self._free()
 
     def prefilled(self) -> None:
         """Its prompt is computed, or nobody can tell when it is: it weighs no longer."""
         if self.prefilling or self.ahead:
             self.queue.begun_s[self.kind].append(self.queue.now() - self.served_at)
-            self._free(encoding=False, ahead=False, prefilling=False)
+            self._free(served=True)
 
     def leave(self) -> None:
         """The request has ended, however it did. To be called once."""
@@ -165,18 +163,23 @@ class Ticket(Struct, eq=False):
         if self.served:
             self.queue.active_at[self.kind] = self.queue.now()
         self.give_back()
-        self.queue.count(self, -1)
+        self.queue.use[self.kind].waiting -= 1
 
     def _free(self, **held: bool) -> None:
         self._hold(**held)
         self.queue.room_made()
 
-    def _hold(self, **held: bool) -> None:
-        """From now on it holds these, or no more."""
-        self.queue.count(self, -1)
-        for name, does in held.items():
-            setattr(self, name, does)
-        self.queue.count(self, 1)
+    def _hold(
+        self, *, encoding: bool = False, served: bool = False, prefilling: bool = False, ahead: bool = False
+    ) -> None:
+        """From now on it holds these and nothing else."""
+        use = self.queue.use[self.kind]
+        use.waiting += (self.encoding or self.served) - (encoding or served)
+        use.encoding += encoding - self.encoding
+        use.served += served - self.served
+        use.sequences += (served - self.served) * self.sequences
+        use.tokens += (prefilling - self.prefilling) * self.tokens
+        self.encoding, self.served, self.prefilling, self.ahead = encoding, served, prefilling, ahead
 
 
 class Use(Struct):
@@ -187,16 +190,6 @@ class Use(Struct):
     served: int = 0
     sequences: int = 0
     tokens: int = 0
-
-    def count(self, ticket: Ticket, by: int) -> None:
-        """Add what it holds (1), or take it out (-1)."""
-        self.encoding += by * ticket.encoding
-        self.tokens += by * ticket.prefilling * ticket.tokens
-        if ticket.served:
-            self.served += by
-            self.sequences += by * ticket.sequences
-        elif not ticket.encoding:
-            self.waiting += by
 
     def leaves_room(self, ticket: Ticket, capacity: Capacity, share: float = 1.0) -> bool:
         """Within this share of the capacity. One that is alone always fits, however large it is."""
@@ -266,7 +259,6 @@ class AdmissionQueue:
         self.active_at = dict.fromkeys(Kind, float("-inf"))
         self.begun_s = {kind: deque[float](maxlen=REMEMBERED) for kind in Kind}
         self.use = {kind: Use() for kind in Kind}
-        self._all = Use()
         self.room_made: Callable[[], None] = lambda: None
         self._encode_pace, self._serve_pace = Pace(), Pace()
 
@@ -280,7 +272,7 @@ class AdmissionQueue:
     @property
     def encoding(self) -> int:
         """Requests with a place at the encoders."""
-        return self._all.encoding
+        return self.use[Kind.MEDIA].encoding
 
     def line_of(self, kind: Kind) -> list[Ticket]:
         """The one for prefill and decode."""
@@ -302,6 +294,8 @@ class AdmissionQueue:
     def predicted_wait_s(self, kind: Kind, due: float, *, at_least: bool = False) -> float | None:
         """How long a newcomer would wait, or would at least (`Pace.wait_s`); 0 where nobody is ahead, None while nobody
         can tell."""
+        if not any(self.lines):
+            return 0.0
         to_encode, *to_serve = (bisect_left(line, (due, math.inf), key=ORDER) for line in self.lines)
         serve_s = self._serve_pace.wait_s(sum(to_serve), self.now(), at_least=at_least)
         if kind is Kind.TEXT or serve_s is None:
@@ -321,11 +315,6 @@ class AdmissionQueue:
             granted.append(ticket)
         return granted
 
-    def count(self, ticket: Ticket, by: int) -> None:
-        """Add what a ticket holds (1), or take it out (-1)."""
-        self.use[ticket.kind].count(ticket, by)
-        self._all.count(ticket, by)
-
     def keep_time(self) -> None:
         """A line has changed."""
         now = self.now()
@@ -336,14 +325,19 @@ class AdmissionQueue:
         """Whether a ticket may have a place, whoever waits."""
         if encode:
             return self.encoding < max(1, self.capacity().encodes)
-        return self._all.leaves_room(ticket, self.capacity()) and self._within_share(ticket)
+        return self._within_all(ticket) and self._within_share(ticket)
 
     def _next(self) -> Ticket | None:
         if (to_encode := self.lines[0]) and self.has_room(to_encode[0], encode=True):
             return to_encode[0]
         heads = [line[0] for line in self.lines[1:] if line and self._within_share(line[0])]
         first = min(heads, key=ORDER, default=None)
-        return first if first is not None and self._all.leaves_room(first, self.capacity()) else None
+        return first if first is not None and self._within_all(first) else None
+
+    def _within_all(self, ticket: Ticket) -> bool:
+        text, media = self.use.values()
+        both = Use(sequences=text.sequences + media.sequences, tokens=text.tokens + media.tokens)
+        return both.leaves_room(ticket, self.capacity())
 
     def _within_share(self, ticket: Ticket) -> bool:
         """It leaves the other modality its share, if that one is about."""

@@ -23,9 +23,9 @@ class Queue:
         self.now, self.room = 0.0, ROOM
         self.all = AdmissionQueue(limits, lambda: self.now, lambda: self.room)
 
-    def admit(self, kind: Kind, now: float, **more: int) -> Ticket:
+    def admit(self, kind: Kind, now: float, *, priority: int = 0, **more: int) -> Ticket:
         self.now = now
-        return Ticket(self.all, kind, **more)
+        return Ticket(self.all, kind, self.all.due(kind, priority), **more)
 
     def enqueue(self, ticket: Ticket, now: float, *, encode: bool = False) -> None:
         self.now = now
