@@ -32,7 +32,7 @@ from proxy.stages.poison import WatchedBody
 from proxy.stages.prompt_nodes import NO_NODES, PromptNodes
 from proxy.stages.retries import Faults, RetryBudget
 from proxy.tenants.auth import Caller
-from proxy.tenants.memory_budget import MemoryReservation
+from proxy.tenants.fair_share import MemoryReservation
 
 
 class Delivery(StrEnum):

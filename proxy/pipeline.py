@@ -21,9 +21,7 @@ from epd_serve.trace import PROXY, Trace
 from epd_serve.traffic import Item
 from epd_serve.wire import PROMPT_XARG
 from proxy.admission.capacity import CapacityTracker
-from proxy.admission.drain import Drain
-from proxy.admission.gate import Gate
-from proxy.admission.ticket import kind_of, priority_of, sequences_of
+from proxy.admission.gate import Drain, Gate, kind_of, priority_of, sequences_of
 from proxy.background import Background
 from proxy.config.settings import ProxySettings
 from proxy.context import RequestContext, Services
@@ -58,7 +56,6 @@ from proxy.stages.retries import RetryBudget
 from proxy.tenants.auth import DEFAULT_TENANT, Caller, Callers
 from proxy.tenants.fair_share import FairShare
 from proxy.tenants.key_limits import KeyGate
-from proxy.tenants.memory_budget import MemoryBudget
 from proxy.traces.exporter import SpanExport
 
 
@@ -85,8 +82,9 @@ class Pipeline:
         self.callers = Callers(settings)
         self.key_gate = KeyGate()
         apart = settings.tells_tenants_apart
-        self.memory = MemoryBudget(settings.memory.process_bytes, apart=apart)
-        self.arriving = FairShare(max(1, settings.max_in_flight // 2), apart=apart)
+        self.memory = FairShare(settings.memory.process_bytes, apart=apart, what="bytes", code="memory_full")
+        most_bodies = max(1, settings.max_in_flight // 2)
+        self.arriving = FairShare(most_bodies, apart=apart, what="bodies that arrive", code="bodies_full")
         register_stage_metrics(self.metrics.registry, table)
         failed = partial(self.background.skipped, "Record")
         self.records = Records(settings.records, failed, settings.slo, settings.planned)
@@ -114,7 +112,7 @@ class Pipeline:
         self.metrics.retry_budget.set_function(lambda: budget.left(time.monotonic()))
         self.metrics.in_flight.set_function(lambda: self.drain.running)
         self.metrics.draining.set_function(lambda: self.drain.began)
-        self.metrics.memory_held.set_function(lambda: self.memory.held_bytes)
+        self.metrics.memory_held.set_function(lambda: self.memory.held)
         self._poison = Poison(settings.poison, self.metrics)
         self._stages = StageClient(timeouts, key=settings.bearer_of_stages())
         fetcher = UrlFetcher(settings.media, apart=apart, transport=media_transport, resolver=resolver)
@@ -215,10 +213,10 @@ class Pipeline:
         self.records.arrived(ctx.record, kind.value)
         with self.gate.admitted(
             kind,
+            ctx.record,
             priority=priority_of(ctx.request, ctx.caller.limits),
             sequences=sequences_of(ctx.request, self.settings.max_sequences),
             until=ctx.until,
-            record=ctx.record,
         ) as ctx.passed:
             self._budget.deposit()
             yield
@@ -238,7 +236,7 @@ class Pipeline:
         if ctx.prompt.nodes:
             base = with_xargs(base, **{PROMPT_XARG: ctx.prompt.word})
         ctx.base, ctx.tokens = base, prompt_tokens(request, ctx.items)
-        ctx.passed.weighs(ctx.tokens)
+        ctx.passed.tokens = max(1, round(ctx.tokens))
         self.records.prompt_known(ctx.record, len(ctx.items), sum(item.tokens for item in ctx.items), ctx.tokens)
         if self._recording is not None:
             own = [Item(round(one.tokens), *one.size, one.ref.modality.value, one.key) for one in ctx.items]

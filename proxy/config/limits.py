@@ -114,7 +114,7 @@ class BodyPace(Checked):
 
 @dataclass(frozen=True)
 class MemoryLimits(Checked):
-    """What a process may hold of clients' bytes (`proxy/tenants/memory_budget.py`).
+    """What a process may hold of clients' bytes (`proxy/tenants/fair_share.py`).
 
     Attributes:
         process_bytes: bodies and media of all requests of one proxy process. An account among others gets half of it at

@@ -153,10 +153,11 @@ class EncodeStep:
                 cut()
 
         task.add_done_callback(ended)
+        ctx.passed.cut = cut
         try:
-            with ctx.passed.ahead(cut):
-                yield
+            yield
         finally:
+            ctx.passed.cut = None
             task.remove_done_callback(ended)
 
     async def _obtain(self, items: Sequence[LoadedItem], order: EncodeOrder) -> list[str]:
@@ -211,12 +212,12 @@ class EncodeStep:
             raise
         fail()
         if not all(seat.settled for seat in seats.values()):
-            order.ctx.passed.leaves_encoders()  # who leads the rest may be waiting for this very place
+            order.ctx.passed.leave_encoders()  # who leads the rest may be waiting for this very place
 
     async def _follow(self, item: LoadedItem, seats: dict[str, Seat[bool]], order: EncodeOrder) -> None:
         try:
             async with deadline(self._follow_s, f"the encoding of {item.ref.param} for another request"):
-                leads = await seats[item.key].turn(order.ctx.passed.stands_back)
+                leads = await seats[item.key].turn(order.ctx.passed.stand_back)
         except DeadlineError as error:
             seats[item.key].leave()  # or it may come to lead a flight that nobody here flies
             logger.warning("request %s: %s", order.ctx.id, error.message)

@@ -11,11 +11,9 @@ from starlette.types import Receive
 from epd_serve.errors import PayloadTooLargeError
 from proxy.config.limits import BodyPace
 from proxy.config.settings import ProxySettings
-from proxy.errors import BusyError, SlowBodyError
+from proxy.errors import SlowBodyError
 from proxy.request.cancel_scope import CancelScope
-from proxy.tenants.fair_share import FairShare, NoRoom, OverShare
-from proxy.tenants.key_limits import KeyLimitError
-from proxy.tenants.memory_budget import MemoryReservation
+from proxy.tenants.fair_share import FairShare, MemoryReservation
 
 
 class ClientLeft(Exception):
@@ -44,7 +42,7 @@ async def read_body(
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise _too_large(max_bytes)
-    _take_place(arriving, held.account)
+    arriving.take(held.account, 1)
     try:
         if is_here:
             return await _read(bytearray(), receive, held, max_bytes, lambda _: None)
@@ -91,19 +89,6 @@ async def _read(
         if not message.get("more_body", False):
             return body
         came_so_far(len(body))
-
-
-def _take_place(arriving: FairShare, account: str) -> None:
-    """A place among the bodies that are arriving, of which no account gets all."""
-    try:
-        arriving.take(account, 1)
-    except NoRoom:
-        raise BusyError("as many request bodies are arriving as may; try again later", code="bodies_full") from None
-    except OverShare:
-        raise KeyLimitError(
-            f"{arriving.held_by(account)} request bodies of this account are arriving, which is its share; "
-            "try again later"
-        ) from None
 
 
 def _too_large(max_bytes: int) -> PayloadTooLargeError:

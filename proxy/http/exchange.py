@@ -41,6 +41,7 @@ from proxy.request.client_deadline import DeadlineLapsed, deadline_s
 from proxy.request.client_sink import CHOICE, DELTA, AnswerForm, ClientSink
 from proxy.request.parse import Endpoint
 from proxy.server.http_protocol import BODY_IS_HERE, DisconnectWatch
+from proxy.tenants.fair_share import MemoryReservation
 
 logger = logging.getLogger(__name__)
 LAST_WORD_S = 1.0
@@ -159,7 +160,7 @@ class Exchange:
                 scope_of_work.cancel(_Why.LEFT)
 
         what = "the request body"
-        with pipeline.admitted(caller), pipeline.memory.request(caller.account) as ctx.held, scope_of_work:
+        with pipeline.admitted(caller), MemoryReservation(pipeline.memory, caller.account) as ctx.held, scope_of_work:
             scope_of_work.cancel_at(begun + limit_s, _Why.LATE)
             try:
                 is_here = BODY_IS_HERE in scope.get("extensions", ())

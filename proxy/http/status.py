@@ -15,7 +15,7 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role, stages_of
 from epd_serve.wire import StoreReport
 from npu_ops.core_grants import CoreGrant
-from proxy.admission.drain import Drain
+from proxy.admission.gate import Drain
 from proxy.config.settings import ProxySettings
 from proxy.fields.parts import Modality
 from proxy.registry.instance_state import InstanceView

@@ -18,7 +18,7 @@ from epd_serve.errors import RequestError
 from proxy.config.domains import DomainRules
 from proxy.config.limits import MediaLimits
 from proxy.errors import BusyError, media_too_large
-from proxy.tenants.fair_semaphore import FairSemaphore, TurnTimeout
+from proxy.tenants.fair_share import FairSemaphore
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 Grow = Callable[[int], None]
@@ -93,7 +93,7 @@ class UrlFetcher:
         try:
             async with self._turns.turn(account, within_s=self._limits.fetch_wait_s):
                 return await self._fetch(url, param, grow)
-        except TurnTimeout:
+        except TimeoutError:
             raise BusyError(
                 f"{param}: this server fetches as many media as it may; try again later",
                 param=param,

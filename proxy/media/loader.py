@@ -26,8 +26,7 @@ from proxy.media.images import inspect_image
 from proxy.media.local_files import read_local
 from proxy.request.parse import ParsedRequest
 from proxy.request.payload import Inlined
-from proxy.tenants.fair_semaphore import FairSemaphore
-from proxy.tenants.memory_budget import MemoryReservation
+from proxy.tenants.fair_share import FairSemaphore, MemoryReservation
 from store.errors import StoreError
 from store.keys import feature_key
 

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.admission.gate import Gate
-from proxy.admission.ticket import Capacity, Kind
+from proxy.admission.queue import Capacity, Kind
 from proxy.config.keys import ApiKey, ApiKeys, digest
 from proxy.config.limits import AdmissionLimits, MediaLimits, MigrationLimits, PoisonLimits, Timeouts
 from proxy.config.settings import ModelIdentity, ProxySettings
@@ -399,7 +399,7 @@ def context(request: ParsedRequest, items: Collection[LoadedItem] = (), request_
     ctx.tokens = float(sum(item.tokens for item in items))
     ctx.watched = Poison(PoisonLimits(), Metrics()).watched(b"{}")
     ctx.history = TokenHistory(HistoryRoom(MigrationLimits()))
-    ctx.passed = gate.admitted(Kind.MEDIA if items else Kind.TEXT)
+    ctx.passed = gate.admitted(Kind.MEDIA if items else Kind.TEXT, ctx.record)
     return ctx
 
 

@@ -12,8 +12,8 @@ from uuid import uuid4
 import pytest
 
 from epd_serve.wire import FeatureFailed, FeatureReady, StoreReport
-from proxy.admission.gate import Gate, Pass
-from proxy.admission.ticket import Capacity, Kind
+from proxy.admission.gate import Gate
+from proxy.admission.queue import Capacity, Kind
 from proxy.config.limits import AdmissionLimits
 from proxy.encode.encoders import EncodeOrder
 from proxy.encode.spread import owners
@@ -264,7 +264,7 @@ async def test_a_follower_that_gave_up_does_not_come_to_lead() -> None:
 
     def job(*keys: str) -> Any:
         gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
-        passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0), Record("r"))
+        passed = gate.admitted(Kind.MEDIA, Record("r"))
         return SimpleNamespace(
             id="r",
             passed=passed,

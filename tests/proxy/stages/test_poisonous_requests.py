@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from epd_serve.wire import StageReport
-from proxy.admission.ticket import Kind
+from proxy.admission.queue import Kind
 from proxy.config.limits import PoisonLimits
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import (
