@@ -11,7 +11,7 @@ import asyncio
 import time
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from msgspec import structs
@@ -61,7 +61,9 @@ from proxy.tenants.auth import DEFAULT_TENANT, Caller, Callers
 from proxy.tenants.fair_share import FairShare
 from proxy.tenants.key_limits import KeyGate
 from proxy.tenants.memory_budget import MemoryBudget, MemoryReservation
-from proxy.traces.exporter import SpanExport
+
+if TYPE_CHECKING:
+    from proxy.traces import SpanExport
 
 
 class Pipeline:
@@ -107,6 +109,8 @@ class Pipeline:
             self.records.ended.append(self._recording.ended)
         self._spans: SpanExport | None = None
         if settings.otlp_traces_endpoint:
+            from proxy.traces import SpanExport
+
             self._spans = SpanExport(settings.otlp_traces_endpoint, dropped=self.metrics.traces_dropped.inc)
             self.records.ended.append(self._spans.ended)
         self.trace = Trace(settings.trace_path, PROXY)
