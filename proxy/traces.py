@@ -17,12 +17,12 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
@@ -98,7 +98,7 @@ class SpanExport:
             self._dropped(1)
             return
         self._given += 1
-        self._processor.on_end(_RequestSpan(record))
+        self._processor.on_end(_Ended(record))
 
     def close(self) -> None:
         """What has ended is sent, unless that takes too long."""
@@ -109,16 +109,15 @@ class SpanExport:
         self._dropped(self._given - self._exporter.taken)
 
 
-class _RequestSpan(ReadableSpan):
-    """The span of a request, as far as the processor looks at it: its trace is wanted."""
+class _Ended(NamedTuple):
+    """A request, which the processor takes for the span of it: its trace is wanted."""
 
-    def __init__(self, record: Record) -> None:
-        super().__init__(record.endpoint, context=SpanContext(1, 1, False, SAMPLED))
-        self.record = record
+    record: Record
+    context: SpanContext = SpanContext(1, 1, False, SAMPLED)
 
 
-class _RequestExporter(SpanExporter):
-    """In the processor's thread. `taken`: requests that have left its queue."""
+class _RequestExporter:
+    """A `SpanExporter` of requests, in the processor's thread. `taken`: requests that have left its queue."""
 
     def __init__(self, endpoint: str, dropped: Callable[[int], object]) -> None:
         here = {"host.name": socket.gethostname(), "process.pid": os.getpid()}
@@ -128,15 +127,15 @@ class _RequestExporter(SpanExporter):
         self._dropped = dropped
         self.taken = 0
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.taken += len(spans)
+    def export(self, requests: Sequence[_Ended]) -> SpanExportResult:
+        self.taken += len(requests)
         sent = SpanExportResult.FAILURE
         try:
-            made = [span for one in spans for span in spans_of(one.record, self._resource)]
+            made = [span for one in requests for span in spans_of(one.record, self._resource)]
             sent = self._exporter.export(made)  # which logs why not
         finally:
             if sent is not SpanExportResult.SUCCESS:
-                self._dropped(len(spans))
+                self._dropped(len(requests))
         return sent
 
     def shutdown(self) -> None:
