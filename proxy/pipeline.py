@@ -41,7 +41,6 @@ from proxy.records.lines_file import LinesFile
 from proxy.records.record import Record
 from proxy.records.recording import Recording
 from proxy.records.records import Records
-from proxy.records.request_metrics import RequestMetrics
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.stage_metrics import register_stage_metrics
@@ -94,9 +93,7 @@ class Pipeline:
         register_stage_metrics(self.metrics.registry, table)
         failed = partial(self.background.skipped, "Record")
         self.records = Records(settings.records, failed, settings.slo, settings.planned)
-        requests = RequestMetrics(settings.slo)
-        self.metrics.registry.register(requests)
-        self.records.ended.append(requests.ended)
+        self.metrics.registry.register(self.records.counts)
         self._files: list[LinesFile] = []
         if settings.access_log:
             self._files.append(LinesFile(settings.access_log, "access_log", self.metrics.access_log_dropped.inc))

@@ -20,7 +20,7 @@ import msgspec
 
 from epd_serve.errors import EpdError, OverloadedError
 from proxy.http.status import instances
-from proxy.records.minute import MINUTE_S, Counts
+from proxy.records.counts import MINUTE_S, Counts
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.table import InstanceTable
 

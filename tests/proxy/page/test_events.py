@@ -13,7 +13,7 @@ import pytest
 from epd_serve.errors import DeadlineError, OverloadedError
 from proxy.page import events
 from proxy.page.events import Events, Seen
-from proxy.records.minute import Counts
+from proxy.records.counts import Counts
 from proxy.records.records import Question, RecordsAnswer
 from tests.waiting import PATIENCE_S
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from proxy.http.app import add_error_seam
 from proxy.page.events import Seen, observed
 from proxy.page.routes import STATIC, About, Page, files
-from proxy.records.minute import Counts
+from proxy.records.counts import Counts
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.table import InstanceTable
 from proxy.tenants.auth import AuthenticationError

@@ -25,7 +25,7 @@ from proxy.background import Background
 from proxy.config.keys import ApiKeys
 from proxy.config.limits import Timeouts
 from proxy.page.events import observed
-from proxy.records.minute import MINUTE_S
+from proxy.records.counts import MINUTE_S
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import Lease, Work
 from proxy.registry.table import InstanceTable
