@@ -35,13 +35,17 @@ class LabelledCounter(Collector):
         self, name: str, help: str, labels: Sequence[str], *, registry: CollectorRegistry | None = None
     ) -> None:
         self._named = name, help, labels
+        self._series: dict[tuple[str, ...], Series] = {}
         self.counts: dict[tuple[Any, ...], float] = defaultdict(float)
         if registry is not None:
             registry.register(self)
 
     def labels(self, *values: str) -> Series:
         """The series with these values, given in order."""
-        return Series(self, values)
+        series = self._series.get(values)
+        if series is None:
+            series = self._series[values] = Series(self, values)
+        return series
 
     def observe(self, values: tuple[str, ...], seconds: float) -> None:
         """Only of a histogram."""

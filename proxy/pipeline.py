@@ -36,10 +36,8 @@ from proxy.generate.tokenize import TokenizeStep
 from proxy.media.fetch import Resolver, UrlFetcher, resolve
 from proxy.media.loader import LoadedItem, MediaLoader, source_bytes
 from proxy.metrics import Metrics
-from proxy.records.access_log import AccessLog
-from proxy.records.lines_file import LinesFile
+from proxy.records.lines import AccessLog, LinesFile, Recording
 from proxy.records.record import Record
-from proxy.records.recording import Recording
 from proxy.records.records import Records
 from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.feature_directory import FeatureDirectory
