@@ -34,8 +34,8 @@ from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.config.tree import Setting, settings_of
 from proxy.http.openapi import document
 from proxy.http.unserved import UNSERVED
-from proxy.metrics import LabelledCounter, LabelledHistogram, Metrics
-from proxy.records.request_metrics import RequestMetrics
+from proxy.metrics import LabelledCounter, Metrics
+from proxy.records.counts import RequestCounts
 from proxy.registry.stage_metrics import KvMetrics, StageMetrics, StoreMetrics
 from proxy.registry.table import InstanceTable
 from proxy.request.deadline import HEADER
@@ -207,7 +207,7 @@ def metrics() -> str:
             "Counted by the proxy. With `--workers` they are sums over its processes.",
             [
                 *_own(vars(Metrics()).values()),
-                *_families(RequestMetrics().collect()),
+                *_families(RequestCounts(0.0).collect()),
                 *_own(vars(Background()).values()),
                 *((Metric(one.name, one.help, one.kind), ()) for one in worker_metrics(0, 0)),
             ],
@@ -266,7 +266,7 @@ def _own(values: Iterable[object]) -> list[tuple[Metric, Sequence[str]]]:
     for one in values:
         if isinstance(one, MetricWrapperBase):
             found.append((next(iter(one.describe())), one._labelnames))
-        elif isinstance(one, LabelledCounter | LabelledHistogram):
+        elif isinstance(one, LabelledCounter):
             found += _families(one.collect())
     return found
 

@@ -30,7 +30,7 @@ from epd_serve.roles import Role
 from proxy.background import Background
 from proxy.config.keys import ApiKeys
 from proxy.config.settings import ProxySettings
-from proxy.page.observed import Status
+from proxy.page.events import Status
 from proxy.records.records import Question, RecordsAnswer, merged, unanswered
 from proxy.registry.announcements import Announcements, take_in
 from proxy.registry.ledger import NOTHING, Tally, Work, total_of

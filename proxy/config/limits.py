@@ -242,7 +242,7 @@ class PoisonLimits(Checked):
 @dataclass(frozen=True)
 class RecordLimits(Checked):
     """How much one proxy process remembers of requests that have ended, for `epd-serve why`
-    (`proxy/records/kept.py`).
+    (`proxy/records/records.py`).
 
     Attributes:
         requests: half of them the newest, a quarter older ones that failed, a quarter older ones that were slow. 0 to

@@ -34,8 +34,7 @@ from proxy.http.body import ClientLeft, read_body
 from proxy.http.message_form import CountForm, MessageForm
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
-from proxy.records.record import Record
-from proxy.records.trace_context import TraceContext
+from proxy.records.record import Record, TraceContext
 from proxy.request.client_sink import CHOICE, DELTA, AnswerForm, ClientSink
 from proxy.request.deadline import CancelScope, DeadlineLapsed, deadline_s
 from proxy.request.parse import Endpoint

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from epd_serve.errors import NotFoundError
-from proxy.records.minute import MINUTE_S, Counts
+from proxy.records.counts import MINUTE_S, Counts
 from proxy.records.records import MOST, Question, RecordsAnswer
 
 Look = Callable[[Question], Awaitable[RecordsAnswer]]

@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from proxy.background import Background
 from proxy.config.keys import ApiKeys
-from proxy.page.observed import Observe
+from proxy.page.events import Observe
 from proxy.records.records import Question, RecordsAnswer, merged, unanswered
 from proxy.registry.announcements import Announcements, take_in
 from proxy.registry.stage_metrics import register_stage_metrics

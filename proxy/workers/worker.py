@@ -31,7 +31,7 @@ from proxy.background import Background
 from proxy.config.keys import ApiKeys
 from proxy.errors import most_telling
 from proxy.http.app import create_app
-from proxy.page.observed import Seen
+from proxy.page.events import Seen
 from proxy.page.routes import About, Page
 from proxy.pipeline import Pipeline
 from proxy.records.records import Question
@@ -133,7 +133,7 @@ class Feed:
         return await self._asked("/metrics")
 
     async def observe(self, question: Question, whole: bool) -> Seen:
-        """A `proxy.page.observed.Observe`.
+        """A `proxy.page.events.Observe`.
 
         Raises:
             DeadlineError: the parent does not answer.
