@@ -21,7 +21,6 @@ from proxy import strict_json
 from proxy.config.settings import ProxySettings
 from proxy.fields.messages import chat_of, tokenized_chat_of
 from proxy.fields.parts import MediaRef, media_refs
-from proxy.fields.response_parts import response_refs
 from proxy.fields.rules import TEMPLATE_KWARGS_REFUSED
 from proxy.fields.sieve import MEDIA_OPTIONS, Sieve, anthropic_rules, rules_of
 
@@ -216,7 +215,7 @@ def _response_media(body: Mapping[str, Any]) -> tuple[MediaRef, ...]:
         return ()
     if not isinstance(value, list) or not value:
         raise RequestError("input must be a string or a non-empty list.", param="input")
-    return response_refs(value)
+    return media_refs(value, "input")
 
 
 def _token_ids(body: Mapping[str, Any]) -> None:
