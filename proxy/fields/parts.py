@@ -1,5 +1,5 @@
-"""Content parts with media: where they are in a chat's `messages` and in the `input` of `/v1/responses`, and how they are
-rewritten for the stages.
+"""Content parts with media, in a chat's `messages` and in the `input` of `/v1/responses`: where they are, and how they
+are rewritten for the stages.
 
 Knows the part types that vLLM accepts and the ones a client must not send. vLLM infers a part's type from any media
 key it finds, so a part may carry exactly one, or an unchecked URL could ride along. In `/v1/responses` it takes media

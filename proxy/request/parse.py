@@ -1,7 +1,7 @@
 """Makes a `ParsedRequest` of a body of OpenAI's API or Anthropic's: what the proxy must know, and what it must not let
 through.
 
-Only fields that are known go on (`proxy/fields/sieve.py`); those that could kill an engine or fetch another tenant's
+Only fields that are known go on (`proxy/fields/rules.py`); those that could kill an engine or fetch another tenant's
 feature are refused by name. Checked here are the fields that the proxy acts on; their values otherwise
 are vLLM's to judge. No I/O.
 """
@@ -21,8 +21,7 @@ from proxy import strict_json
 from proxy.config.settings import ProxySettings
 from proxy.fields.messages import chat_of, tokenized_chat_of
 from proxy.fields.parts import MediaRef, media_refs
-from proxy.fields.rules import TEMPLATE_KWARGS_REFUSED
-from proxy.fields.sieve import MEDIA_OPTIONS, Sieve, anthropic_rules, rules_of
+from proxy.fields.rules import MEDIA_OPTIONS, MESSAGES_MODEL, TEMPLATE_KWARGS_REFUSED, Sieve, rules_of
 
 REPETITION_LIMITS = {"max_pattern_size": 64, "min_pattern_size": 64, "min_count": 16}
 """Bounds of `repetition_detection`, which vLLM's scheduler looks for in Python after every token, all others waiting
@@ -106,7 +105,7 @@ def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -
     sieve = Sieve(settings.strict_fields)
     called: Mapping[tuple[int, int], str] = {}
     if endpoint.is_anthropic:
-        sieve.body(body, anthropic_rules(media_options=settings.trust_request_mm_kwargs))
+        sieve.body(body, rules_of(MESSAGES_MODEL, media_options=settings.trust_request_mm_kwargs))
         generates = endpoint.generates
         body, called = chat_of(body) if generates else tokenized_chat_of(body)
         endpoint = Endpoint.CHAT if generates else Endpoint.TOKENIZE
