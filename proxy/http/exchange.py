@@ -31,14 +31,14 @@ from proxy.errors import (
     response_error_event,
 )
 from proxy.http.body import ClientLeft, read_body
-from proxy.http.message_form import CountForm, MessageForm
+from proxy.http.message_form import MessageForm
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
 from proxy.records.record import Record
 from proxy.records.trace_context import TraceContext
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_deadline import DeadlineLapsed, deadline_s
-from proxy.request.client_sink import CHOICE, DELTA, AnswerForm, ClientSink
+from proxy.request.client_sink import CHOICE, DELTA, ClientSink
 from proxy.request.parse import Endpoint
 from proxy.server.http_protocol import BODY_IS_HERE, DisconnectWatch
 
@@ -49,7 +49,6 @@ long as it keeps its connection."""
 EXPLAIN = "x-epd-explain"
 CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 T = TypeVar("T")
-_FORMS: dict[Endpoint, type[AnswerForm]] = {Endpoint.MESSAGES: MessageForm, Endpoint.COUNT_TOKENS: CountForm}
 
 
 def client_request_id(headers: Headers) -> str | None:
@@ -111,7 +110,7 @@ class Exchange:
             record.headers if explained else dict,
             gap_limit_s=self._settings.slo.limits_s[1],
             content=DELTA if self._endpoint is Endpoint.RESPONSES else CHOICE,
-            form=_FORMS[self._endpoint]() if self._endpoint in _FORMS else None,
+            form=MessageForm() if self._endpoint.is_anthropic else None,
         )
         outcome = "500"
         pipeline.trace.stamp(self._id, "arrived", **({"client_id": named} if named else {}))
