@@ -40,16 +40,12 @@ class Url(Struct, tag="url"):
     url: str
 
 
-class File(Struct, tag="file"):
-    """Refused: no files are stored here."""
-
-
 class Text(Struct, tag="text"):
     text: str
 
 
 class Image(Struct, tag="image"):
-    source: Base64 | Url | File
+    source: Base64 | Url
 
 
 class ToolReference(Struct, tag="tool_reference"):
@@ -270,9 +266,7 @@ def _texts(content: str | Iterable[Any]) -> list[str]:
     return [text for text in texts if text]
 
 
-def _url(source: Base64 | Url | File, where: str) -> str:
-    if isinstance(source, File):
-        raise _wrong(f"{where}.type", "cannot be file: this server stores no files; send base64 or url")
+def _url(source: Base64 | Url, where: str) -> str:
     if isinstance(source, Url):
         return source.url
     if not _IMAGE_TYPE.fullmatch(source.media_type):
@@ -298,6 +292,8 @@ def _converted(body: dict[str, Any], kind: type[_Asked]) -> _Asked:
         if missing := _MISSING.search(what):
             raise _wrong(f"{where}.{missing[1]}".lstrip("."), "is required") from None
         what = what.replace("Expected", "must be").replace("Invalid value", "cannot be").replace("`", "")
+        if where.endswith("source.type"):
+            what += ": this server stores no files; send base64 or url"
         raise _wrong(where, what) from None
 
 
