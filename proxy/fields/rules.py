@@ -295,12 +295,12 @@ class Sieve(Struct):
 
     def xargs(self, xargs: dict[str, Any], allowed: Collection[str]) -> None:
         """The same for `vllm_xargs`, of which only what the operator names reaches an engine."""
-        for name in [name for name in xargs if name not in allowed]:
-            value, where = xargs.pop(name), f"vllm_xargs.{name}"
-            if value is not None and (name in XARGS_REFUSED or name.startswith(OUR_XARGS)):
+        for name, value in xargs.items():
+            ours = name in XARGS_REFUSED or name.startswith(OUR_XARGS)
+            if ours and value is not None and name not in allowed:
+                where = f"vllm_xargs.{name}"
                 raise RequestError(f"{where} is set by the server and cannot be sent by a client.", param=where)
-            if value is not None:
-                self._drop(("vllm_xargs", name), "vllm_xargs", allowed)
+        self._sift(xargs, Level(frozenset(allowed), {}, {}), ("vllm_xargs",), _NONE)
 
     def _sift(
         self, body: dict[str, Any], level: Level, where: tuple[str | int, ...], refused: Mapping[str, Refusal]

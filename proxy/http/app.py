@@ -287,38 +287,33 @@ def observing_routes(
 def add_error_seam(app: FastAPI) -> None:
     """Whatever a route raises is answered in OpenAI's shape, or in Anthropic's where that is spoken."""
 
-    def answer(request: Request, error: EpdError, headers: Mapping[str, str] | None = None) -> Response:
-        body = error_body(error)
+    async def answer(request: Request, error: Exception) -> Response:
+        named = _named(request, error)
+        body, headers = error_body(named), error_headers(named)
         if request.url.path in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS):
-            body = error_of(body["error"], error.status)
-        return Response(
-            strict_json.encode(body), error.status, headers or error_headers(error), media_type="application/json"
-        )
+            body = error_of(body["error"], named.status)
+        if isinstance(error, HTTPException):
+            headers |= error.headers or {}
+        return Response(strict_json.encode(body), named.status, headers, media_type="application/json")
 
-    @app.exception_handler(EpdError)
-    async def named(request: Request, error: Exception) -> Response:
-        assert isinstance(error, EpdError), "registered for EpdError"
-        return answer(request, error)
+    # Of what nobody named Starlette raises it again after the answer, and the server logs the traceback once.
+    for kind in (EpdError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
 
-    @app.exception_handler(RequestValidationError)
-    async def wrong(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError), "registered for it"
+
+def _named(request: Request, error: Exception) -> EpdError:
+    """What of ours it is that a route or the framework raises."""
+    if isinstance(error, EpdError):
+        return error
+    if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"] if part != "body")
-        return answer(request, RequestError(f"{field or 'body'}: {first['msg']}", param=field or None))
-
-    @app.exception_handler(HTTPException)
-    async def routing(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException), "registered for HTTPException"
-        path = request.url.path
-        where = f"{request.method} {path}"
-        if error.status_code == 404:
-            return answer(request, unserved(path) or NotFoundError(f"There is no {where}.", code="unknown_url"))
-        refusal = RequestError(f"{where}: {error.detail}", code="method_not_allowed")
-        refusal.status = error.status_code
-        return answer(request, refusal, error.headers)
-
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, __: Exception) -> Response:
-        # Starlette raises it again after this answer, and the server logs the traceback once.
-        return answer(request, internal_error(), {"connection": "close"})
+        return RequestError(f"{field or 'body'}: {first['msg']}", param=field or None)
+    if not isinstance(error, HTTPException):
+        return internal_error()
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return unserved(request.url.path) or NotFoundError(f"There is no {where}.", code="unknown_url")
+    refusal = RequestError(f"{where}: {error.detail}", code="method_not_allowed")
+    refusal.status = error.status_code
+    return refusal
