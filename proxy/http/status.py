@@ -93,23 +93,28 @@ class Readiness:
     def __init__(
         self, settings: ProxySettings, table: InstanceTable, drain: Drain, down: Mapping[str, str] | None = None
     ) -> None:
-        self._drain = drain
-        self._paused = bool(table.pause.left_s)
-        self._open = settings.observed and settings.api_keys is None
-        self._down = dict(down or {})
-        self._missing = [role.value for role in table.missing()]
-        self._waiting = [view.instance.id for view in table.snapshot() if not (view.up or view.draining)]
-        live = table.live_roles() | (table.wanted if self._paused else frozenset())
+        paused = bool(table.pause.left_s)
+        live = table.live_roles() | (table.wanted if paused else frozenset())
         media = settings.modalities if settings.modalities is not None else frozenset(map(str, Modality))
         self._how = {kind: _how(kind, live, table.wanted) for kind in (TEXT, *sorted(media))}
+        self._state: Literal["draining", "paused", ""] = "draining" if drain.announced else "paused" if paused else ""
+        self._running = drain.running
+        missing = [role.value for role in table.missing()]
+        waiting = [view.instance.id for view in table.snapshot() if not (view.up or view.draining)]
+        self._some = any(self._how.values())
+        self._whole = all(self._how.values()) and not (missing or waiting or down)
+        self._open = settings.observed and settings.api_keys is None
+        self._lacks: dict[str, Any] = (
+            {"missing": missing, "waiting": waiting, "down": dict(down or {})} if self._open else {}
+        )
 
     def health(self) -> tuple[int, Health]:
         """200 while anything is served."""
-        if self._drain.announced:
-            return 503, Health("draining", self._drain.running)
-        if any(self._how.values()):
-            return 200, Health("paused" if self._paused else "ok")
-        return 503, Health("unavailable", missing=self._missing if self._open else UNSET)
+        if self._state == "draining":
+            return 503, Health("draining", self._running)
+        if self._some:
+            return 200, Health(self._state or "ok")
+        return 503, Health("unavailable", missing=self._lacks.get("missing", UNSET))
 
     def ready(self, kind: str | None = None, *, everything: bool = False) -> tuple[int, Ready]:
         """200 while any kind is served; of `kind`, while that is; of `everything`, while all are, as the layout means
@@ -122,17 +127,14 @@ class Readiness:
             raise NotFoundError(
                 f"`{kind}` is not served here; kinds are {', '.join(self._how)}", param="kind", code="unknown_kind"
             )
-        some = any(self._how.values())
-        whole = all(self._how.values()) and not (self._missing or self._waiting or self._down)
-        served = not self._drain.announced and (whole if everything else some if kind is None else self._how[kind])
-        ready = Ready("ready" if whole else "degraded" if some else "unavailable", {})
-        if self._drain.announced or self._paused:
-            ready.status = "draining" if self._drain.announced else "paused"
-        for name, how in self._how.items():
-            ready.kinds[name] = Kind(bool(how), (how or "no path of live instances") if self._open else UNSET)
-        if self._open:
-            ready.missing, ready.waiting, ready.down = self._missing, self._waiting, self._down
-        return 200 if served else 503, ready
+        asked = self._whole if everything else self._some if kind is None else self._how[kind]
+        state = self._state or ("ready" if self._whole else "degraded" if self._some else "unavailable")
+        kinds = {
+            name: Kind(bool(how), (how or "no path of live instances") if self._open else UNSET)
+            for name, how in self._how.items()
+        }
+        code = 200 if asked and self._state != "draining" else 503
+        return code, Ready(state, kinds, **self._lacks)
 
 
 def _how(kind: str, live: frozenset[Role], wanted: frozenset[Role]) -> str:
