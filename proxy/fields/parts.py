@@ -108,10 +108,11 @@ def _refs(messages: list[Any], holder: str) -> Iterator[MediaRef]:
             parts = message.get(name)
             if parts is None or isinstance(parts, str):
                 continue
+            at = f"{holder}[{i}].{name}"
             if not isinstance(parts, list):
-                raise _wrong(f"{holder}[{i}].{name}", " must be a string or a list of parts.")
+                raise _wrong(at, " must be a string or a list of parts.")
             for j, part in enumerate(parts):
-                where = f"{holder}[{i}].{name}[{j}]"
+                where = f"{at}[{j}]"
                 if not isinstance(part, str) and (
                     found := _media(_checked(part, where), where, of_response=holder == "input")
                 ):
@@ -123,8 +124,8 @@ def _checked(part: object, where: str) -> dict[str, Any]:
     """A part that is an object and carries nothing that no client may send: embeddings reach the engine unchecked."""
     if not isinstance(part, dict):
         raise _wrong(where, " must be an object.")
-    for name, value in part.items():
-        if name.endswith("_embeds") or name == "image_pil" or (name == "uuid" and value is not None):
+    for name in part:
+        if name.endswith("_embeds") or name == "image_pil" or (name == "uuid" and part[name] is not None):
             raise _wrong(f"{where}.{name}", " is not accepted from clients.")
     kind = part.get("type")
     if kind is not None and not isinstance(kind, str):

@@ -17,6 +17,9 @@ from proxy.tenants.key_limits import KeyLimitError
 from proxy.tenants.memory_budget import MemoryReservation
 
 
+_NO_BOUND = nullcontext()
+
+
 class ClientLeft(Exception):
     """The client closed its connection before its body was complete."""
 
@@ -63,7 +66,7 @@ async def _read(receive: Receive, held: MemoryReservation, settings: ProxySettin
     max_bytes, pace = settings.max_body_bytes, settings.body_pace
     begun, body = time.monotonic(), bytearray()  # the event loop's clock, too
     patience: CancelScope[str] | None = None if is_here else CancelScope()
-    with patience or nullcontext():
+    with patience or _NO_BOUND:
         while True:
             if patience is not None:
                 earned_s = pace.grace_s + len(body) / pace.bytes_per_s
