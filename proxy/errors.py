@@ -120,10 +120,6 @@ def error_body(error: EpdError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-def error_json(error: EpdError) -> bytes:
-    return json.dumps(error_body(error)).encode()
-
-
 def error_headers(error: EpdError) -> dict[str, str]:
     """`Retry-After` where waiting helps, and the end of the connection where the rest of a body is still to come, where
     the next request finds another server, or after a defect of ours, which ends it anyway."""
@@ -138,7 +134,7 @@ def error_headers(error: EpdError) -> dict[str, str]:
 
 def error_event(error: EpdError) -> bytes:
     """The single SSE event that ends a stream which failed after its first byte."""
-    return b"data: " + error_json(error) + b"\n\n"
+    return b"data: " + json.dumps(error_body(error)).encode() + b"\n\n"
 
 
 def response_error_event(error: EpdError) -> bytes:
@@ -160,33 +156,25 @@ def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError
         `StageRefusal` for 4xx; `StageError` (a retry is safe before the first byte) for everything else, of which 500
         is a `StageFault`, or `StageDied` when it is the stage's last word.
     """
-    fields: dict[str, Any] = {}
     text = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
     try:
         decoded = json.loads(text)
     except ValueError:
         decoded = None
-    if isinstance(decoded, dict):
-        inner = decoded.get("error", decoded)
-        fields = inner if isinstance(inner, dict) else {"message": str(inner)}
-    stage_message = str(fields.get("message") or text)[:MAX_JUDGED_CHARS]
-    message = redacted(stage_message)[:MAX_STAGE_MESSAGE_CHARS] or f"HTTP {status}"
+    fields = decoded.get("error", decoded) if isinstance(decoded, dict) else {}
+    if not isinstance(fields, dict):
+        fields = {"message": fields}
+    said = str(fields.get("message") or text)[:MAX_JUDGED_CHARS]
+    message = redacted(said)[:MAX_STAGE_MESSAGE_CHARS] or f"HTTP {status}"
     if 400 <= status < 500:
-        code = fields.get("code")
-        param = fields.get("param")
-        return StageRefusal(
-            message,
-            status=status,
-            error_type="invalid_request_error" if status != 429 else "rate_limit_error",
-            param=param if isinstance(param, str) else None,
-            code=code if isinstance(code, str) else None,
-        )
-    if ENGINE_DEAD in stage_message:
-        for_good = stage_message.startswith(ENGINE_DEAD)  # else some of it may be a client's own words
-        return StageDied(f"stage {stage} failed with {status}: {message}", stage=stage, for_good=for_good)
-    if status == 500:
-        return StageFault(f"{status}: {message}", stage=stage)
-    return StageError(f"stage {stage} failed with {status}: {message}", stage=stage)
+        kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+        param, code = (fields[name] if isinstance(fields.get(name), str) else None for name in ("param", "code"))
+        return StageRefusal(message, status=status, error_type=kind, param=param, code=code)
+    failed = f"stage {stage} failed with {status}: {message}"
+    if ENGINE_DEAD in said:
+        # by its own words only where they begin so: else some of it may be a client's
+        return StageDied(failed, stage=stage, for_good=said.startswith(ENGINE_DEAD))
+    return StageFault(f"{status}: {message}", stage=stage) if status == 500 else StageError(failed, stage=stage)
 
 
 def most_telling(group: BaseExceptionGroup[BaseException]) -> BaseException:

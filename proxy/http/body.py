@@ -16,7 +16,6 @@ from proxy.tenants.fair_share import FairShare, NoRoom, OverShare
 from proxy.tenants.key_limits import KeyLimitError
 from proxy.tenants.memory_budget import MemoryReservation
 
-
 _NO_BOUND = nullcontext()
 
 

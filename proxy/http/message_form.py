@@ -16,7 +16,7 @@ from msgspec import Struct, field
 
 from epd_serve.errors import EpdError
 from proxy import strict_json
-from proxy.stages.sse import is_comment, is_done, split
+from proxy.stages.sse import DONE, split
 
 Json = dict[str, Any]
 
@@ -127,11 +127,11 @@ class MessageForm:
         """What these whole events of a chat become."""
         made: list[bytes] = []
         for chunk in split(events):
-            if is_comment(chunk):
+            name, _, data = chunk.partition(b":")
+            if not name:  # a comment
                 made.append(chunk)
                 continue
-            done = is_done(chunk)
-            for event in self._end() if done else self._made(_decoded(chunk.partition(b":")[2])):
+            for event in self._end() if data.strip() == DONE else self._made(_decoded(data)):
                 made.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), strict_json.encode(event)))
         return b"".join(made)
 
