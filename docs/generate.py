@@ -32,8 +32,8 @@ from deploy.options.config import DeployConfig, ProxyConfig
 from proxy.background import Background
 from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.config.tree import Setting, settings_of
-from proxy.http.openapi import document
-from proxy.http.unserved import UNSERVED
+from proxy.http.app import create_app
+from proxy.http.openapi import UNSERVED
 from proxy.metrics import LabelledCounter, Metrics
 from proxy.records.counts import RequestCounts
 from proxy.registry.stage_metrics import KvMetrics, StageMetrics, StoreMetrics
@@ -284,7 +284,7 @@ def _labels(names: Sequence[str]) -> str:
 
 def http_api() -> str:
     settings = ProxySettings(served_models=("MODEL",), identity=ModelIdentity("MODEL"))
-    api = document(settings, "")
+    api = create_app(settings, InstanceTable()).openapi()
     sections = []
     for path, operations in api["paths"].items():
         for method, operation in operations.items():
@@ -314,8 +314,8 @@ def http_api() -> str:
 
 
 def _operation(operation: Mapping[str, Any]) -> Iterator[str]:
-    if "summary" in operation:
-        yield operation["summary"]
+    if "description" in operation:
+        yield operation["description"]
     body = operation.get("requestBody")
     if body is not None:
         yield f"Body: {_type(body['content']['application/json']['schema'])}."

@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from epd_serve.errors import RequestError
-from proxy.config.domains import DomainRules
-from proxy.config.limits import MediaLimits
+from proxy.config.limits import DomainRules, MediaLimits
 from proxy.errors import BusyError, media_too_large
 from proxy.tenants.fair_share import FairSemaphore
 

@@ -16,7 +16,7 @@ from fastapi.responses import Response, StreamingResponse
 
 import epd_serve
 from epd_serve.errors import NotFoundError
-from proxy.http.requests import request_routes
+from proxy.http.admin import request_routes
 from proxy.page.events import Events, Observe
 from proxy.records.records import Question, RecordsAnswer
 

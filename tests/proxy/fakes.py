@@ -46,6 +46,11 @@ QUICK = Timeouts(  # but for instances that are missing: a test that means anoth
 )  # fmt: skip
 
 
+def document(config: ProxySettings) -> dict[str, Any]:
+    """What a proxy with these settings has at /openapi.json."""
+    return create_app(config, InstanceTable()).openapi()
+
+
 @dataclass(frozen=True)
 class Call:
     """One request that a fake stage got."""
