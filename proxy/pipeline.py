@@ -42,7 +42,7 @@ from proxy.records.record import Record
 from proxy.records.recording import Recording
 from proxy.records.records import Records
 from proxy.records.request_metrics import RequestMetrics
-from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
+from proxy.registry.announcements import AnnouncementDispatcher
 from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable

@@ -22,7 +22,7 @@ from proxy.admission.ticket import Capacity, Kind, Place, QueueFull, Ticket
 from proxy.config.limits import AdmissionLimits
 from proxy.metrics import Metrics
 from proxy.records.record import Record
-from proxy.registry.pause import Pause
+from proxy.registry.table import Pause
 from proxy.request.client_deadline import DeadlineUnreachable
 
 RELOOK_S = 0.1

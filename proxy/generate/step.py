@@ -37,7 +37,7 @@ from proxy.generate.relay import Client
 from proxy.generate.router import Made, Needs, Route, Router
 from proxy.generate.token_history import HistoryRoom, TokenHistory
 from proxy.metrics import Metrics
-from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
+from proxy.registry.announcements import AnnouncementDispatcher
 from proxy.registry.table import InstanceTable
 from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_sink import ClientSink

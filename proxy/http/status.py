@@ -19,7 +19,7 @@ from proxy.admission.drain import Drain
 from proxy.config.settings import ProxySettings
 from proxy.fields.parts import Modality
 from proxy.registry.instance_state import InstanceView
-from proxy.registry.kv_links import link_fields, link_views
+from proxy.registry.stage_metrics import link_fields, link_views
 from proxy.registry.table import InstanceTable
 from proxy.routing.paths import paths
 from proxy.stages.circuit import State

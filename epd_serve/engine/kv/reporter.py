@@ -2,7 +2,7 @@
 
 Owns the pace: on change at most every 200 ms, else every second, because an idle worker does not step; what somebody
 waits for, within 50 ms. What a report
-tells is the links' business. The proxy subscribes (`proxy/registry/kv_links.py`); a report that is lost costs nothing.
+tells is the links' business. The proxy subscribes (`proxy/registry/stage_metrics.py`); a report that is lost costs nothing.
 """
 
 from __future__ import annotations

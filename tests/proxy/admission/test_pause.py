@@ -16,7 +16,7 @@ from proxy.admission.gate import Gate
 from proxy.admission.ticket import Capacity, Kind
 from proxy.config.limits import AdmissionLimits, Timeouts
 from proxy.metrics import Metrics
-from proxy.registry.pause import Pause
+from proxy.registry.table import Pause
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import Cluster, answer, cluster, image_body, once, settings, text_body
 from tests.waiting import PATIENCE_S, until

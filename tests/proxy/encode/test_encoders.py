@@ -26,8 +26,7 @@ from proxy.fields.parts import MediaRef
 from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
 from proxy.records.record import Record
-from proxy.registry.pause import Pause
-from proxy.registry.table import InstanceTable
+from proxy.registry.table import InstanceTable, Pause
 from proxy.request.parse import Endpoint, ParsedRequest
 from proxy.stages.circuits import Circuits
 from proxy.stages.job import Job
