@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from PIL import Image, MpoImagePlugin, TiffImagePlugin, WebPImagePlugin  # noqa: F401
 
 from epd_serve.errors import RequestError
-from proxy.media.clip import MAX_PARTS
+from proxy.media.containers import MAX_PARTS
 
 # What Pillow decodes in its own memory-safe loaders; EPS, PDF and the like run interpreters.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")

@@ -103,6 +103,22 @@ async def test_every_redirect_is_judged_anew() -> None:
     assert resolved == ["example.com", "example.com", "inner"]
 
 
+async def test_nothing_of_one_fetch_goes_with_the_next_one() -> None:
+    sent: list[httpx.Request] = []
+
+    def sets_a_cookie(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        if request.url.path == "/first":
+            return httpx.Response(302, headers={"location": "/second", "set-cookie": "session=secret; Path=/"})
+        return httpx.Response(200, headers={"set-cookie": "session=secret; Path=/"}, stream=httpx.ByteStream(b"image"))
+
+    one = fetcher(sets_a_cookie, {"example.com": [PUBLIC], "another.example": [PUBLIC]})
+    for url in ("http://example.com/first", "http://example.com/third", "http://another.example/"):
+        assert await one.fetch(url, param="p", **FREE) == b"image"
+    assert [request.headers["host"] for request in sent] == ["example.com"] * 3 + ["another.example"]
+    assert not any("cookie" in request.headers or "referer" in request.headers for request in sent)
+
+
 @pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://example.com/", "http://u:p@example.com/"])
 async def test_a_redirect_cannot_leave_http(location: str) -> None:
     with pytest.raises(RequestError):
