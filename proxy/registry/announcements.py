@@ -27,9 +27,14 @@ from proxy.registry.table import InstanceTable
 
 logger = logging.getLogger(__name__)
 RELOOK_S = 60.0
-QUEUE = 20_000  # messages that may wait; the oldest subscriber is dropped from beyond it, never the sender held up
-HEARTBEAT_MS = 5_000
-MAX_MESSAGE_BYTES = 1 << 20  # whoever sends more loses the connection, which comes back
+OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.RCVHWM: 20_000,  # messages that may wait; more of them are dropped, never the sender held up
+    zmq.MAXMSGSIZE: 1 << 20,  # whoever sends more loses the connection, which comes back
+    zmq.RECONNECT_IVL: 50,
+    zmq.RECONNECT_IVL_MAX: 1000,
+    zmq.HEARTBEAT_IVL: 5_000,  # ms: a host that vanished is connected to again
+}
 TASK = "announcements"
 MALFORMED = "malformed"
 """The kind of a message that does not decode."""
@@ -86,12 +91,8 @@ class Announcements:
         while not self._table.announcement_addresses():
             await self._table.changed(RELOOK_S)
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, QUEUE)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)  # a host that vanished is connected to again
+            for option, value in OPTIONS.items():
+                socket.setsockopt(option, value)
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             self._socket = socket
             try:

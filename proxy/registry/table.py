@@ -120,21 +120,23 @@ class InstanceTable:
     def mark_up(self, instance_id: str) -> None:
         """The instance answers. Unknown ids raise KeyError: announce it with `apply` first."""
         row = self._rows[instance_id]
-        begins = row.healthy_since is None
-        if begins:
-            row.healthy_since, row.reason = time.monotonic(), ""
+        if row.healthy_since is not None:
+            return
+        row.healthy_since, row.reason = time.monotonic(), ""
+        if row.warm:
             self._announce()
         self._settle()
-        if begins and not row.warm:
+        if not row.warm:
             asyncio.get_running_loop().call_later(self._link_grace_s, self._settle)
 
     def mark_down(self, instance_id: str, reason: str, *, incarnation: str | None = None) -> None:
         """Send it nothing more. With `incarnation`, a late word about a previous incarnation is ignored."""
         row = self._rows[instance_id]
         if incarnation is None or incarnation == row.instance.incarnation:
+            if row.up:
+                self._announce()
             if row.healthy_since is not None:
                 row.healthy_since, row.down_since = None, time.monotonic()
-                self._announce()
             row.reason = reason
             self._settle()
 
