@@ -326,3 +326,6 @@ class _Total(Ledger):
 
     def forget(self, incarnation_id: IncarnationId) -> None:
         """Each node forgets for itself."""
+
+    def total(self, incarnation_id: IncarnationId) -> Tally:
+        return total_of(self.tallies(incarnation_id).values())

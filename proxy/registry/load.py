@@ -64,6 +64,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._tallies: dict[IncarnationId, dict[Work, Tally]] = {}
+        self._totals: dict[IncarnationId, Tally] = {}  # looked at for each choice
 
     def acquire(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
         """This process has given `incarnation_id` one more piece of `work`; weight >= 0."""
@@ -84,15 +85,17 @@ class Ledger:
 
     def total(self, incarnation_id: IncarnationId) -> Tally:
         """Returns the same of all kinds of work together."""
-        return total_of(self.tallies(incarnation_id).values())
+        return self._totals.get(incarnation_id, NO_TALLY)
 
     def forget(self, incarnation_id: IncarnationId) -> None:
         """Nothing is held of `incarnation_id` any more, by anybody, and this process will not acquire there again."""
         self._tallies.pop(incarnation_id, None)
+        self._totals.pop(incarnation_id, None)
 
     def _count(self, incarnation_id: IncarnationId, work: Work, more: Tally) -> None:
         tallies = self._tallies.setdefault(incarnation_id, dict(NOTHING))
         tallies[work] = Tally(*map(add, tallies[work], more))
+        self._totals[incarnation_id] = total_of(tallies.values())
 
 
 class Lease:
