@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from epd_serve.errors import RequestError
 from proxy.config.limits import MediaLimits
+from proxy.errors import media_refused
 
 MAX_PARTS = 20_000
 """Parts of one file that are looked at: a file of nothing but tiny parts must not keep a thread busy for seconds."""
@@ -50,16 +51,10 @@ def inspect_clip(data: bytes, param: str, limits: MediaLimits, *, frames: int) -
     clip = read_clip(data)
     most_s = limits.max_video_s if frames else limits.max_audio_s
     if (clip.duration_s or 0.0) > most_s:
-        raise RequestError(
-            f"{param}: {clip.duration_s:.1f} s long, the limit is {most_s:g} s.", param=param, code="media_too_long"
-        )
+        raise media_refused(param, f"{clip.duration_s:.1f} s long, the limit is {most_s:g} s", "media_too_long")
     for count, most in ((1, limits.max_pixels), (frames, limits.max_video_pixels)):
         if count * (clip.pixels or 0) > most:
-            raise RequestError(
-                f"{param}: {count} x {clip.pixels:,} pixels, the limit is {most:,}.",
-                param=param,
-                code="too_many_pixels",
-            )
+            raise media_refused(param, f"{count} x {clip.pixels:,} pixels, the limit is {most:,}", "too_many_pixels")
 
 
 def requested_frames(options: Mapping[str, object], max_frames: int) -> int:

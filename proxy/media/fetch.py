@@ -18,7 +18,7 @@ import httpx
 from epd_serve.errors import RequestError
 from proxy.config.domains import DomainRules
 from proxy.config.limits import MediaLimits
-from proxy.errors import BusyError, media_too_large
+from proxy.errors import BusyError, media_refused, media_too_large
 from proxy.tenants.fair_semaphore import FairSemaphore, TurnTimeout
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -128,11 +128,8 @@ class UrlFetcher:
             raise _unreachable(param, "credentials in URLs are not supported")
         host = url.raw_host.decode("ascii")
         if url.scheme not in self._limits.schemes or not self._domains.admit(host):
-            raise RequestError(
-                f"{param}: this server does not fetch from {url.scheme}://{host}.",
-                param=param,
-                code="media_domain_refused",
-            )
+            what = f"this server does not fetch from {url.scheme}://{host}"
+            raise media_refused(param, what, "media_domain_refused")
         port = url.port or (443 if url.scheme == "https" else 80)
         if not 0 < port < 65536:
             raise _unreachable(param, f"there is no port {port}")
@@ -143,11 +140,8 @@ class UrlFetcher:
         if not addresses:
             raise _unreachable(param, f"host {url.host!r} cannot be resolved")
         if not self._limits.allow_private_addresses and not all(map(is_public, addresses)):
-            raise RequestError(
-                f"{param}: host {url.host!r} is not a public address, and this server fetches from public ones only.",
-                param=param,
-                code="media_address_refused",
-            )
+            what = f"host {url.host!r} is not a public address, and this server fetches from public ones only"
+            raise media_refused(param, what, "media_address_refused")
         return addresses
 
     async def _get(self, address: str, url: httpx.URL, param: str, grow: Grow) -> bytearray | str:
@@ -187,4 +181,4 @@ class UrlFetcher:
 
 
 def _unreachable(param: str, what: str) -> RequestError:
-    return RequestError(f"{param}: {what}.", param=param, code="media_unreachable")
+    return media_refused(param, what, "media_unreachable")

@@ -14,6 +14,7 @@ import warnings
 from PIL import Image, MpoImagePlugin, TiffImagePlugin, WebPImagePlugin  # noqa: F401
 
 from epd_serve.errors import RequestError
+from proxy.errors import media_refused
 from proxy.media.containers import MAX_PARTS
 
 # What Pillow decodes in its own memory-safe loaders; EPS, PDF and the like run interpreters.
@@ -45,19 +46,14 @@ def inspect_image(data: bytes, *, param: str, max_pixels: int) -> tuple[str, tup
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise RequestError(
-            f"{param}: {error} (limit {max_pixels:,} pixels).", param=param, code="too_many_pixels"
-        ) from None
+        raise media_refused(param, f"{error} (limit {max_pixels:,} pixels)", "too_many_pixels") from None
     except Exception as error:  # Pillow raises whatever a broken file leads its plugins to
         raise _invalid(param, f"not a readable image (accepted: {', '.join(FORMATS)})") from error
     with image:
         width, height = image.size
         if width * height > max_pixels:
-            raise RequestError(
-                f"{param}: the image has {width}x{height} = {width * height:,} pixels, the limit is {max_pixels:,}.",
-                param=param,
-                code="too_many_pixels",
-            )
+            what = f"the image has {width}x{height} = {width * height:,} pixels, the limit is {max_pixels:,}"
+            raise media_refused(param, what, "too_many_pixels")
         if width == 0 or height == 0:
             raise _invalid(param, f"the image has {width}x{height} pixels")
         mime = Image.MIME[image.format or ""]
@@ -110,4 +106,4 @@ def _png_chunks(data: bytes) -> int:
 
 
 def _invalid(param: str, what: str) -> RequestError:
-    return RequestError(f"{param}: {what}.", param=param, code="invalid_image")
+    return media_refused(param, what, "invalid_image")

@@ -17,7 +17,7 @@ import pybase64
 
 from epd_serve.errors import PayloadTooLargeError, RequestError
 from proxy.config.settings import ProxySettings
-from proxy.errors import most_telling
+from proxy.errors import media_refused, most_telling
 from proxy.fields.parts import MediaRef, Modality
 from proxy.media.containers import inspect_clip, requested_frames
 from proxy.media.fetch import Grow, UrlFetcher
@@ -99,11 +99,8 @@ class MediaLoader:
             raise RequestError(f"messages: {len(refs)} media items, the limit is {limits.max_items}.", param="messages")
         for ref in refs:
             if ref.key != "input_audio" and _scheme(ref) not in limits.schemes:
-                raise RequestError(
-                    f"{ref.param}: this server takes URLs of these schemes: {', '.join(limits.schemes) or 'none'}.",
-                    param=ref.param,
-                    code="media_scheme",
-                )
+                what = f"this server takes URLs of these schemes: {', '.join(limits.schemes) or 'none'}"
+                raise media_refused(ref.param, what, "media_scheme")
         videos = any(ref.modality is Modality.VIDEO for ref in refs)
         frames = requested_frames(options, limits.max_frames) if videos else 0
         size_bytes = 0

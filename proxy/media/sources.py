@@ -11,8 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import pybase64
 
-from epd_serve.errors import RequestError
-from proxy.errors import media_too_large
+from proxy.errors import media_refused, media_too_large
 
 MAX_HEAD = 256  # of a data URL, to its comma
 
@@ -29,9 +28,7 @@ def read_data_url(url: str, param: str, default_mime: str, max_bytes: int) -> tu
     head, comma, _ = url[:MAX_HEAD].partition(",")
     mime, *attributes = head[len("data:") :].split(";")
     if not comma or "base64" not in (attribute.strip().lower() for attribute in attributes):
-        raise RequestError(
-            f"{param}: a data URL must read data:<type>;base64,<data>.", param=param, code="invalid_data_url"
-        )
+        raise media_refused(param, "a data URL must read data:<type>;base64,<data>", "invalid_data_url")
     plain = mime.replace("-", "").replace("+", "").replace(".", "").split("/")
     if not mime.isascii() or not all(part.isalnum() for part in plain):
         mime = ""  # would otherwise be copied into the URL that the stages parse
@@ -50,7 +47,7 @@ def read_base64(text: str, param: str, max_bytes: int, *, begin: int = 0) -> tup
         what = "characters that are not ASCII"
     except (binascii.Error, ValueError) as error:
         what = str(error)
-    raise RequestError(f"{param}: invalid base64 ({what}).", param=param, code="invalid_base64")
+    raise media_refused(param, f"invalid base64 ({what})", "invalid_base64")
 
 
 def base64_bytes(size_bytes: int) -> int:
@@ -68,10 +65,8 @@ def read_local(url: str, *, root: str, max_bytes: int, param: str) -> bytes:
         RequestError: no root configured, outside it, not there, or not a regular file. PayloadTooLargeError.
     """
     if not root:
-        raise RequestError(f"{param}: this server does not read local files.", param=param, code="local_files_refused")
-    refusal = RequestError(
-        f"{param}: not a readable file under the allowed directory.", param=param, code="local_file_refused"
-    )
+        raise media_refused(param, "this server does not read local files", "local_files_refused")
+    refusal = media_refused(param, "not a readable file under the allowed directory", "local_file_refused")
     try:
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):

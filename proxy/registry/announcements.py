@@ -70,7 +70,7 @@ class Announcements:
 
     @property
     def listening(self) -> bool:
-        """Whether anybody who announces something about features is heard."""
+        """Whether anybody is heard who announces something about features, such as that one is missing."""
         return bool(self._connected & self._table.event_addresses())
 
     def ask_whole(self, instance: str) -> None:
@@ -170,7 +170,7 @@ class MissingFeatures:
         return cause.result() if cause.done() else None
 
 
-class AnnouncementDispatcher:
+class AnnouncementDispatcher(Announcements):
     """Takes in everything that reaches this proxy without having been asked for. Owns none of it being true:
     announcements get lost. `key_file`: as of `Announcements`."""
 
@@ -183,16 +183,9 @@ class AnnouncementDispatcher:
         key_file: str = "",
     ) -> None:
         self.directory = directory
-        self._table = table
         self._metrics = metrics
         self._missing = MissingFeatures()
-        self._announcements = Announcements(table, self.dispatch, background, key_file)
-        self.start, self.stop = self._announcements.start, self._announcements.stop
-
-    @property
-    def listening(self) -> bool:
-        """Whether a consumer's word about a missing feature would be heard."""
-        return self._announcements.listening
+        super().__init__(table, self.dispatch, background, key_file)
 
     def dispatch(self, message: wire.Announcement) -> None:
         """Take in one announcement."""
@@ -211,7 +204,7 @@ class AnnouncementDispatcher:
                 self._missing.announced(message)
             case _:
                 if self._table.report(message):
-                    self._announcements.ask_whole(message.instance)
+                    self.ask_whole(message.instance)
 
     async def missing_for(self, request_id: str) -> wire.FeatureMissing | None:
         """What a consumer said about a request that has just failed. It may be a moment behind the failure."""
