@@ -11,7 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+import msgspec
 
 from epd_serve.wire import FeatureExpected, FeatureReady
 
@@ -165,17 +168,15 @@ def placeholder_metadata(metadata: object) -> Metadata | None:
     A list that holds the one row of the one item is unfolded. None where anything else is in it, or nothing: what
     cannot be sent is treated like what is not known.
     """
-    if not isinstance(metadata, Mapping) or not metadata:
+    if not isinstance(metadata, Mapping):
         return None
-    fields: dict[str, Any] = {}
-    for name, value in metadata.items():
-        if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], list | tuple):
-            value = value[0]
-        if not isinstance(name, str) or not isinstance(value, list | tuple) or not all(map(_is_number, value)):
-            return None
-        fields[name] = list(value)
-    return fields
+    unfolded = {name: value[0] if _holds_one_row(value) else value for name, value in metadata.items()}
+    try:
+        fields = msgspec.convert(unfolded, dict[str, list[int | float]])
+    except msgspec.ValidationError:
+        return None
+    return fields if fields and all(map(math.isfinite, chain.from_iterable(fields.values()))) else None
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _holds_one_row(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], list | tuple)

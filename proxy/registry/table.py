@@ -49,14 +49,14 @@ class Pause:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._began = self._until = clock()
-        self._stood_s = 0.0  # in pauses before this one
+        self._until = clock()
+        self._lag_s = 0.0  # of the clock of those who wait behind the other one, once this pause is over
 
     def begin(self, duration_s: float) -> None:
         """Pause for so long from now, whatever was said before; 0 ends it."""
-        now = self._clock()
-        self._stood_s += min(now, self._until) - self._began
-        self._began, self._until = now, now + duration_s
+        stands = self.now()
+        self._until = self._clock() + duration_s
+        self._lag_s = self._until - stands
 
     @property
     def left_s(self) -> float:
@@ -65,8 +65,7 @@ class Pause:
 
     def now(self) -> float:
         """The clock of those who wait."""
-        now = self._clock()
-        return now - self._stood_s - ((now if now < self._until else self._until) - self._began)
+        return max(self._clock(), self._until) - self._lag_s
 
 
 class InstanceTable:
@@ -90,7 +89,7 @@ class InstanceTable:
         self._rows: dict[str, InstanceRow] = {}
         self._by_role: dict[Role, list[InstanceRow]] | None = None
         self._neighbours: dict[str, list[InstanceRow]] | None = None
-        self._retired: list[IncarnationId] = []
+        self._retired: set[IncarnationId] = set()  # of which requests may hold something yet
         self._picks = 0
         self._wanted: frozenset[Role] = frozenset()
         self._limit_s = silence_s
@@ -113,7 +112,7 @@ class InstanceTable:
                 self._retire(row)
             since, reason = (time.monotonic(), "") if up else (None, "starting")
             self._rows[instance.id] = InstanceRow(instance, since, up, reason)
-            self._retired = [gone for gone in self._retired if gone != instance.incarnation_id]
+            self._retired.discard(instance.incarnation_id)
             self._settle()
         self._announce()
 
@@ -361,7 +360,7 @@ class InstanceTable:
 
     def _retire(self, row: InstanceRow) -> None:
         self.prefixes.forget(row.instance.incarnation_id)
-        self._retired.append(row.instance.incarnation_id)
+        self._retired.add(row.instance.incarnation_id)
         for gone in [one for one in self._retired if not self._ledger.total(one).held]:
             self._retired.remove(gone)
             self._ledger.forget(gone)
