@@ -36,7 +36,7 @@ from proxy.http.app import create_app
 from proxy.http.openapi import UNSERVED
 from proxy.metrics import LabelledCounter, Metrics
 from proxy.records.counts import RequestCounts
-from proxy.registry.stage_metrics import KvMetrics, StageMetrics, StoreMetrics
+from proxy.registry.stage_metrics import StageMetrics, kv_metrics, stage_metrics, store_metrics
 from proxy.registry.table import InstanceTable
 from proxy.request.deadline import HEADER
 from proxy.workers.hub import worker_metrics
@@ -216,12 +216,16 @@ def metrics() -> str:
             "Stages",
             "From the status table and each instance's scheduler, at every scrape.",
             [
-                *_families(StageMetrics(table).collect()),
+                *_families(StageMetrics(table, stage_metrics).collect()),
                 *_own(vars(StageScrape(table, CollectorRegistry())).values()),
             ],
         ),
-        ("The feature store", "From each instance that has reported.", _families(StoreMetrics(table).collect())),
-        ("KV links", "From the sending worker of each link.", _families(KvMetrics(table).collect())),
+        (
+            "The feature store",
+            "From each instance that has reported.",
+            _families(StageMetrics(table, store_metrics).collect()),
+        ),
+        ("KV links", "From the sending worker of each link.", _families(StageMetrics(table, kv_metrics).collect())),
         (
             "The controller",
             "Counted in its present life. Not of `epd-serve proxy`; on several hosts at the admin listener only.",

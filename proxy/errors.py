@@ -110,6 +110,11 @@ def internal_error() -> EpdError:
     return EpdError("Internal error of the proxy; its log has the details.", code=INTERNAL_ERROR)
 
 
+def media_refused(param: str, what: str, code: str) -> RequestError:
+    """One media item is not taken."""
+    return RequestError(f"{param}: {what}.", param=param, code=code)
+
+
 def media_too_large(param: str, limit_bytes: int) -> PayloadTooLargeError:
     """One media item is larger than any may be."""
     return PayloadTooLargeError(f"{param}: larger than {limit_bytes:,} bytes.", param=param, code="media_too_large")

@@ -38,7 +38,7 @@ from proxy.metrics import Metrics
 from proxy.records.lines import AccessLog, LinesFile, Recording
 from proxy.records.records import Records
 from proxy.records.stamps import stamps
-from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
+from proxy.registry.announcements import AnnouncementDispatcher
 from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable

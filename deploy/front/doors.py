@@ -25,7 +25,7 @@ from epd_serve.instances import IncarnationId
 from epd_serve.phases.stamps import Stamp, stamps_about
 from epd_serve.roles import Role
 from epd_serve.trace import clock_id
-from proxy.registry.warm_links import GRACE_S
+from proxy.registry.instance_state import GRACE_S
 from proxy.workers.shared_counters import Asked, Cell
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from proxy.config.settings import ProxySettings
     from proxy.page.events import Status
     from proxy.records.records import Question, RecordsAnswer
-    from proxy.registry.ledger import Tally, Work
+    from proxy.registry.load import Tally, Work
     from proxy.workers.hub import WorkerHub
     from proxy.workers.wire import Family, Row
 

@@ -16,7 +16,7 @@ from epd_serve.wire import StageReport, StoreReport
 from proxy.admission.gate import Drain
 from proxy.config.settings import ProxySettings
 from proxy.fields.parts import Modality
-from proxy.registry.kv_links import link_fields, link_views
+from proxy.registry.stage_metrics import link_fields, link_views
 from proxy.registry.table import InstanceTable
 from proxy.routing.plan import paths
 from proxy.stages.circuits import Circuits, State

@@ -32,8 +32,7 @@ from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
 from proxy.pipeline import Pipeline
 from proxy.records.record import Record
-from proxy.registry.pause import Pause
-from proxy.registry.table import InstanceTable
+from proxy.registry.table import InstanceTable, Pause
 from proxy.request.client_sink import ClientSink
 from proxy.request.parse import ParsedRequest
 from proxy.stages.history import HistoryRoom, TokenHistory

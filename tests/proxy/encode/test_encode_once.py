@@ -21,7 +21,7 @@ from proxy.encode.step import EncodeStep
 from proxy.metrics import Metrics
 from proxy.records.record import Record
 from proxy.registry.feature_directory import FeatureDirectory
-from proxy.registry.pause import Pause
+from proxy.registry.table import Pause
 from store.arena import Arena
 from tests.proxy.fakes import (
     GRID,
