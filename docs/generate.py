@@ -38,7 +38,7 @@ from proxy.metrics import LabelledCounter, Metrics
 from proxy.records.counts import RequestCounts
 from proxy.registry.stage_metrics import StageMetrics, kv_metrics, stage_metrics, store_metrics
 from proxy.registry.table import InstanceTable
-from proxy.request.deadline import HEADER
+from proxy.request.client import HEADER
 from proxy.workers.hub import worker_metrics
 from proxy.workers.stage_scrape import StageScrape
 

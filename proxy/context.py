@@ -22,7 +22,7 @@ from proxy.records.record import Record
 from proxy.registry.announcements import AnnouncementDispatcher
 from proxy.registry.feature_directory import Metadata
 from proxy.registry.table import InstanceTable
-from proxy.request.client_sink import ClientSink
+from proxy.request.client import ClientSink
 from proxy.request.parse import Endpoint, ParsedRequest
 from proxy.routing.plan import Plan
 from proxy.stages.circuits import Circuits, StallWatchdog

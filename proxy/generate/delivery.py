@@ -26,25 +26,15 @@ from proxy.media.loader import LoadedItem
 from proxy.stages.bodies import media_name, placeholder_body, renamed_body, with_xargs
 
 
-def first_delivery(ctx: RequestContext, settings: ProxySettings) -> Delivery:
-    """What to try first. `ctx.features` says what the encoders made of the items."""
+def next_delivery(ctx: RequestContext, settings: ProxySettings, before: Delivery | None = None) -> Delivery:
+    """What to try now, by what the encoders made of the items. `before`: in the attempt after which lost features were
+    encoded again; None where nothing was lost yet."""
     if ctx.features is None or ctx.features.missing:
         return Delivery.PIXELS
-    if settings.send_pixels == "auto" and metadata_suffices(ctx):
+    if before in (None, Delivery.METADATA) and settings.send_pixels == "auto" and metadata_suffices(ctx):
         return Delivery.METADATA
-    if settings.on_missing_feature == "reencode" or _only_under_another_name(ctx, settings):
-        return Delivery.FEATURES
-    return Delivery.PIXELS
-
-
-def delivery_after_encoding_again(before: Delivery, ctx: RequestContext, settings: ProxySettings) -> Delivery:
-    """What to try once the lost features were encoded again."""
-    assert ctx.features is not None, "only requests with features are encoded again"
-    if ctx.features.missing:
-        return Delivery.PIXELS
-    if before is Delivery.METADATA and metadata_suffices(ctx):
-        return Delivery.METADATA
-    return Delivery.FEATURES if _only_under_another_name(ctx, settings) else Delivery.PIXELS
+    may_encode_again = before is None and settings.on_missing_feature == "reencode"
+    return Delivery.FEATURES if may_encode_again or _only_under_another_name(ctx, settings) else Delivery.PIXELS
 
 
 def goes_as_metadata(ctx: RequestContext, settings: ProxySettings) -> bool:

@@ -19,7 +19,7 @@ from epd_serve.errors import EpdError, StageError
 from epd_serve.wire import KV_NOT_SENT, TOKEN_SENT
 from proxy import strict_json
 from proxy.errors import KvNotDelivered, stage_answer_error
-from proxy.request.client_sink import ClientSink
+from proxy.request.client import ClientSink
 from proxy.stages.history import TEXT, Continuation, TokenHistory, read, written
 from proxy.stages.sse import DONE, ROLE, Event, is_plain, split
 

@@ -22,12 +22,12 @@ from proxy.context import Delivery, RequestContext, Services
 from proxy.encode.step import EncodeStep
 from proxy.errors import KvNotDelivered, StageDied, StageFault, StageRefusal, StageUnreachable
 from proxy.generate.attempt import Attempt
-from proxy.generate.delivery import delivered, delivery_after_encoding_again, first_delivery, goes_as_metadata
+from proxy.generate.delivery import delivered, goes_as_metadata, next_delivery
 from proxy.generate.migration import MigrationPace, Way, way_on, why_not
 from proxy.generate.relay import Client
 from proxy.generate.retry import Failure, Next, next_step
 from proxy.generate.router import Route, Router
-from proxy.request.deadline import CancelScope
+from proxy.request.client import CancelScope
 from proxy.request.parse import ParsedRequest
 from proxy.stages.history import HistoryRoom, TokenHistory
 from proxy.stages.poison import Stay
@@ -63,7 +63,7 @@ class GenerateStep:
         """
         history = ctx.history
         ctx.sink.goes_on = lambda: history.goes_on
-        ctx.delivery = first_delivery(ctx, self._settings)
+        ctx.delivery = next_delivery(ctx, self._settings)
         try:
             if ctx.encoding is not None and not await self._goes_ahead(ctx):
                 await self._encoded(ctx)
@@ -206,7 +206,7 @@ class GenerateStep:
         if step is Next.ENCODE_AGAIN:
             ctx.encoded_again = True
             await self._encode.again(ctx, lost)
-            ctx.delivery = delivery_after_encoding_again(failed.delivery, ctx, self._settings)
+            ctx.delivery = next_delivery(ctx, self._settings, failed.delivery)
         else:
             if missing is not None and ctx.features is not None:
                 ctx.features = ctx.features.without(missing.keys)
@@ -263,7 +263,7 @@ class GenerateStep:
             return False
         if not await self._encode.metadata_known(ctx):
             return False
-        if first_delivery(ctx, settings) is not Delivery.METADATA or ctx.watched.suspected:
+        if next_delivery(ctx, settings) is not Delivery.METADATA or ctx.watched.suspected:
             return False
         if any(encoder.full for encoder in self._services.table.live(Role.E)) or not ctx.passed.goes_ahead():
             return False
@@ -275,7 +275,7 @@ class GenerateStep:
         encoding, ctx.encoding = ctx.encoding, None
         await (encoding if encoding is not None else self._encode.run(ctx))
         ctx.because = "its items are encoded"
-        ctx.delivery = first_delivery(ctx, self._settings)
+        ctx.delivery = next_delivery(ctx, self._settings)
 
     def _shares_death(self, stay: Stay, error: StageError | StageRefusal, route: Route) -> bool:
         """Where the failure was the end of an instance, hold it against who was there. Returns whether that is news,

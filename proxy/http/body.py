@@ -11,7 +11,7 @@ from starlette.types import Receive
 from epd_serve.errors import PayloadTooLargeError
 from proxy.config.settings import ProxySettings
 from proxy.errors import SlowBodyError
-from proxy.request.deadline import CancelScope
+from proxy.request.client import CancelScope
 from proxy.tenants.fair_share import FairShare, MemoryReservation
 
 _NO_BOUND = nullcontext()

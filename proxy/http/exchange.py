@@ -1,7 +1,7 @@
 """One exchange with one client, from its body to exactly one of: response, error, cancellation.
 
 An ASGI application for one request, because only there are `receive` and `send` both at hand. All of it runs in the
-server's task for the request; the client's leaving and the end of its time cancel it (`proxy/request/deadline.py`),
+server's task for the request; the client's leaving and the end of its time cancel it (`proxy/request/client.py`),
 which closes every stage connection.
 """
 
@@ -14,7 +14,6 @@ import secrets
 import time
 import traceback
 from contextlib import suppress
-from enum import Enum, auto
 from typing import TypeVar
 
 from starlette.datastructures import Headers
@@ -35,8 +34,7 @@ from proxy.http.message_form import MessageForm
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
 from proxy.records.record import Record, TraceContext
-from proxy.request.client_sink import CHOICE, DELTA, ClientSink
-from proxy.request.deadline import CancelScope, DeadlineLapsed, deadline_s
+from proxy.request.client import CHOICE, DELTA, CancelScope, ClientSink, DeadlineLapsed, deadline_s
 from proxy.request.parse import Endpoint
 from proxy.server.http_protocol import BODY_IS_HERE, DisconnectWatch
 from proxy.tenants.fair_share import MemoryReservation
@@ -45,6 +43,8 @@ logger = logging.getLogger(__name__)
 LAST_WORD_S = 1.0
 """How long a client may take to read the error that ends its request. One that reads nothing would be waited for as
 long as it keeps its connection."""
+LEFT, LATE = "the client left", "its time is over"
+"""Why an exchange was cancelled."""
 EXPLAIN = "x-epd-explain"
 CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 T = TypeVar("T")
@@ -76,13 +76,6 @@ class RequestHeaders(Headers):
 
     def getlist(self, key: str) -> list[str]:
         return super().getlist(key) if key.lower().encode("latin-1") in self._first else []
-
-
-class _Why(Enum):
-    """Why an exchange was cancelled."""
-
-    LEFT = auto()
-    LATE = auto()
 
 
 class Exchange:
@@ -148,17 +141,17 @@ class Exchange:
         limit_s, client_s = settings.timeouts.total_s, deadline_s(headers)
         if client_s is not None and client_s <= limit_s:
             limit_s, ctx.until = client_s, begun + client_s
-        scope_of_work: CancelScope[_Why] = CancelScope()
+        scope_of_work: CancelScope[str] = CancelScope()
 
         def left() -> None:
             if not sink.finished:
                 logger.info("request %s: the client left", ctx.id)
                 record.note("client_left")
-                scope_of_work.cancel(_Why.LEFT)
+                scope_of_work.cancel(LEFT)
 
         what = "the request body"
         with pipeline.admitted(caller), MemoryReservation(pipeline.memory, caller.account) as ctx.held, scope_of_work:
-            scope_of_work.cancel_at(begun + limit_s, _Why.LATE)
+            scope_of_work.cancel_at(begun + limit_s, LATE)
             try:
                 is_here = BODY_IS_HERE in scope.get("extensions", ())
                 raw = await read_body(headers, receive, ctx.held, pipeline.arriving, settings, is_here=is_here)
@@ -173,7 +166,7 @@ class Exchange:
                 except EpdError as error:
                     return await _answer_error(ctx, error)
             return str(sink.status)
-        if scope_of_work.reason is _Why.LEFT or sink.finished:
+        if scope_of_work.reason is LEFT or sink.finished:
             return CANCELLED
         if ctx.until is not None:
             pipeline.metrics.deadlines_lapsed.inc()

@@ -19,7 +19,7 @@ from proxy.config.settings import ProxySettings
 from proxy.fields.messages import CountTokensRequest, MessagesRequest
 from proxy.fields.rules import OUR_XARGS, REFUSED, XARGS_REFUSED
 from proxy.http import status
-from proxy.request.deadline import HEADER
+from proxy.request.client import HEADER
 from proxy.request.parse import Endpoint
 
 Json = dict[str, Any]

@@ -28,8 +28,7 @@ from proxy.background import Background
 from proxy.errors import KvNotDelivered, StageDied
 from proxy.metrics import Metrics
 from proxy.registry.table import InstanceTable
-from proxy.request.client_sink import ClientSink
-from proxy.request.deadline import CancelScope
+from proxy.request.client import CancelScope, ClientSink
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from proxy.metrics import Metrics
 from proxy.pipeline import Pipeline
 from proxy.records.record import Record
 from proxy.registry.table import InstanceTable, Pause
-from proxy.request.client_sink import ClientSink
+from proxy.request.client import ClientSink
 from proxy.request.parse import ParsedRequest
 from proxy.stages.history import HistoryRoom, TokenHistory
 from proxy.stages.poison import Poison

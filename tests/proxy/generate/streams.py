@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from proxy.config.limits import MigrationLimits
 from proxy.generate.relay import Client
-from proxy.request.client_sink import ClientSink
+from proxy.request.client import ClientSink
 from proxy.stages.history import Continuation, HistoryRoom, TokenHistory
 from proxy.stages.sse import Event, WholeEvents, split
 from tests.proxy.fakes import DONE, opening

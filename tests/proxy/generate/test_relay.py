@@ -12,7 +12,7 @@ from proxy.config.limits import MigrationLimits
 from proxy.errors import StageRefusal
 from proxy.generate.relay import Client as RelayClient
 from proxy.generate.relay import relay
-from proxy.request.client_sink import ClientSink
+from proxy.request.client import ClientSink
 from proxy.stages.history import HistoryRoom, TokenHistory
 from proxy.stages.sse import split
 from tests.proxy.fakes import DONE, chunk, opening
