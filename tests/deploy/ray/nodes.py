@@ -52,7 +52,7 @@ NO_ACTORS = (b"ray::IDLE", b"ray::DashboardAgent", b"ray::RuntimeEnvAgent")
 
 
 AUTOSCALER = {"RAY_enable_autoscaler_v2": "1", "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
-"""The autoscaler of `ray up` and KubeRay, whose nodes are processes here, and which looks every second."""
+"""The autoscaler of `ray up`, whose nodes are processes here, and which looks every second."""
 
 
 @dataclass(frozen=True)
