@@ -19,11 +19,10 @@ from epd_serve.engine.ec.feature_desk import Admission, FeatureDesk
 from epd_serve.engine.ec.feature_table import FeatureTable
 from epd_serve.engine.ec.kept_features import KeptFeatures
 from epd_serve.engine.ec.listener import FeatureListener
-from epd_serve.engine.ec.pins import Pin, Pins
 from epd_serve.engine.ec.request_facts import proxy_request_id
 from epd_serve.engine.ec.store_access import open_store, remote_counters
 from epd_serve.wiring import StageWiring
-from store.arena.lease import Lease
+from store.arena import Lease
 from store.feature_pool import FeaturePool
 
 logger = logging.getLogger(__name__)
@@ -36,25 +35,21 @@ class FeatureConsumer:
         self._wiring = wiring
         self._pool = pool if pool is not None else open_store(wiring)
         self._announcer = Announcer(wiring, self._report, list)
-        capacity = self._pool.stats().capacity_bytes
+        capacity = self._pool.arena.stats().capacity_bytes
         # Only who prefills is worth prefetching for: D needs features after a preemption alone, and looks them up then.
         prefetches = wiring.prefills and wiring.feature_prefetch == "event"
-        table: FeatureTable[Pin] = FeatureTable(
-            wait_s=wiring.feature_wait_s, max_prefetched_bytes=capacity // 4 if prefetches else 0
-        )
+        table = FeatureTable(wait_s=wiring.feature_wait_s, max_prefetched_bytes=capacity // 4 if prefetches else 0)
         self._desk = FeatureDesk(table, wiring.recompute_limit)
         self._expected = ExpectedFeatures(wiring.feature_wait_s)
         self._held_back: set[str] = set()  # requests of D
         self._lock = threading.Lock()  # guards the three above, and the desk's table
-        self._pins = Pins()
-        self._kept = KeptFeatures(self._pool.lease_local, self._pins.drop, max_bytes=capacity // 4)
+        self._kept = KeptFeatures(self._pool.arena.lease, max_bytes=capacity // 4)
         self._listener = FeatureListener(
             wiring,
             self._pool,
             self._desk,
             self._expected,
             self._lock,
-            self._pins,
             self._kept,
             self._announcer.changed,
             max_bytes=capacity // 4,
@@ -133,8 +128,7 @@ class FeatureConsumer:
     def pinned(self, key: str) -> Lease | None:
         """A feature that is here, verified and pinned; it stays until the requests that need it have finished."""
         with self._lock:
-            pin = self._desk.table.pinned(key)
-        return pin.held if pin is not None else None
+            return self._desk.table.pinned(key)
 
     def take_failed(self) -> set[str]:
         """Requests that vLLM must fail now, each exactly once."""
@@ -148,12 +142,12 @@ class FeatureConsumer:
             self._desk.ended(request)
 
     def release(self, requests: Iterable[str]) -> None:
-        """These requests have finished. The listener gives the pins back: the store's lock is not for the scheduler."""
+        """These requests have finished: what only they needed is given back."""
         requests = list(requests)
         with self._lock:
             self._desk.release(requests)
         self._kept.release(requests)
-        if self._pins.dropped:
+        if self._listener.without_room:
             self._listener.ring()
 
     def waiting(self) -> bool:
@@ -169,7 +163,7 @@ class FeatureConsumer:
         self._pool.close()  # ends the leases
 
     def _report(self) -> wire.StoreReport:
-        stats = self._pool.stats()
+        stats = self._pool.arena.stats()
         with self._lock:
             lost = {f"lost.{cause}": count for cause, count in self._desk.table.lost_by_cause.items()}
             counters = {**self._desk.counters, **lost}
@@ -179,7 +173,7 @@ class FeatureConsumer:
             stats.capacity_bytes,
             stats.used_bytes,
             stats.leased,
-            pool=self._pool.pool_state,
+            pool=self._pool.state,
             waiting_puts=self._listener.without_room,
             counters={**counters, **self._kept.counters(), **remote_counters(self._pool)},
         )

@@ -28,9 +28,8 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic
 
-from epd_serve.engine.ec.feature_item import FeatureState, PinT
+from epd_serve.engine.ec.feature_item import FeatureState
 from epd_serve.engine.ec.feature_table import PARK_S, FeatureTable
 
 
@@ -99,10 +98,10 @@ class Failure:
     cause: str
 
 
-class FeatureDesk(Generic[PinT]):
+class FeatureDesk:
     """Not thread-safe; the owner holds one lock around every call."""
 
-    def __init__(self, table: FeatureTable[PinT], recompute_limit: int) -> None:
+    def __init__(self, table: FeatureTable, recompute_limit: int) -> None:
         self.table = table
         self.slots = RecomputeSlots(recompute_limit)
         self.counters: Counter[str] = Counter()

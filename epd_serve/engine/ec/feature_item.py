@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
-
-class Pin(Protocol):
-    """A verified feature that stays where it is until released (`store.arena.lease.Lease` is one)."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def release(self) -> None: ...
+from store.arena import Lease
 
 
 class FeatureState(enum.Enum):
@@ -23,17 +15,16 @@ class FeatureState(enum.Enum):
     LOST = "lost"
 
 
-PinT = TypeVar("PinT", bound=Pin)
 UNSETTLED = (FeatureState.WANTED, FeatureState.DOUBTED)
 
 
 @dataclass
-class Item(Generic[PinT]):
+class Item:
     state: FeatureState
     born: float
     deadline: float  # WANTED, DOUBTED: when to go on without it. READY without requests: when to let go.
     cause: str = "deadline"  # why it is lost, or will be at the deadline
-    pin: PinT | None = None
+    pin: Lease | None = None
     missed: bool = False  # looked for where it would be at once, and it was not there
     requests: set[str] = field(default_factory=set)
     told: set[str] = field(default_factory=set)  # of `requests`: those that know it as LOST

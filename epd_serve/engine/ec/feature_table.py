@@ -26,16 +26,16 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
-from typing import Generic
 
-from epd_serve.engine.ec.feature_item import UNSETTLED, FeatureState, Item, PinT
+from epd_serve.engine.ec.feature_item import UNSETTLED, FeatureState, Item
+from store.arena import Lease
 
 PARK_S = 1.5
 """How long parked features are left alone; longer than the time between two reports of an encoder without room."""
 _MAX_FAILED = 1024
 
 
-class FeatureTable(Generic[PinT]):
+class FeatureTable:
     """Not thread-safe; the owner holds one lock around every call. Times are monotonic seconds.
 
     Args:
@@ -62,7 +62,7 @@ class FeatureTable(Generic[PinT]):
         self._last_look_s = last_look_s
         self._max_prefetched_bytes = max_prefetched_bytes
         self._prefetched_bytes = 0
-        self._items: dict[str, Item[PinT]] = {}
+        self._items: dict[str, Item] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()  # READY without requests, oldest first
         self._keys_of: dict[str, set[str]] = {}
         self._parked: set[str] = set()
@@ -153,7 +153,7 @@ class FeatureTable(Generic[PinT]):
         """What is parked is looked for again."""
         self._parked.clear()
 
-    def pinned(self, key: str) -> PinT | None:
+    def pinned(self, key: str) -> Lease | None:
         """The pin of a READY feature that a request needs, else None: a mere prefetch may be let go at any time."""
         item = self._items.get(key)
         return item.pin if item is not None and item.requests else None
@@ -194,7 +194,7 @@ class FeatureTable(Generic[PinT]):
         item = self._items.get(key)
         return item is not None and item.state is FeatureState.LOST
 
-    def arrived(self, key: str, pin: PinT, now: float) -> None:
+    def arrived(self, key: str, pin: Lease, now: float) -> None:
         """The feature was fetched, verified and pinned. Owns `pin` from here on."""
         self._failed.pop(key, None)
         item = self._items.get(key)
@@ -265,11 +265,11 @@ class FeatureTable(Generic[PinT]):
             self._drop(key)
         self._keys_of.clear()
 
-    def _doubt(self, item: Item[PinT], cause: str, now: float) -> None:
+    def _doubt(self, item: Item, cause: str, now: float) -> None:
         item.state, item.cause, item.deadline = FeatureState.DOUBTED, cause, now + self._last_look_s
         self.doubts += 1
 
-    def _lose(self, item: Item[PinT]) -> None:
+    def _lose(self, item: Item) -> None:
         item.state = FeatureState.LOST
         self.lost_by_cause[item.cause] += 1
 
@@ -280,7 +280,7 @@ class FeatureTable(Generic[PinT]):
         if not item.requests:
             self._drop(key)
 
-    def _no_longer_idle(self, key: str, item: Item[PinT]) -> None:
+    def _no_longer_idle(self, key: str, item: Item) -> None:
         if key in self._idle:
             del self._idle[key]
             assert item.pin is not None
@@ -292,7 +292,7 @@ class FeatureTable(Generic[PinT]):
         self._no_longer_idle(key, item)
         self._unpin(item)
 
-    def _unpin(self, item: Item[PinT]) -> None:
+    def _unpin(self, item: Item) -> None:
         if item.pin is not None:
             item.pin.release()
             item.pin = None

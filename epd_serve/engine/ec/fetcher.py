@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from epd_serve.engine.traffic import TrafficBoard
-from store.arena.lease import Lease
+from store.arena import Lease
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
 
 

@@ -16,7 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from store.arena.lease import Lease
+from store.arena import Lease
 from store.errors import StoreError
 
 logger = logging.getLogger(__name__)
@@ -27,13 +27,11 @@ class KeptFeatures:
 
     Args:
         lease: pins a feature that is at hand; raises StoreError.
-        drop: gives a pin back, some time, by another thread.
         max_bytes: of all that is kept.
     """
 
-    def __init__(self, lease: Callable[[str], Lease | None], drop: Callable[[Lease], None], *, max_bytes: int) -> None:
+    def __init__(self, lease: Callable[[str], Lease | None], *, max_bytes: int) -> None:
         self._lease = lease
-        self._drop = drop
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._keys_of: dict[str, frozenset[str]] = {}
@@ -71,7 +69,7 @@ class KeptFeatures:
                     self._bytes += held.nbytes
                     held = None
             if held is not None:
-                self._drop(held)
+                held.release()
 
     def make_room(self) -> None:
         """An encoder waits for room: nothing is kept any more for those who run now."""
@@ -98,4 +96,4 @@ class KeptFeatures:
         held = self._held.pop(key, None)
         if held is not None:
             self._bytes -= held.nbytes
-            self._drop(held)
+            held.release()

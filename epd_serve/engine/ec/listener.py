@@ -23,7 +23,6 @@ from epd_serve.engine.ec.feature_desk import FeatureDesk
 from epd_serve.engine.ec.fetcher import Fetched, Fetcher
 from epd_serve.engine.ec.kept_features import KeptFeatures
 from epd_serve.engine.ec.lookups import RELOOK_S, Lookups
-from epd_serve.engine.ec.pins import Pin, Pins
 from epd_serve.engine.ec.subscription import Subscription
 from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.peers import Peers
@@ -31,7 +30,7 @@ from epd_serve.sockets import milliseconds
 from epd_serve.trace import Trace
 from epd_serve.wake import WakeLine, idle_waiter
 from epd_serve.wiring import StageWiring
-from store.arena.lease import Lease
+from store.arena import Lease
 from store.errors import CorruptFeatureError, StoreError
 from store.feature_pool import FeaturePool
 
@@ -47,10 +46,9 @@ class FeatureListener:
         self,
         wiring: StageWiring,
         pool: FeaturePool,
-        desk: FeatureDesk[Pin],
+        desk: FeatureDesk,
         expected: ExpectedFeatures,
         lock: threading.Lock,
-        pins: Pins,
         kept: KeptFeatures,
         changed: Callable[[], None],
         *,
@@ -58,7 +56,7 @@ class FeatureListener:
     ) -> None:
         self._wiring, self._pool, self._changed = wiring, pool, changed
         self._desk, self._table, self._expected, self._lock = desk, desk.table, expected, lock
-        self._pins, self._kept = pins, kept
+        self._kept = kept
         self._trace = Trace(wiring.trace_path, wiring.instance)
         self._lookups = Lookups()
         self._no_room: set[str] = set()
@@ -69,7 +67,7 @@ class FeatureListener:
         self._wake = WakeLine()
         self._closing = False
         self._fetcher: Fetcher | None = None
-        if pool.pool_state != "none":
+        if pool.state != "none":
             self._fetcher = Fetcher(
                 pool.fetch,
                 self._accepts,
@@ -86,7 +84,7 @@ class FeatureListener:
         return len(self._no_room)
 
     def ring(self) -> None:
-        """There is something new to look up or to give back."""
+        """There is something new to look up, or room for it."""
         self._wake.ring()
 
     def look_ahead(self, keys: Iterable[str]) -> None:
@@ -102,7 +100,6 @@ class FeatureListener:
             self._fetcher.close()
         self._take_fetched()
         self._kept.make_room()
-        self._pins.give_back()
 
     def _listen(self) -> None:
         events, peers = Subscription(self._wiring.key_file), Peers(self._wiring)
@@ -112,20 +109,19 @@ class FeatureListener:
         while not self._closing:
             with self._lock:
                 looking = self._desk.waiting()
-            ready = dict(poller.poll(milliseconds(RELOOK_S if looking or self._pins.dropped else 1.0)))
+            ready = dict(poller.poll(milliseconds(RELOOK_S if looking else 1.0)))
             try:
                 if peers.changed():
                     events.follow(peers.encoders())
                 if self._wake.listener in ready:
                     self._wake.answer()
+                    for key in self._no_room:  # there may be some now
+                        self._lookups.hurry(key, remote=True)
                 announced = self._hear(events) if events.socket in ready else {}
                 self._take_fetched()
                 self._look_for_new_requests()
                 self._look_up(announced)
                 self._kept.fill()
-                if self._pins.give_back():
-                    for key in self._no_room:
-                        self._lookups.hurry(key, remote=True)
             except Exception:  # without its listener every request of this stage would wait for its deadline
                 logger.exception("feature listener")
         events.close()
@@ -215,7 +211,7 @@ class FeatureListener:
     def _look_here(self, key: str) -> bool:
         """Pin it if it is here. True: nothing more to do for it."""
         try:
-            held = self._pool.lease_local(key)
+            held = self._pool.arena.lease(key)
         except CorruptFeatureError as error:
             logger.error("%s; it is fetched from elsewhere or recomputed", error)
             with self._lock:
@@ -247,7 +243,7 @@ class FeatureListener:
             cause = self._table.cause(key)
         if self._look_here(key):
             return
-        if self._fetcher is None or cause in ("unavailable", "no_room") or self._pool.pool_state == "down":
+        if self._fetcher is None or cause in ("unavailable", "no_room") or self._pool.state == "down":
             self._not_found(key)
         else:
             self._last_look.add(key)
@@ -264,7 +260,7 @@ class FeatureListener:
         with self._lock:
             # Counted once: the copy that a fetch brings may be found here before the fetch reports it.
             self._desk.counters["prefetched"] += self._table.accepts(key) and not self._table.requested(key)
-            self._table.arrived(key, Pin(held, self._pins), time.monotonic())
+            self._table.arrived(key, held, time.monotonic())
         idle_waiter.wake()
         self._changed()
         self._trace.stamp(key, "feature_pinned", nbytes=held.nbytes)

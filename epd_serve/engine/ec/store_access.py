@@ -43,7 +43,7 @@ def open_reader(wiring: StageWiring, device: torch.device | str) -> ArenaReader:
 
 def remote_counters(pool: FeaturePool) -> dict[str, int]:
     """What this process did with the second tier, as a `StoreReport` counts it; nothing where there is none."""
-    return {f"pool.{name}": count for name, count in pool.remote_counts().items() if count}
+    return {f"pool.{name}": count for name, count in pool.counts().items() if count}
 
 
 class ArenaReader:

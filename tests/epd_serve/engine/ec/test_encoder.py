@@ -81,9 +81,7 @@ def test_an_offer_that_vllm_had_no_room_for_is_not_kept(scheduler: EncoderSchedu
     assert arena.stats().leased == 0
 
 
-def test_a_pin_that_met_a_stuck_lock_goes_back_with_a_later_step(
-    arena: Arena, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pin_that_met_a_stuck_lock_goes_back_by_itself(arena: Arena) -> None:
     pool = FeaturePool(Arena.attach(arena.path, lock_timeout_s=0.05))
     scheduler = EncoderScheduler(pool, collect)
     for key in ("a", "b"):
@@ -91,12 +89,10 @@ def test_a_pin_that_met_a_stuck_lock_goes_back_with_a_later_step(
         scheduler.asked(request(key, key))
         assert scheduler.has(key)
     with arena._lock:
+        begun = time.monotonic()
         scheduler.step([])
-    waits = [record.getMessage() for record in caplog.records if "stay pinned" in record.getMessage()]
-    assert len(waits) == 1 and waits[0].startswith("2 features"), "it waits for the lock once, not once per pin"
-    assert arena.stats().leased == 2
-    scheduler.step([])
-    assert arena.stats().leased == 0
+        assert time.monotonic() < begun + 0.05, "vLLM's scheduler does not wait for the lock"
+    wait_for(lambda: not arena.stats().leased)
     scheduler.close()
 
 

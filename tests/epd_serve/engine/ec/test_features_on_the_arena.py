@@ -178,14 +178,14 @@ def test_an_encoder_whose_address_cannot_be_bound_does_not_start(arena: Arena, t
 
 def test_a_store_that_does_not_answer_does_not_end_the_listener(stages: Stages) -> None:
     e, p = stages.producer(), stages.consumer(hears=False)
-    lease, failures = p._pool.lease_local, [StoreError("lock"), StoreError("lock")]
+    lease, failures = p._pool.arena.lease, [StoreError("lock"), StoreError("lock")]
 
     def flaky(key: str) -> Any:
         if failures:
             raise failures.pop()
         return lease(key)
 
-    p._pool.lease_local = flaky  # type: ignore[assignment,method-assign]
+    p._pool.arena.lease = flaky  # type: ignore[assignment,method-assign]
     e.save({"k": feature()}, "k")
     settled(p, "k")
     assert p.pinned("k") is not None

@@ -20,6 +20,10 @@ from tests.waiting import wait_for
 class Pinned:
     key: str
     nbytes: int
+    out: list[str]
+
+    def release(self) -> None:
+        self.out.remove(self.key)
 
 
 @dataclass
@@ -35,15 +39,12 @@ class Shelf:
         if key not in self.sizes:
             return None
         self.out.append(key)
-        return Pinned(key, self.sizes[key])
-
-    def drop(self, held: Any) -> None:
-        self.out.remove(held.key)
+        return Pinned(key, self.sizes[key], self.out)
 
 
 def keeping(max_bytes: int = 100, **sizes: int) -> tuple[KeptFeatures, Shelf]:
     shelf = Shelf(sizes)
-    return KeptFeatures(shelf.lease, shelf.drop, max_bytes=max_bytes), shelf
+    return KeptFeatures(shelf.lease, max_bytes=max_bytes), shelf
 
 
 def test_features_are_kept_while_one_request_that_needs_them_runs() -> None:
