@@ -156,16 +156,16 @@ class FeaturePool:
             self._counts[name] += amount
 
 
-def open_pool(*, arena: str, mooncake: MooncakeConfig | None = None) -> FeaturePool:
+def open_pool(*, arena: str, mooncake: MooncakeConfig | None = None, spare_s: float = 0.0) -> FeaturePool:
     """Opens the MM Store of a stage: its host's arena, and the second tier if the deployment has one.
 
     Attaches the arena at once and connects to the second tier in the background, so its absence delays no start.
-    Without `mooncake` nothing of Mooncake is imported.
+    Without `mooncake` nothing of Mooncake is imported. `spare_s`: as in `Arena.attach`.
 
     Raises:
         StoreError: there is no such arena, or Mooncake is wanted and not installed.
     """
-    attached = Arena.attach(arena)
+    attached = Arena.attach(arena, spare_s=spare_s)
     try:
         return FeaturePool(attached, None if mooncake is None else MooncakeStore(mooncake))
     except BaseException:

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -154,7 +154,7 @@ class Arena:
     """Features by key, for all processes of a host. Thread-safe; survives fork (the child holds no leases) and spawn
     (attach)."""
 
-    def __init__(self, path: Path, *, prefault: bool, lock_timeout_s: float) -> None:
+    def __init__(self, path: Path, *, prefault: bool, lock_timeout_s: float, spare_s: float) -> None:
         """For `create` and `attach`."""
         self.path = path
         fd, geometry = open_file(path)
@@ -163,13 +163,14 @@ class Arena:
             own = open_anew(fd)
         finally:
             os.close(fd)
-        self._table = SlotTable(file, geometry, self._is_alive)
+        self._table = SlotTable(file, geometry, self._is_alive, spare_s=spare_s)
         try:
-            self._lock = ArenaLocks(own, self._table.header, lock_timeout_s)
+            self._lock = ArenaLocks(own, self._table.header)
         except BaseException:
             os.close(own)
             raise
         self._owners = geometry.owners
+        self._lock_timeout_s = lock_timeout_s
         self._features = file[geometry.data_byte :]
         self._begin_incarnation()
         _open_arenas.add(self)
@@ -214,14 +215,23 @@ class Arena:
 
     @classmethod
     def attach(
-        cls, path: str | os.PathLike[str], *, prefault: bool = True, lock_timeout_s: float = LOCK_TIMEOUT_S
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        prefault: bool = True,
+        lock_timeout_s: float = LOCK_TIMEOUT_S,
+        spare_s: float = 0.0,
     ) -> Self:
-        """Opens an arena that somebody created. Arguments as in `create`.
+        """Opens an arena that somebody created.
+
+        Args:
+            prefault, lock_timeout_s: as in `create`.
+            spare_s: what was stored or used in the last so many seconds is not evicted by this process.
 
         Raises:
             StoreError: there is no such arena.
         """
-        return cls(Path(path), prefault=prefault, lock_timeout_s=lock_timeout_s)
+        return cls(Path(path), prefault=prefault, lock_timeout_s=lock_timeout_s, spare_s=spare_s)
 
     @staticmethod
     def unlink(path: str | os.PathLike[str]) -> None:
@@ -296,6 +306,36 @@ class Arena:
                 self._soon(partial(self._end, lease, corrupt=isinstance(error, CorruptFeatureError)))
                 raise
         return lease
+
+    def lease_all(self, keys: Collection[str], *, timeout_s: float | None = None) -> list[Lease] | None:
+        """Pins all of these features, or none where one of them is missing. Their checksums are not looked at.
+        `timeout_s`: longest wait for the index, if not the arena's.
+
+        Raises:
+            StoreError: the arena does not answer.
+        """
+        names = [(key, _digest(key)) for key in keys]
+        with self._index(timeout_s) as table:
+            slots = [(key, slot) for key, name in names if (slot := table.find_ready(name)) is not None]
+            if len(slots) < len(names):
+                table.header[H_MISSES] += 1
+                return None
+            table.header[H_HITS] += len(slots)
+            for _, slot in slots:
+                table.pin(slot, self._row())
+            return [Lease(self, slot, table.offset[slot], table.meta(slot, key)) for key, slot in slots]
+
+    def touch(self, keys: Iterable[str]) -> None:
+        """Counts as a use of those of these features that are there: they are evicted last.
+
+        Raises:
+            StoreError: the arena does not answer.
+        """
+        names = [_digest(key) for key in keys]
+        with self._index() as table:
+            for name in names:
+                if (slot := table.find_ready(name)) is not None:
+                    table.touch(slot)
 
     def get_into(self, key: str, dest: Buffer, *, verify: bool = True) -> FeatureMeta | None:
         """Copies the feature to the start of `dest`; None when it is missing. `dest` is untouched unless it succeeds.
@@ -451,16 +491,12 @@ class Arena:
         """Make a change now, or, where the lock is not to be had at once, a moment later."""
         self._overdue.append(change)
         try:
-            self._lock.acquire(0.0)
+            with self._index(timeout_s=0.0):
+                pass  # which makes it
         except StoreError:
             later = threading.Timer(OVERDUE_S, self._settle)
             later.daemon = True
             later.start()
-            return
-        try:
-            self._do_overdue()
-        finally:
-            self._lock.release()
 
     def _settle(self) -> None:
         while self._overdue and self in _open_arenas:
@@ -468,11 +504,14 @@ class Arena:
                 break
 
     @contextmanager
-    def _index(self) -> Iterator[SlotTable]:
+    def _index(self, timeout_s: float | None = None) -> Iterator[SlotTable]:
         """The table, locked. Raises StoreError where the lock is not had in time, or the arena is closed."""
-        with self._lock:
+        self._lock.acquire(self._lock_timeout_s if timeout_s is None else timeout_s)
+        try:
             self._do_overdue()
             yield self._table
+        finally:
+            self._lock.release()
 
     def _do_overdue(self) -> None:
         """Locked."""

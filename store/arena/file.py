@@ -19,7 +19,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import ClassVar, Literal, TypeAlias
 
 from store.errors import StoreError
@@ -193,31 +192,27 @@ def _populate(mapping: mmap.mmap) -> None:
 
 
 class ArenaLocks:
-    """One process's locks on an arena. As a context manager: the lock of its index, between threads, too.
+    """One process's locks on an arena: that of its index, between threads, too, and that of its owner row.
 
-    Not re-entrant. Only index changes happen inside, never copies of features. A holder that dies in the middle leaves
-    a whole index: every change is whole after each single store to it (`store.arena.table`).
+    The first is not re-entrant. Only index changes happen under it, never copies of features. A holder that dies in the
+    middle leaves a whole index: every change is whole after each single store to it (`store.arena.table`).
     """
 
-    def __init__(self, fd: int, header: memoryview, timeout_s: float) -> None:
-        """Takes over `fd`, a description of its own.
-
-        Args:
-            header: the file's, as words. timeout_s: longest wait for the index.
+    def __init__(self, fd: int, header: memoryview) -> None:
+        """Takes over `fd`, a description of its own. `header`: the file's, as words.
 
         Raises:
             StoreError: the kernel or the file system has no such locks.
         """
         self._fd = fd
         self._header = header
-        self._timeout_s = timeout_s
         self._threads = threading.Lock()
         self._pid = os.getpid()
         self.row: int | None = None  # ours, of the table's owners
         self._is_locked(_INDEX_BYTE)
 
     def acquire(self, timeout_s: float) -> None:
-        """Raises StoreError when the lock is not had in time or is closed."""
+        """Lock the index. Raises StoreError when the lock is not had in time or is closed."""
         if not (self._threads.acquire(False) or (timeout_s and self._threads.acquire(timeout=timeout_s))):
             raise StoreError(f"arena: another thread held the lock for {timeout_s} s")
         try:
@@ -240,14 +235,6 @@ class ArenaLocks:
                 self._set(_INDEX_BYTE, fcntl.F_UNLCK)
         finally:
             self._threads.release()
-
-    def __enter__(self) -> None:
-        self.acquire(self._timeout_s)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
     def claim_row(self, rows: int) -> int | None:
         """The first of so many owner rows whose owner does not live; it is ours until `close` or our end. What its

@@ -49,8 +49,14 @@ class SlotTable:
         leases: a row of counts for each process.
     """
 
-    def __init__(self, file: memoryview, geometry: Geometry, is_alive: Callable[[int], bool]) -> None:
-        """`is_alive`: whether the process of an owner row lives."""
+    def __init__(
+        self, file: memoryview, geometry: Geometry, is_alive: Callable[[int], bool], *, spare_s: float = 0.0
+    ) -> None:
+        """
+        Args:
+            is_alive: whether the process of an owner row lives.
+            spare_s: what was used in the last so many seconds is not evicted.
+        """
         self.header = file[: HEADER_WORDS * WORD].cast("Q")
         columns = {name: file[start : start + n].cast(form) for name, (start, n, form) in geometry.columns().items()}
         self.state, self.digest, self.record = columns["state"], columns["digest"], columns["record"]
@@ -59,6 +65,7 @@ class SlotTable:
         self.leases = columns["leases"]
         self._geometry = geometry
         self._is_alive = is_alive
+        self._spare_ns = round(1e9 * spare_s)
 
     def find(self, digest: bytes) -> int | None:
         """The slot of a feature that is readable or being written."""
@@ -85,7 +92,7 @@ class SlotTable:
         slot = self.find(digest)
         if slot is not None:
             if self.state[slot] == READY:
-                self.tick[slot] = time.monotonic_ns()
+                self.touch(slot)
                 return None
             if self._is_alive(self.owner[slot]):
                 return None
@@ -115,6 +122,10 @@ class SlotTable:
     def meta(self, slot: int, key: str = "") -> FeatureMeta:
         """What was written down of a readable feature, which is of `key` where that is given."""
         return decoded(self.record[RECORD_BYTES * slot : RECORD_BYTES * (slot + 1)], key)
+
+    def touch(self, slot: int) -> None:
+        """It is used now."""
+        self.tick[slot] = time.monotonic_ns()
 
     def pin(self, slot: int, owner: int) -> None:
         self.leases[owner * self._geometry.slots + slot] += 1
@@ -203,9 +214,10 @@ class SlotTable:
             self.reap()
             place = self._place(span)
         while place is None:
-            idle = ((self._array(self.state) == READY) & ~self._leased()).nonzero()[0]
+            old = self._array(self.tick) <= time.monotonic_ns() - self._spare_ns
+            idle = ((self._array(self.state) == READY) & ~self._leased() & old).nonzero()[0]
             if not len(idle):
-                raise StoreFullError(f"arena: no {span} bytes free, and all features are leased or being written")
+                raise StoreFullError(f"arena: no {span} bytes free, all is leased, being written or just used")
             self.state[idle[self._array(self.tick)[idle].argmin()]] = FREE
             self.header[H_EVICTIONS] += 1
             place = self._place(span)

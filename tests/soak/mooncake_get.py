@@ -17,10 +17,9 @@ import numpy as np
 
 from bench.clients.process import Child
 from bench.micro.measurement import in_turns
-from store.checksum import Bytes
-from store.checksum import verify_payload
-from store.feature import RECORD_BYTES
+from store.checksum import Bytes, verify_payload
 from store.errors import StoreError
+from store.feature import RECORD_BYTES
 from store.mooncake.client import MooncakeConfig, load_mooncake
 from store.mooncake.tier import MooncakeStore
 

@@ -73,7 +73,7 @@ def test_a_lease_that_met_a_stuck_lock_goes_back_with_the_next(arena: Arena, are
     held = threading.Event()
 
     def hold(*_: object, **__: object) -> None:
-        arena._lock.__enter__()
+        arena._lock.acquire(1.0)
         held.set()
 
     tier.put_from = hold
@@ -81,7 +81,7 @@ def test_a_lease_that_met_a_stuck_lock_goes_back_with_the_next(arena: Arena, are
         assert pool.publish("k"), "it is there, whatever became of the lease"
     finally:
         assert held.is_set()
-        arena._lock.__exit__(None, None, None)
+        arena._lock.release()
     assert arena.stats().leased == 1
     tier.put_from = lambda *_, **__: None
     assert pool.publish("n") and arena.stats().leased == 0

@@ -292,7 +292,7 @@ def test_closing_ends_leases_and_unmaps_when_the_last_view_is_gone(arena: Arena,
 
 def test_a_stopped_lock_holder_costs_a_deadline_not_a_hang(arena: Arena, arena_path: Path) -> None:
     waiting = Arena.attach(arena_path, lock_timeout_s=0.05)
-    with arena._lock, pytest.raises(StoreError, match=f"process {os.getpid()} held the lock"):
+    with arena._index(), pytest.raises(StoreError, match=f"process {os.getpid()} held the lock"):
         waiting.contains("k")
     assert not waiting.contains("k")
     waiting.close()
@@ -302,7 +302,7 @@ def test_room_that_could_not_be_given_back_for_the_lock_goes_back_by_itself(aren
     impatient = Arena.attach(arena_path, lock_timeout_s=0.05)
     room = impatient.reserve("k", CAPACITY)
     assert room is not None
-    with arena._lock:
+    with arena._index():
         room.abandon()
     wait_for(lambda: not arena.stats().used_bytes)
     room.detach()  # what the fetch that failed does next
@@ -319,7 +319,7 @@ def test_a_corrupt_feature_that_could_not_be_dropped_for_the_lock_goes_by_itself
     neighbour = contextlib.ExitStack()
 
     def checksum_while_the_neighbour_comes(data: Bytes) -> int:
-        neighbour.enter_context(arena._lock)
+        neighbour.enter_context(arena._index())
         return checksum(data)
 
     monkeypatch.setattr(store.checksum, "checksum", checksum_while_the_neighbour_comes)
@@ -338,7 +338,7 @@ def test_whoever_closes_is_not_stopped_by_the_holder_of_the_lock(
     impatient = Arena.attach(arena_path, lock_timeout_s=0.05)
     put(arena, "k")
     assert impatient.lease("k") is not None
-    with arena._lock:
+    with arena._index():
         impatient.close()
     assert "stays open until this process ends" in caplog.text
     assert arena.stats().leased == 1

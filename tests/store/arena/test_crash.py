@@ -83,7 +83,7 @@ def read_all(arena: Arena) -> None:
 def die_during(operation: Callable[[Arena], None], path: Path, lines: int) -> bool:
     """Runs `operation` in an arena whose process dies after that many lines of the table's code; False if it lived."""
     doomed = Arena.attach(path)
-    with doomed._lock:
+    with doomed._index():
         doomed._row()
     before = sys.gettrace()
     sys.settrace(dying_after(lines))

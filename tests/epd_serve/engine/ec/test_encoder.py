@@ -88,7 +88,7 @@ def test_a_pin_that_met_a_stuck_lock_goes_back_by_itself(arena: Arena) -> None:
         put(arena, key)
         scheduler.asked(request(key, key))
         assert scheduler.has(key)
-    with arena._lock:
+    with arena._index():
         begun = time.monotonic()
         scheduler.step([])
         assert time.monotonic() < begun + 0.05, "vLLM's scheduler does not wait for the lock"
@@ -104,7 +104,7 @@ def test_a_neighbour_that_holds_the_stores_lock_costs_an_encode_and_keeps_no_ste
     scheduler.asked(request("r", "a", "b", "c"))
     assert scheduler.has("a")
     began = time.monotonic()
-    with arena._lock:
+    with arena._index():
         assert not scheduler.has("b") and not scheduler.has("c")
         assert scheduler.step(["r"]).loads == []
     assert time.monotonic() - began < 1, "vLLM's thread waited for its neighbour"
