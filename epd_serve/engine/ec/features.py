@@ -3,7 +3,7 @@
 Pure: no sockets, no vLLM; of the store only "pin all of these, or none". One row per feature:
 
     WANTED     a request needs it, or an encoder has said that it makes it; looked for until its deadline
-    READY      it was seen in the arena, whole. Nobody holds it: it may be evicted before it is pinned
+    READY      it was seen in the arena, whole, for a request, or lately. Nobody holds it: it may be evicted meanwhile
     LOST       it will not come, for a cause. The store's index is the truth, so it was looked up once more before
 
     what happens                          the row becomes
@@ -45,6 +45,9 @@ FETCH_S = 0.5
 FULL_S = 0.1
 """The same of one that the arena had no room for."""
 
+SEEN_S = 10.0
+"""For how long a feature that was seen before its request came counts as whole."""
+
 _MAX_ROWS = 8192
 """Of features that no request waits for: hints of encoders; the oldest go first."""
 
@@ -66,6 +69,7 @@ class Row:
         missed: the store of this host did not have it, so far.
         made_until: an encoder makes it, and was heard of so lately.
         requests: that wait for it.
+        seen_at: READY: when.
         look_at, fetch_at: when it is looked for again, here and in the second tier.
     """
 
@@ -76,6 +80,7 @@ class Row:
     last_look: bool = False
     missed: bool = False
     made_until: float = 0.0
+    seen_at: float = 0.0
     requests: set[str] = field(default_factory=set)
     look_at: float = 0.0
     fetch_at: float = 0.0
@@ -376,7 +381,7 @@ class Features:
     def found(self, key: str, now: float) -> None:
         """It is in the arena, and whole."""
         row = self._row(key, now)
-        row.state, row.last_look = State.READY, False
+        row.state, row.last_look, row.seen_at = State.READY, False, now
 
     def missed(self, key: str) -> bool:
         """The store of this host does not have it, so far. True where that is news about a feature that is wanted."""
@@ -407,6 +412,10 @@ class Features:
                 row.born = now
             row.requests.add(request)
             self._keys_of.setdefault(request, {})[key] = None
+            if row.state is not State.READY and self.pinned(key) is not None:
+                row.state = State.READY
+            elif row.state is State.READY and row.seen_at + SEEN_S < now:
+                row.state = State.WANTED
             if row.state is State.LOST:  # the encoder may have failed before this request got here
                 self._look_once_more(row, row.cause, now)
             elif row.state is State.WANTED:
@@ -439,6 +448,8 @@ class Features:
         row.requests.discard(request)
         if not row.requests:
             self._hint(key)
+            if row.state is State.READY:  # whoever comes next sees for itself whether it is whole
+                row.state = State.WANTED
 
     def _look_once_more(self, row: Row, cause: str, now: float) -> None:
         row.state, row.cause, row.last_look = State.WANTED, cause, True

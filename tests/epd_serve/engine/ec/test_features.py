@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from epd_serve.engine.ec.features import FETCH_S, LOOK_S, Failure, Features
+from epd_serve.engine.ec.features import FETCH_S, LOOK_S, SEEN_S, Failure, Features
 
 WAIT, LAST_LOOK, RENEW_LIMIT, LIMIT = 3.0, 1.0, 9.0, 2
 
@@ -206,6 +206,19 @@ def test_what_an_encoder_makes_is_expected_until_it_falls_silent_or_says_so() ->
     assert (f.made_no_more("a"), f.made_no_more("a"), f.makes("a", 4.0)) == (True, False, False)
 
 
+def test_what_was_seen_counts_for_its_request_or_lately_and_what_another_one_has_pinned() -> None:
+    shelf = Shelf("ab")
+    f = features(shelf)
+    f.found("a", 0.0)
+    f.found("b", 0.0)
+    assert ask(f, "r", "a", now=SEEN_S) == 1
+    assert ask(f, "s", "a", now=SEEN_S) == 1, "it is pinned, so it is whole"
+    f.release(["r", "s"])
+    f.news = False
+    assert (ask(f, "t", "a", now=SEEN_S), f.news) == (None, True), "its memory was anybody's meanwhile"
+    assert ask(f, "t", "b", now=SEEN_S + 0.1) is None
+
+
 # --- requests -----------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +294,7 @@ def test_nobody_looks_for_a_feature_whose_only_request_a_prefix_cache_has_served
     f.passed("r")
     assert (f.waiting(), looked_for(f, LOOK_S)) == (False, [])
     assert ask(f, "r", "ab") is None  # preempted
-    assert looked_for(f, LOOK_S) == ["b"]
+    assert looked_for(f, LOOK_S) == ["a", "b"]
 
 
 def test_a_request_that_must_not_recompute_fails_once() -> None:
