@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import xxhash
 
-from store.errors import StoreError
+from store.errors import CorruptFeatureError, StoreError
+from store.feature import FeatureMeta
 
 if TYPE_CHECKING:  # 13 MiB, for nothing in a process that only asks what there is
     import numpy as np
@@ -38,6 +39,13 @@ def as_bytes(data: Buffer, what: str) -> Bytes:
 def checksum(data: Bytes) -> int:
     """xxh3_64 of `data`."""
     return xxhash.xxh3_64_intdigest(data.data)
+
+
+def verify_payload(meta: FeatureMeta, payload: Bytes) -> None:
+    """Raises CorruptFeatureError unless `payload` has the checksum of `meta`."""
+    actual = checksum(payload)
+    if actual != meta.checksum:
+        raise CorruptFeatureError(f"{meta.key}: checksum {actual:016x}, stored with {meta.checksum:016x}")
 
 
 def copy(target: Bytes, source: Bytes) -> None:

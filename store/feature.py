@@ -1,8 +1,30 @@
-"""What is known about a stored feature besides its bytes, and about a store as a whole. Values only."""
+"""What is known about a stored feature besides its bytes, how that is written down, and what a whole store counts.
+
+A feature's record has a fixed size. It stands in the arena's slot, and in the second tier behind the payload, which so
+lies aligned and is fetched in place. It names the key and carries a checksum of itself: what was cut, mixed up or
+written by another version is refused, never served.
+
+    magic | version | length of what follows | (key, shape, dtype, nbytes, checksum) as msgpack | zeros | checksum
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+import struct
+from dataclasses import astuple, dataclass
+
+import msgspec
+import xxhash
+
+from store.errors import CorruptFeatureError, StoreError
+
+MAX_KEY_BYTES, MAX_DTYPE_BYTES, MAX_DIMENSIONS = 192, 64, 8
+RECORD_BYTES = 384
+
+_MAGIC, _VERSION = b"EPDfeat\0", 2
+_HEAD, _SUM = struct.Struct("<8sHH"), struct.Struct("<Q")
+_SUM_AT = RECORD_BYTES - _SUM.size
+_fields = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], str, int, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,14 +36,70 @@ class FeatureMeta:
         shape: dimensions as the writer gave them, e.g. `(num_tokens, hidden)`.
         dtype: element type as the writer named it, e.g. `bfloat16`; the store never interprets it.
         nbytes: size in bytes.
-        checksum: xxh3_64 of the bytes, or None when it was stored without one.
+        checksum: xxh3_64 of the bytes.
+
+    Raises:
+        StoreError: a key, shape, dtype or size that no store takes.
     """
 
     key: str
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    checksum: int | None
+    checksum: int = 0
+
+    def __post_init__(self) -> None:
+        checked_key(self.key)
+        object.__setattr__(self, "shape", tuple(map(operator.index, self.shape)))
+        if self.nbytes < 1:
+            raise StoreError("a feature has at least one byte")
+        if len(self.shape) > MAX_DIMENSIONS or not all(0 <= size < 1 << 63 for size in self.shape):
+            raise StoreError(f"shape {self.shape}: at most {MAX_DIMENSIONS} dimensions, none negative")
+        if len(self.dtype.encode()) > MAX_DTYPE_BYTES:
+            raise StoreError(f"dtype of {len(self.dtype.encode())} bytes; {MAX_DTYPE_BYTES} fit")
+
+
+def checked_key(key: str) -> bytes:
+    """`key` as bytes. Raises StoreError for one that no store takes."""
+    try:
+        text = key.encode()
+    except UnicodeEncodeError as error:
+        raise StoreError(f"key {key!r}: {error.reason}") from error
+    if not 0 < len(text) <= MAX_KEY_BYTES:
+        raise StoreError(f"key of {len(text)} bytes; 1 to {MAX_KEY_BYTES} fit")
+    return text
+
+
+def encoded(meta: FeatureMeta) -> bytes:
+    """The record of a feature, of `RECORD_BYTES`."""
+    fields = msgspec.msgpack.encode(astuple(meta))
+    record = (_HEAD.pack(_MAGIC, _VERSION, len(fields)) + fields).ljust(_SUM_AT, b"\0")
+    return record + _SUM.pack(xxhash.xxh3_64_intdigest(record))
+
+
+def decoded(record: bytes | memoryview, key: str = "", nbytes: int | None = None) -> FeatureMeta:
+    """The feature that a record is of: of `key`, and of so many bytes, where these are given.
+
+    Raises:
+        CorruptFeatureError: it is no record of ours, of another version, another key or another size.
+    """
+    body, own_sum = bytes(record[:_SUM_AT]), bytes(record[_SUM_AT:])
+    if len(record) != RECORD_BYTES or not body.startswith(_MAGIC):
+        raise CorruptFeatureError(f"{key}: not a feature of ours")
+    _, version, length = _HEAD.unpack_from(body)
+    if version != _VERSION:
+        raise CorruptFeatureError(f"{key}: stored by version {version}; this is version {_VERSION}")
+    if own_sum != _SUM.pack(xxhash.xxh3_64_intdigest(body)):
+        raise CorruptFeatureError(f"{key}: its record is damaged")
+    try:
+        meta = FeatureMeta(*_fields.decode(body[_HEAD.size : _HEAD.size + length]))
+    except (msgspec.DecodeError, StoreError) as error:
+        raise CorruptFeatureError(f"{key}: its record is damaged: {error}") from error
+    if key and meta.key != key:
+        raise CorruptFeatureError(f"{key}: holds the feature of another key")
+    if nbytes is not None and meta.nbytes != nbytes:
+        raise CorruptFeatureError(f"{key}: {nbytes} bytes stored for a feature of {meta.nbytes}")
+    return meta
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,8 @@ class Places:
             if not reconciler.knows:
                 return
             self.free = await leases.free()
+            if any(node.id not in self.free for node in reconciler.nodes):
+                await reconciler.look()
             places = self.leased = await leases.places()
             if self._aim.has_moved(reconciler.wanted, places):
                 await reconciler.look()

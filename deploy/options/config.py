@@ -104,8 +104,8 @@ class DeployConfig(EndpointConfig):
         name: of the deployment on its Ray cluster, which may have several.
         ray_address: HOST:PORT of the Ray cluster's head (auto: RAY_ADDRESS, or the cluster of this machine).
         placement: nodes that groups of a layout get: as few as can be, several where there is room, or one each.
-        fronts: nodes with front doors: the one where serve was called, every one, or auto: every one where there are
-            several.
+        fronts: nodes with front doors: the one where serve was called, every one, or auto: every one but those that
+            have come since --follow asked for nodes.
         node_host: network interface whose address stages of a node bind (default: the address by which Ray knows it).
         node_ports: ports that stages of a node may take, FIRST-LAST.
         share_devices: where a layout wants more devices than there are, place it on those in turn (to try it, not to be

@@ -219,7 +219,7 @@ class ControllerActor:
         epoch = await asyncio.to_thread(notes.next_epoch)
         nodes = self._nodes = Nodes(config, begun_on, notes, epoch, self._news.line)
         machines = await nodes.gather()
-        leases = RayLeases(config.name, machines.kind, config.placement, notes, nodes.left_out)
+        leases = RayLeases(config.name, machines.kind, config.placement, notes, nodes.run_on, nodes.left_out)
         await leases.tidy()
         blueprint = await asyncio.to_thread(draw, config, machines=machines)
         deployment = Deployment(

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,7 +31,9 @@ from deploy.runtime.leases import LeaseError, Place
 RESOURCES = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 """What Ray calls a device of each kind."""
 
-NOTE = "leases.json"
+NOTE, WANTED = "leases.json", "nodes-wanted"
+"""Notes of what is leased, and that nodes have been asked for."""
+
 NODE_LABEL = "ray.io/node-id"
 ACQUIRE_S = 10.0
 IDS_S = 60.0
@@ -48,6 +50,8 @@ class RayLeases:
     Args:
         kind: of its devices. placement: `pack`, `spread` or `strict_spread`, over nodes.
         notes: of the deployment.
+        run_on: has a process of ours run on each of these nodes, and need keep none on others. Called with all nodes
+            that have leased devices, before anybody is told of these. Raises EpdError.
         left_out: nodes that it cannot use.
         acquire_s: how long Ray may take to find room.
     """
@@ -58,6 +62,7 @@ class RayLeases:
         kind: str,
         placement: str,
         notes: State,
+        run_on: Callable[[Collection[str]], Awaitable[None]],
         left_out: Collection[str] = (),
         acquire_s: float = ACQUIRE_S,
     ) -> None:
@@ -70,6 +75,7 @@ class RayLeases:
         self._placement = placement
         self._notes = notes
         self._left_out = left_out
+        self._run_on = run_on
         self._acquire_s = acquire_s
         noted = msgspec.json.decode(notes.read(NOTE) or b"[]", type=list[Place])
         self._places = {place.lease: place for place in noted}
@@ -88,6 +94,7 @@ class RayLeases:
                     place = await self._acquire(width, made, free, until)
                     made.append(place)
                     free[place.node] = free.get(place.node, 0) - width
+                await self._run_on(_nodes([*self._places.values(), *made]))
             except BaseException:
                 await asyncio.shield(self._tidy())
                 raise
@@ -118,6 +125,8 @@ class RayLeases:
 
     def want(self, widths: Sequence[int]) -> None:
         self._wanted = tuple(widths)
+        if widths and self._notes.read(WANTED) is None:
+            self._notes.write(WANTED, b"")
         self._changed.set()
 
     async def watch(self) -> AsyncIterator[tuple[Place, ...]]:
@@ -213,6 +222,7 @@ class RayLeases:
             else:
                 others = [now.get(one.lease, one) for one in self._places.values() if one.lease != name]
                 now[name] = await self._placed(name, place.width, row, others)
+        await self._run_on(_nodes(now.values()))
         if now != self._places:
             self._note(now)
 
@@ -230,7 +240,7 @@ class RayLeases:
             names = {f"{self._wanted_prefix}{width}/{number}" for width, count in counts for number in range(count)}
             there = await asyncio.to_thread(_groups, self._wanted_prefix)
             await _remove(row for name, row in there.items() if name not in names)
-            ours = {place.node for place in self._places.values() if place.node}
+            ours = _nodes(self._places.values())
             for name in sorted(names - there.keys()):
                 await self._reserve(name, _width(name), ours)
             self._asked = wanted
@@ -277,6 +287,11 @@ def _group(row: Row) -> PlacementGroup:
 def _node(row: Row) -> str:
     """Where its bundle is; "" while it has no place."""
     return str(row["bundles_to_node_id"].get(0) or "") if row["state"] == "CREATED" else ""
+
+
+def _nodes(places: Iterable[Place]) -> set[str]:
+    """On which any of them is."""
+    return {place.node for place in places if place.node}
 
 
 def _width(name: str) -> int:

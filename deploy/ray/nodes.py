@@ -1,6 +1,9 @@
 """The nodes of a deployment, as its controller has them: which there are, what each is, how it is spoken to.
 
 That a node is there or has ended is Ray's word; in between it says itself how it is (`deploy/runtime/many.py`).
+
+To Ray's autoscaler a node with an actor is never idle, so a node that has neither leased devices nor front doors has
+none of ours. It is a part of the deployment all the same: its devices can be leased at any time.
 """
 
 from __future__ import annotations
@@ -9,7 +12,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +35,7 @@ from deploy.options.addresses import port_range
 from deploy.options.config import DeployConfig
 from deploy.plan.machines import Machines
 from deploy.ray.cluster import NAMESPACE, Actor, HttpAnswer, RayNode, node_name, nodes_alive, question_of
-from deploy.ray.leases import RESOURCES
+from deploy.ray.leases import RESOURCES, WANTED
 from deploy.ray.node_actor import hire
 from deploy.ray.private import tokens
 from deploy.runtime.many import ManyNodes
@@ -40,11 +44,15 @@ from deploy.runtime.protocol import Observed
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.key_files import derived_key
 
-FACTS, NONCE, MASTER, INSTANCES = "nodes.json", "nonce", "master.json", "instances.json"
+FACTS, NONCE, MASTER, INSTANCES, BACK = "nodes.json", "nonce", "master.json", "instances.json", "back.json"
 """Notes of what each node was before anything of ours ran there, of what makes the key of this deployment another one
-than that of the last, of the feature store's master, and of what ran last."""
+than that of the last, of the feature store's master, of what ran last, and of nodes that came when some had been asked
+for: they may go with the load, and have no front doors unless every node has."""
 
 LOOK_S = 1.0
+UNUSED_S = 10.0
+"""For so long a node is kept on which nothing is leased: what is given back may be leased again at once."""
+
 START_S, ASK_S, END_S = 120.0, 5.0, 60.0
 """For an actor to start and to do what takes long, to answer, and to end its node."""
 
@@ -83,6 +91,9 @@ class Nodes:
         self._known = {one.machine.id: one for one in noted}
         self._there: dict[str, RayNode] = {}
         self._actors: dict[str, Actor] = {}
+        self._used_s: dict[str, float] = {}  # of nodes with a process of ours: when something was leased there last
+        self._back = msgspec.json.decode(notes.read(BACK) or b"[]", type=set[str])
+        self._one_at_a_time = asyncio.Lock()
         self.left_out: set[str] = set()
         self._warned: set[str] = set()
         self._master = msgspec.json.decode(notes.read(MASTER) or b"{}", type=Master)
@@ -181,6 +192,7 @@ class Nodes:
 
     def _join(self, node: str) -> None:
         assert self._doors is not None, "open() has been called"
+        self._used_s[node] = time.monotonic()
         transport = ThroughActor(partial(self._ask, node))
         self.many.join(node, NodeClient(transport, self._epoch))
         if self._has_front(node):
@@ -221,7 +233,9 @@ class Nodes:
         )
 
     def _has_front(self, node: str) -> bool:
-        return self._config.fronts != "here" or node == self._begun_on
+        if self._config.fronts == "here":
+            return node == self._begun_on
+        return self._config.fronts == "every" or node not in self._back
 
     def _called(self, node: str) -> str:
         return f"node {self._there[node].address} ({short_node(node)})"
@@ -258,20 +272,56 @@ class Nodes:
         self._doors.lose(node)
         if node == self._master.node and self._master.address:
             self._warn("the feature store's second tier has gone with it: features are computed again until a restart")
-        ray.kill(self._actors.pop(node))
+        self._used_s.pop(node, None)
+        if (actor := self._actors.pop(node, None)) is not None:
+            ray.kill(actor)
         del self._there[node]
         if self._there:
             aim.machines = self.machines
 
-    async def _welcome(self, node: RayNode, aim: Aim) -> None:
+    async def run_on(self, nodes: Collection[str]) -> None:
+        """Have a node process run on each of these nodes that is a part of the deployment, and end that of a node that
+        has been none of them for a while, unless front doors or the master of the second tier are there.
+
+        Raises:
+            EpdError: a node does not answer, or its node process does not start.
+        """
+        async with self._one_at_a_time:
+            for node in [self._there[one] for one in (self._there.keys() & nodes) - self._used_s.keys()]:
+                await self._meet(node)
+                await self._ensure(node.id)
+                self._join(node.id)
+            now = time.monotonic()
+            self._used_s |= dict.fromkeys(self._used_s.keys() & nodes, now)
+            kept = {self._master.node} if self._master.address else set()
+            for one, used_s in self._used_s.items():
+                if now - used_s > UNUSED_S and one not in kept and not self._has_front(one):
+                    await self._leave(one)
+                    break  # others at the next call
+
+    async def _leave(self, node: str) -> None:
+        self.many.rest(node)
+        del self._used_s[node]
+        actor = self._actors.pop(node)
         try:
-            await self._meet(node)
-            await self._ensure(node.id)
+            await _asked(actor.end.remote(), END_S, self._called(node))
         except EpdError as error:
-            self.left_out.add(node.id)
-            self._say(f"node {node.address} is left out: {error}")
-            return
-        self._join(node.id)
+            logger.warning("%s", error)
+        ray.kill(actor)
+
+    async def _welcome(self, node: RayNode, aim: Aim) -> None:
+        if self._notes.read(WANTED) is not None:
+            self._back.add(node.id)
+            self._notes.write(BACK, msgspec.json.encode(self._back))
+        async with self._one_at_a_time:
+            try:
+                await self._meet(node)
+                await self._ensure(node.id)
+            except EpdError as error:
+                self.left_out.add(node.id)
+                self._say(f"node {node.address} is left out: {error}")
+                return
+            self._join(node.id)
         if self._there:
             aim.machines = self.machines
         self._say(f"{self._called(node.id)} has come")

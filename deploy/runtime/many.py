@@ -4,6 +4,7 @@ What runs is what the agents say. Of a node that does not answer, what it said l
 gone is not for here to say. Each agent is told who is there on the other nodes, whenever that changes.
 
     joined --first word--> there --no answer for `silent_s`--> silent --an answer--> there    any --lose--> gone
+    there --rest--> resting --join--> joined
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _Member:
     """A node.
 
     Attributes:
-        agent: None while it is only remembered.
+        agent: None while it is only remembered, or rests.
         instances: its last word, or what is remembered of it.
         heard: the number of that. watched: that of the last word that was waited for. told: who is on other nodes.
         away: set while it does not answer, and when it is lost.
@@ -111,6 +112,13 @@ class ManyNodes(Following):
         ]
         self._tell()
 
+    def rest(self, node: str) -> None:
+        """It is asked nothing until it joins again. Nothing runs there, and it is taken to be as it said last."""
+        member = self._members[node]
+        self._part_from(member)
+        member.agent = None
+        member.away.set()
+
     def lose(self, node: str) -> None:
         """It has gone, and all that ran there. What is under way with it ends."""
         member = self._members.pop(node, None)
@@ -126,7 +134,7 @@ class ManyNodes(Following):
     async def nodes(self) -> tuple[Node, ...]:
         """As they said last; of those that have just joined, what they say within a second."""
         await self._first_words(ASK_S)
-        return tuple(node for member, _ in self._joined() for node in member.nodes)
+        return tuple(node for member in self._in_order() for node in member.nodes)
 
     async def start(self, order: Order) -> None:
         node = order.spec.node

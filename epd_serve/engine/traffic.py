@@ -1,7 +1,7 @@
 """The traffic board: where the processes of one instance say that they need the network now, and for how long.
 
 EPD-Serve §3.3, precise scheduling: KV packets leave the link to what is more urgent. Fetches of features from the
-second tier announce themselves (`engine/ec/fetcher.py`); a KV link looks (`quiet_until`) before it sends a packet that
+second tier announce themselves (`engine/ec/listener.py`); a KV link looks (`quiet_until`) before it sends a packet that
 can wait. `collective` is for the collective phases of tensor parallelism; nothing announces it yet, because vLLM offers
 no hook around its collectives.
 

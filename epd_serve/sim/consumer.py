@@ -22,8 +22,8 @@ from epd_serve.sim.items import DTYPE, Item, belongs_to, feature_bytes, feature_
 from epd_serve.sim.publishing import Publisher, RateLimitedPublisher, store_report
 from epd_serve.sockets import Following
 from epd_serve.wiring import StageWiring
+from store.arena import Arena, Lease
 from store.errors import CorruptFeatureError, StoreError
-from store.interface import FeatureLease, FeatureStore
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Wait:
     failed: Callable[[str], None]
     until: dict[str, float] = field(default_factory=dict)  # by key that is looked for
     lost: dict[str, str] = field(default_factory=dict)  # key → cause
-    pins: dict[str, FeatureLease] = field(default_factory=dict)
+    pins: dict[str, Lease] = field(default_factory=dict)
     recomputes: bool = False
     over: bool = False
 
@@ -55,7 +55,7 @@ class Wait:
 class Consumer:
     """Runs between `start` and `close`. `counters` are as a real consumer's."""
 
-    def __init__(self, wiring: StageWiring, store: FeatureStore, publisher: Publisher, bytes_per_token: int) -> None:
+    def __init__(self, wiring: StageWiring, store: Arena, publisher: Publisher, bytes_per_token: int) -> None:
         self._wiring, self._store, self._publisher = wiring, store, publisher
         self._bytes_per_token = bytes_per_token
         self._waits: dict[Wait, None] = {}
@@ -130,7 +130,7 @@ class Consumer:
         elif self._looking is None:
             self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._look_at_deadlines)
 
-    def _lease(self, key: str) -> FeatureLease | None:
+    def _lease(self, key: str) -> Lease | None:
         try:
             lease = self._store.lease(key, verify=True)
             if lease is None and key in self._elsewhere:

@@ -17,8 +17,8 @@ from epd_serve import wire
 from epd_serve.sim.items import DTYPE, Item, feature_bytes, feature_shape
 from epd_serve.sim.publishing import Publisher, RateLimitedPublisher, store_report
 from epd_serve.wiring import StageWiring
+from store.arena import Arena
 from store.errors import StoreError, StoreFullError
-from store.interface import FeatureStore
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Encoder:
     def __init__(
         self,
         wiring: StageWiring,
-        store: FeatureStore | None,
+        store: Arena | None,
         publisher: Publisher,
         bytes_per_token: int,
         *,

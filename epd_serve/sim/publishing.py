@@ -15,7 +15,7 @@ from epd_serve import wire
 from epd_serve.sockets import SUBSCRIBES, Socket, bind, open_socket, readable
 from epd_serve.wire import StoreReport
 from epd_serve.wiring import StageWiring
-from store.interface import FeatureStore
+from store.arena import Arena
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class RateLimitedPublisher:
 
 def store_report(
     wiring: StageWiring,
-    store: FeatureStore | None,
+    store: Arena | None,
     *,
     seq: int,
     counters: dict[str, int],

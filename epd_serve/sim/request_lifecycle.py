@@ -32,7 +32,7 @@ from epd_serve.sim.sender import Sender
 from epd_serve.sim.sequence import Sequence
 from epd_serve.wire import ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG, WHOLE_TOPIC
 from epd_serve.wiring import StageWiring
-from store.interface import FeatureStore
+from store.arena import Arena
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class RequestLifecycle:
         self._load_publisher = Publisher(wiring.load_publish, wiring)
         self._load = RateLimitedPublisher(self._report_load, change_s=0.05, idle_s=0.5)
         self._publisher = Publisher(wiring.publish, wiring)
-        self._store: FeatureStore | None = _open_store(wiring)
+        self._store: Arena | None = _open_store(wiring)
         per_token = profile.feature_bytes_per_token
         self._encoder: Encoder | None = None
         if role is Role.E:
@@ -314,7 +314,7 @@ class RequestLifecycle:
                 self._load_publisher.send(report)
 
 
-def _open_store(wiring: StageWiring) -> FeatureStore | None:
+def _open_store(wiring: StageWiring) -> Arena | None:
     if not wiring.arena or not (wiring.role is Role.E or (wiring.role.takes_features and wiring.prefills)):
         return None
     from store.arena import Arena  # brings numpy, which a stage without features does without

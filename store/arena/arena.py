@@ -1,65 +1,184 @@
 """Tier 1 of the MM Store: one shared-memory file per host holds the features of all its processes.
 
 Owns the order of things: room is taken and given under the arena's lock, bytes are copied and checked outside it.
-A feature is readable only when its bytes and checksum are complete; a process that dies at any point leaves nothing
-readable that is not whole, and what it held is taken back when room is needed.
+A key names one content for ever, so nothing is ever overwritten. A feature is readable only when its bytes and checksum
+are complete; a process that dies at any point leaves nothing readable that is not whole, and what it held is taken back
+when room is needed.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from types import TracebackType
+from typing import Self
 
-from store.arena.file import make_file, map_file, open_file
-from store.arena.index import FeatureIndex
-from store.arena.layout import H_CORRUPT, H_HITS, H_MISSES, H_PUTS, S_OFFSET, SLOT_WORDS, WORD, Geometry, align_up
-from store.arena.lease import Lease
-from store.arena.lock import ArenaLock
-from store.arena.owners import OwnerTable
-from store.arena.reservation import Reservation
-from store.arena.slots import Name, Record
-from store.checksum import Buffer, Bytes, as_bytes, checksum, copy, copy_with_checksum
+import xxhash
+
+from store.arena.file import (
+    H_CAPACITY,
+    H_CORRUPT,
+    H_EVICTIONS,
+    H_HITS,
+    H_MISSES,
+    H_PUTS,
+    H_RECLAIMED,
+    ArenaLocks,
+    Geometry,
+    align_up,
+    make_file,
+    map_file,
+    open_anew,
+    open_file,
+)
+from store.arena.table import SlotTable
+from store.checksum import Buffer, Bytes, as_bytes, copy, copy_with_checksum, verify_payload
 from store.errors import CorruptFeatureError, StoreError
-from store.feature import FeatureEntry, FeatureMeta, StoreStats
-from store.interface import FeatureStore
+from store.feature import FeatureEntry, FeatureMeta, StoreStats, checked_key
 
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 5.0
+OVERDUE_S = 0.02
+
+
+class Lease:
+    """One pin on one feature: while it lasts, in this process or its death, the feature is neither evicted nor
+    overwritten. Whoever got it releases it, or leaves the `with`.
+
+    Attributes:
+        meta: the feature.
+        slot, offset: where it lies, for `Arena.copy_pinned` in *another* process that has attached the same arena.
+        nbytes: its size.
+    """
+
+    __slots__ = ("_arena", "_ended", "_incarnation", "_released", "meta", "nbytes", "offset", "slot")
+
+    def __init__(self, arena: Arena, slot: int, offset: int, meta: FeatureMeta) -> None:
+        """For `Arena` only."""
+        self._arena = arena
+        self._incarnation = arena._incarnation
+        self._released = self._ended = False
+        self.slot = slot
+        self.meta = meta
+        self.offset = offset
+        self.nbytes = meta.nbytes
+
+    def view(self) -> memoryview:
+        """The bytes, read-only and uncopied. Neither it nor what is made from it may be read after `release`.
+
+        Raises:
+            StoreError: the lease has ended.
+        """
+        if self._released:
+            raise StoreError(f"lease on {self.meta.key}: already released")
+        return self._arena.view(self.offset, self.nbytes)
+
+    def release(self) -> None:
+        """Ends the pin. Any number of calls, from any thread; never waits, and never fails: where the arena's lock is
+        not to be had at once, the pin ends a moment later. Does nothing in a forked child."""
+        if not self._released:
+            self._released = True
+            self._arena._soon(partial(self._arena._end, self))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Reservation:
+    """Room that something fills: a copy, or a fetch from another host. Ends with `commit` or `abandon`; a process that
+    dies before leaves nothing readable, and the room is taken back.
+
+    Attributes:
+        key: the feature it is for.
+        data: the bytes to fill, writable; they stay mapped while this is referenced.
+        nbytes: their number.
+        address: where they lie in this process.
+    """
+
+    __slots__ = ("_arena", "_detached", "_ended", "_incarnation", "_offset", "_slot", "data", "key")
+
+    def __init__(self, arena: Arena, slot: int, offset: int, key: str, data: Bytes) -> None:
+        """For `Arena` only."""
+        self._arena = arena
+        self._incarnation = arena._incarnation
+        self._slot = slot
+        self._offset = offset
+        self._ended = self._detached = False
+        self.key = key
+        self.data = data
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def address(self) -> int:
+        return self.data.ctypes.data
+
+    def commit(self, meta: FeatureMeta) -> Lease:
+        """The bytes are complete: readable by all from now on, and leased by the caller.
+
+        Raises:
+            StoreError: `meta` is of another key or size, or the reservation has ended.
+        """
+        lease = self._arena._commit(self, meta, leased=True)
+        assert lease is not None, "asked for"
+        return lease
+
+    def abandon(self) -> None:
+        """Gives the room back, as `Lease.release` does. Only when nothing writes to it any more. Any number of calls;
+        none after `commit`."""
+        self._arena._soon(partial(self._arena._free, self))
+
+    def detach(self) -> None:
+        """Lets others store the key elsewhere, while a write that cannot be stopped may still land here.
+
+        The room stays taken until `abandon`, and can no longer be committed.
+        """
+        self._arena._detach(self)
 
 
 class Arena:
-    """A `store.interface.FeatureStore`. Thread-safe; survives fork (the child holds no leases) and spawn (attach)."""
+    """Features by key, for all processes of a host. Thread-safe; survives fork (the child holds no leases) and spawn
+    (attach)."""
 
-    def __init__(self, path: Path, *, prefault: bool, checksums: bool, lock_timeout_s: float) -> None:
+    def __init__(self, path: Path, *, prefault: bool, lock_timeout_s: float, spare_s: float) -> None:
         """For `create` and `attach`."""
         self.path = path
         fd, geometry = open_file(path)
         try:
-            file = memoryview(map_file(fd, geometry, prefault=prefault))
-            words_end = geometry.words * WORD
-            self._words = file[:words_end].cast("Q")
-            leases = file[words_end : words_end + geometry.leases_bytes].cast("I")
-            self._index = FeatureIndex(file, self._words, leases, geometry, OwnerTable(self._words, geometry, fd))
-            self._lock = ArenaLock(fd, self._words, self._index.rebuild, lock_timeout_s)
+            file = map_file(fd, geometry, prefault=prefault)
+            own = open_anew(fd)
         finally:
             os.close(fd)
-        self._table = geometry.slots_word
+        self._table = SlotTable(file, geometry, self._is_alive, spare_s=spare_s)
+        try:
+            self._lock = ArenaLocks(own, self._table.header)
+        except BaseException:
+            os.close(own)
+            raise
+        self._owners = geometry.owners
+        self._lock_timeout_s = lock_timeout_s
         self._features = file[geometry.data_byte :]
-        self._checksums = checksums
         self._begin_incarnation()
         _open_arenas.add(self)
 
     def _begin_incarnation(self) -> None:
         self._incarnation: object = object()  # leases of another incarnation (before a fork, before close) are over
-        self._owner: int | None = None  # our owner row, taken with the first put or lease
-        self._writing = 0  # puts that have room and are not readable yet
-        self._orphans: list[int] = []  # slots of failed puts and reservations that could not be given back yet
-        self._unhanded: list[tuple[Lease, bool]] = []  # pins that no caller got and that could not end yet; if corrupt
+        self._writing = 0  # rooms that are neither readable nor given back yet
+        self._overdue: list[Callable[[], object]] = []  # what could not be done for want of the lock
 
     @classmethod
     def create(
@@ -71,7 +190,6 @@ class Arena:
         owners: int = 128,
         alignment: int = 4096,
         prefault: bool = True,
-        checksums: bool = True,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> Self:
         """Makes the arena's file and attaches to it. Who creates it unlinks it.
@@ -83,16 +201,14 @@ class Arena:
             owners: most processes at one time.
             alignment: every feature starts at a multiple of it, in bytes; a power of two.
             prefault: fill this process's page tables now.
-            checksums: whether puts of this process store a checksum.
             lock_timeout_s: longest wait for the index.
 
         Raises:
             StoreError: the file exists, or the memory is not there.
         """
-        geometry = Geometry(align_up(capacity_bytes, alignment), slots, owners, alignment)
-        make_file(Path(path), geometry)
+        make_file(Path(path), Geometry(align_up(capacity_bytes, alignment), slots, owners, alignment))
         try:
-            return cls(Path(path), prefault=prefault, checksums=checksums, lock_timeout_s=lock_timeout_s)
+            return cls.attach(path, prefault=prefault, lock_timeout_s=lock_timeout_s)
         except BaseException:
             cls.unlink(path)
             raise
@@ -103,15 +219,19 @@ class Arena:
         path: str | os.PathLike[str],
         *,
         prefault: bool = True,
-        checksums: bool = True,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
+        spare_s: float = 0.0,
     ) -> Self:
-        """Opens an arena that somebody created. Arguments as in `create`.
+        """Opens an arena that somebody created.
+
+        Args:
+            prefault, lock_timeout_s: as in `create`.
+            spare_s: what was stored or used in the last so many seconds is not evicted by this process.
 
         Raises:
             StoreError: there is no such arena.
         """
-        return cls(Path(path), prefault=prefault, checksums=checksums, lock_timeout_s=lock_timeout_s)
+        return cls(Path(path), prefault=prefault, lock_timeout_s=lock_timeout_s, spare_s=spare_s)
 
     @staticmethod
     def unlink(path: str | os.PathLike[str]) -> None:
@@ -119,30 +239,23 @@ class Arena:
         Path(path).unlink(missing_ok=True)
 
     def put(self, key: str, data: Buffer, *, shape: Sequence[int], dtype: str) -> bool:
-        """Stores a copy of `data` (contiguous, any element type). See `FeatureStore.put`."""
+        """Stores a copy of `data` (contiguous, any element type). True: stored and readable by all. False: it is there,
+        or somebody is writing it.
+
+        Raises:
+            StoreFullError: no room without evicting leased features.
+            StoreError: empty data, a key or shape beyond the limits, or the arena does not answer.
+        """
         source = as_bytes(data, "data")
-        record = Record.of(Name.of(key), shape, dtype, source.nbytes)
-        with self._lock:
-            self._give_back_overdue()
-            slot = self._index.reserve(record, self._row())
-            if not slot:
-                return False
-            self._writing += 1
-            offset = self._words[self._table + slot * SLOT_WORDS + S_OFFSET]
-            target = self.memory()[offset : offset + record.nbytes]
+        FeatureMeta(key, tuple(shape), dtype, source.nbytes)
+        room = self.reserve(key, source.nbytes)
+        if room is None:
+            return False
         try:
-            digest = None
-            if self._checksums:
-                digest = copy_with_checksum(target, source)
-            else:
-                copy(target, source)
-            with self._lock:
-                self._index.commit(slot, digest)
-                self._writing -= 1
-                self._words[H_PUTS] += 1
+            digest = copy_with_checksum(room.data, source)
+            self._commit(room, FeatureMeta(key, tuple(shape), dtype, source.nbytes, digest), leased=False)
         except BaseException:
-            self._orphans.append(slot)
-            self._writing -= 1
+            room.abandon()
             raise
         return True
 
@@ -155,50 +268,82 @@ class Arena:
             StoreFullError: no room without evicting leased features.
             StoreError: no bytes, a key beyond the limits, or the arena does not answer.
         """
-        record = Record.of(Name.of(key), (), "", nbytes)
-        with self._lock:
-            self._give_back_overdue()
-            slot = self._index.reserve(record, self._row())
-            if not slot:
+        name = _digest(FeatureMeta(key, (), "", nbytes).key)
+        with self._index() as table:
+            slot = table.reserve(name, nbytes, self._row())
+            if slot is None:
                 return None
             self._writing += 1
-            offset = self._words[self._table + slot * SLOT_WORDS + S_OFFSET]
-            return Reservation(self, self._incarnation, slot, offset, key, self.memory()[offset : offset + nbytes])
+            offset = table.offset[slot]
+            return Reservation(self, slot, offset, key, self.memory()[offset : offset + nbytes])
 
     def contains(self, key: str) -> bool:
-        """See `FeatureStore.contains`."""
-        name = Name.of(key)
-        with self._lock:
-            return self._index.find_ready(name) != 0
+        """Is the feature readable now? A hint: only a lease keeps it."""
+        name = _digest(key)
+        with self._index() as table:
+            return table.find_ready(name) is not None
 
     def lease(self, key: str, *, verify: bool = True) -> Lease | None:
-        """Pins a feature. See `FeatureStore.lease`."""
-        name = Name.of(key)
-        with self._lock:
-            self._give_back_overdue()
-            slot = self._index.find_ready(name)
-            if not slot:
-                self._words[H_MISSES] += 1
+        """Pins the feature and checks its checksum; None when it is missing.
+
+        Raises:
+            CorruptFeatureError: the checksum does not match; the feature is dropped.
+            StoreError: the arena does not answer.
+        """
+        name = _digest(key)
+        with self._index() as table:
+            slot = table.find_ready(name)
+            table.header[H_MISSES if slot is None else H_HITS] += 1
+            if slot is None:
                 return None
-            self._words[H_HITS] += 1
-            self._index.pin(slot, self._row())
-            meta = self._index.slots.meta(slot, key)
-            offset = self._words[self._table + slot * SLOT_WORDS + S_OFFSET]
-            lease = Lease(self, self._incarnation, slot, offset, meta)
-            stored = self.memory()[offset : offset + meta.nbytes]
-        if verify and meta.checksum is not None:
+            table.pin(slot, self._row())
+            lease = Lease(self, slot, table.offset[slot], table.meta(slot, key))
+            stored = self.memory()[lease.offset : lease.offset + lease.nbytes]
+        if verify:
             try:
-                actual = checksum(stored)
-            except BaseException:
-                self._take_back(lease, corrupt=False)
+                verify_payload(lease.meta, stored)
+            except BaseException as error:
+                self._soon(partial(self._end, lease, corrupt=isinstance(error, CorruptFeatureError)))
                 raise
-            if actual != meta.checksum:
-                self._take_back(lease, corrupt=True)
-                raise CorruptFeatureError(f"{key}: checksum {actual:016x}, stored with {meta.checksum:016x}")
         return lease
 
+    def lease_all(self, keys: Collection[str], *, timeout_s: float | None = None) -> list[Lease] | None:
+        """Pins all of these features, or none where one of them is missing. Their checksums are not looked at.
+        `timeout_s`: longest wait for the index, if not the arena's.
+
+        Raises:
+            StoreError: the arena does not answer.
+        """
+        names = [(key, _digest(key)) for key in keys]
+        with self._index(timeout_s) as table:
+            slots = [(key, slot) for key, name in names if (slot := table.find_ready(name)) is not None]
+            if len(slots) < len(names):
+                table.header[H_MISSES] += 1
+                return None
+            table.header[H_HITS] += len(slots)
+            for _, slot in slots:
+                table.pin(slot, self._row())
+            return [Lease(self, slot, table.offset[slot], table.meta(slot, key)) for key, slot in slots]
+
+    def touch(self, keys: Iterable[str]) -> None:
+        """Counts as a use of those of these features that are there: they are evicted last.
+
+        Raises:
+            StoreError: the arena does not answer.
+        """
+        names = [_digest(key) for key in keys]
+        with self._index() as table:
+            for name in names:
+                if (slot := table.find_ready(name)) is not None:
+                    table.touch(slot)
+
     def get_into(self, key: str, dest: Buffer, *, verify: bool = True) -> FeatureMeta | None:
-        """Copies a feature out. See `FeatureStore.get_into`."""
+        """Copies the feature to the start of `dest`; None when it is missing. `dest` is untouched unless it succeeds.
+
+        Raises:
+            CorruptFeatureError: the checksum does not match; the feature is dropped.
+            StoreError: `dest` is too small or read-only, or the arena does not answer.
+        """
         target = as_bytes(dest, "dest")
         if not target.flags.writeable:
             raise StoreError("dest is read-only")
@@ -232,12 +377,12 @@ class Arena:
         Raises:
             StoreError: no such place, nobody leases the feature there (any more), or the arena is closed.
         """
-        target, digest = as_bytes(dest, "dest"), Name.of(key).digest
+        target, name = as_bytes(dest, "dest"), _digest(key)
         stored = as_bytes(self.view(offset, target.nbytes), key)
-        leased_before = self._index.is_pinned(slot, digest, offset, target.nbytes)
+        leased_before = self._table.is_leased_at(slot, name, offset, target.nbytes)
         if leased_before:
             copy(target, stored)
-        if not (leased_before and self._index.is_pinned(slot, digest, offset, target.nbytes)):
+        if not (leased_before and self._table.is_leased_at(slot, name, offset, target.nbytes)):
             raise StoreError(f"{key}: nobody leases it at {offset} (any more)")
 
     def memory(self) -> Bytes:
@@ -248,21 +393,31 @@ class Arena:
         return as_bytes(self._features, "the arena")
 
     def remove(self, key: str) -> bool:
-        """Makes a feature missing. See `FeatureStore.remove`."""
-        name = Name.of(key)
-        with self._lock:
-            slot = self._index.find_ready(name)
-            return slot != 0 and self._index.drop(slot)
+        """Makes the feature missing; its space returns with the last lease. False when it was not readable."""
+        name = _digest(key)
+        with self._index() as table:
+            slot = table.find_ready(name)
+            return slot is not None and table.drop(slot)
 
     def stats(self) -> StoreStats:
         """Counters of all processes together."""
-        with self._lock:
-            return self._index.stats()
+        with self._index() as table:
+            header = table.header
+            return StoreStats(
+                capacity_bytes=header[H_CAPACITY],
+                **table.totals(),
+                puts=header[H_PUTS],
+                hits=header[H_HITS],
+                misses=header[H_MISSES],
+                evictions=header[H_EVICTIONS],
+                corrupt=header[H_CORRUPT],
+                reclaimed=header[H_RECLAIMED],
+            )
 
     def entries(self) -> list[FeatureEntry]:
         """Every readable feature, the least recently used first."""
-        with self._lock:
-            return self._index.entries()
+        with self._index() as table:
+            return [FeatureEntry(table.meta(slot), leases, age_s) for slot, leases, age_s in table.by_use()]
 
     def close(self) -> None:
         """Ends all leases of this process and unmaps, as soon as no view is left. Any number of calls.
@@ -272,115 +427,102 @@ class Arena:
         if self not in _open_arenas:
             return
         try:
-            with self._lock:
-                self._leave()
+            with self._index() as table:
+                if self._lock.row is not None:
+                    table.leave(self._lock.row)
+                self._lock.close(keep_row=self._writing > 0)  # another thread still writes there
+                self._begin_incarnation()
+                self._features = memoryview(b"")
+                del self._table
+                _open_arenas.discard(self)
         except StoreError as error:  # raised, it would keep whoever shuts down from closing the rest
             logger.warning("%s stays open until this process ends: %s", self.path, error)
 
-    def _leave(self) -> None:
-        """Locked."""
-        if self._owner is not None:
-            self._give_back_overdue()
-            self._index.leave(self._owner)
-            if not self._writing:  # else another thread still writes there: ours until this process ends
-                self._index.owners.give_back(self._owner)
-        self._index.owners.close()
-        self._lock.close()
-        self._begin_incarnation()
-        self._features = memoryview(b"")
-        del self._index, self._words
-        _open_arenas.discard(self)
-
-    def _give_back_overdue(self) -> None:
-        """Locked."""
-        while self._orphans:
-            self._index.discard(self._orphans.pop())
-        while self._unhanded:
-            self._end(*self._unhanded.pop())
+    def _is_alive(self, row: int) -> bool:
+        return self._lock.is_alive(row)
 
     def _row(self) -> int:
-        """Our owner row. Locked."""
-        if self._owner is None:
-            owners = self._index.owners
-            self._owner = owners.claim()
-            if self._owner is None:
-                self._index.reap()
-                self._owner = owners.claim()
-            if self._owner is None:
+        """Our owner row, taken with the first room or lease. Locked."""
+        if self._lock.row is None:
+            row = self._lock.claim_row(self._owners)
+            if row is None:
                 raise StoreError(f"arena {self.path}: too many processes")
-        return self._owner
+            self._table.take_over(row)
+            return row
+        return self._lock.row
 
-    def _release(self, lease: Lease) -> None:
-        if lease._incarnation is not self._incarnation:  # closed, or a fork since: the pin is not ours any more
-            lease._released = True
-            return
-        with self._lock:
-            if not lease._released and lease._incarnation is self._incarnation:
-                self._index.unpin(lease.slot, self._row())
-            lease._released = True
-
-    def _commit(self, reservation: Reservation, meta: FeatureMeta) -> Lease:
-        if meta.key != reservation.key or meta.nbytes != reservation.nbytes:
-            raise StoreError(
-                f"room for {reservation.nbytes} bytes of {reservation.key}, not for {meta.nbytes} of {meta.key}"
-            )
-        record = Record.of(Name.of(meta.key), meta.shape, meta.dtype, meta.nbytes)
-        with self._lock:
-            if reservation._incarnation is not self._incarnation or reservation._ended or reservation._detached:
-                raise StoreError(f"room for {reservation.key}: its reservation has ended")
-            self._index.slots.describe(reservation._slot, record)
-            self._index.commit(reservation._slot, meta.checksum)
-            self._writing -= 1
-            self._words[H_PUTS] += 1
-            reservation._ended = True
-            self._index.pin(reservation._slot, self._row())
-            return Lease(self, self._incarnation, reservation._slot, reservation.offset, meta)
-
-    def _abandon(self, reservation: Reservation) -> None:
-        # Closed, or a fork since: reclaimed when the process that made it is gone.
-        if reservation._incarnation is not self._incarnation:
-            return
-        if reservation._ended:
-            return
-        try:
-            with self._lock:
-                if not reservation._ended and reservation._incarnation is self._incarnation:
-                    reservation._ended = True
-                    self._writing -= 1
-                    self._index.discard(reservation._slot)
-        except StoreError:  # the lock was not to be had: whoever abandons does so once
-            if not reservation._ended and reservation._incarnation is self._incarnation:
-                reservation._ended = True
-                self._writing -= 1
-                self._orphans.append(reservation._slot)
-            raise
-
-    def _detach(self, reservation: Reservation) -> None:
-        with self._lock:
-            if not reservation._ended and not reservation._detached and reservation._incarnation is self._incarnation:
-                self._index.slots.disown(reservation._slot)
-                reservation._detached = True
-
-    def _take_back(self, lease: Lease, *, corrupt: bool) -> None:
-        """Ends a pin that its caller will not get; where the lock is not had in time, the next put or lease does."""
-        try:
-            with self._lock:
-                self._end(lease, corrupt)
-        except StoreError:
-            self._unhanded.append((lease, corrupt))
-
-    def _end(self, lease: Lease, corrupt: bool) -> None:
+    def _end(self, lease: Lease, *, corrupt: bool = False) -> None:
         """Locked."""
-        if lease._incarnation is not self._incarnation:
+        if lease._ended or lease._incarnation is not self._incarnation:  # closed, or a fork since: it is over
             return
-        if corrupt and self._index.drop(lease.slot):
-            self._words[H_CORRUPT] += 1
-        self._index.unpin(lease.slot, self._row())
-        lease._released = True
+        lease._released = lease._ended = True
+        if corrupt and self._table.drop(lease.slot):
+            self._table.header[H_CORRUPT] += 1
+        self._table.unpin(lease.slot, self._row())
+
+    def _commit(self, room: Reservation, meta: FeatureMeta, *, leased: bool) -> Lease | None:
+        if meta.key != room.key or meta.nbytes != room.nbytes:
+            raise StoreError(f"room for {room.nbytes} bytes of {room.key}, not for {meta.nbytes} of {meta.key}")
+        with self._index() as table:
+            if room._incarnation is not self._incarnation or room._ended or room._detached:
+                raise StoreError(f"room for {room.key}: its reservation has ended")
+            if leased:
+                table.pin(room._slot, self._row())
+            table.commit(room._slot, meta)
+            table.header[H_PUTS] += 1
+            room._ended = True
+            self._writing -= 1
+            return Lease(self, room._slot, room._offset, meta) if leased else None
+
+    def _free(self, room: Reservation) -> None:
+        """Locked."""
+        if room._incarnation is self._incarnation and not room._ended:
+            room._ended = True
+            self._writing -= 1
+            self._table.free(room._slot)
+
+    def _detach(self, room: Reservation) -> None:
+        with self._index() as table:
+            if not room._ended and not room._detached and room._incarnation is self._incarnation:
+                table.disown(room._slot)
+                room._detached = True
+
+    def _soon(self, change: Callable[[], object]) -> None:
+        """Make a change now, or, where the lock is not to be had at once, a moment later."""
+        self._overdue.append(change)
+        try:
+            with self._index(timeout_s=0.0):
+                pass  # which makes it
+        except StoreError:
+            later = threading.Timer(OVERDUE_S, self._settle)
+            later.daemon = True
+            later.start()
+
+    def _settle(self) -> None:
+        while self._overdue and self in _open_arenas:
+            with suppress(StoreError), self._index():
+                break
+
+    @contextmanager
+    def _index(self, timeout_s: float | None = None) -> Iterator[SlotTable]:
+        """The table, locked. Raises StoreError where the lock is not had in time, or the arena is closed."""
+        self._lock.acquire(self._lock_timeout_s if timeout_s is None else timeout_s)
+        try:
+            self._do_overdue()
+            yield self._table
+        finally:
+            self._lock.release()
+
+    def _do_overdue(self) -> None:
+        """Locked."""
+        while self._overdue:
+            self._overdue.pop()()
 
 
-if TYPE_CHECKING:
-    _is_a_tier: type[FeatureStore] = Arena
+def _digest(key: str) -> bytes:
+    """A key as the table compares it."""
+    return xxhash.xxh3_128_digest(checked_key(key))
+
 
 _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
@@ -388,7 +530,6 @@ _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 def _after_fork_in_child() -> None:
     for arena in list(_open_arenas):
         arena._lock.reopen_after_fork()
-        arena._index.owners.reopen_after_fork()
         arena._begin_incarnation()
 
 

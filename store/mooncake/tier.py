@@ -1,53 +1,67 @@
 """Tier 2 of the MM Store: a Mooncake Store, which joins hosts.
 
-Owns what a transfer may touch for how long, and what answers mean. When the connection is given up and regained:
-`store.mooncake.connection`; what a value is: `store.mooncake.values`.
+Owns what a transfer may touch for how long, what answers mean, and this process's connection: begun in the background,
+given up when calls hang (`store.mooncake.breaker`), regained by itself. What a value is: `store.mooncake.values`; what
+Mooncake is told: `store.mooncake.client`.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self, TypeVar
+import threading
+import time
+from collections.abc import Callable
+from typing import Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from store.checksum import Buffer, Bytes, as_bytes, copy, copy_with_checksum
-from store.codec import TRAILER_BYTES, encode_trailer, verify_payload
+from store.checksum import Bytes
 from store.errors import CorruptFeatureError, StoreError, StoreUnavailableError
-from store.feature import FeatureMeta, StoreStats
-from store.interface import FeatureStore
+from store.feature import RECORD_BYTES, FeatureMeta, checked_key
 from store.mooncake.breaker import Guard, State
-from store.mooncake.client import MooncakeClient, MooncakeConfig
-from store.mooncake.codes import Outcome
-from store.mooncake.connection import Call, Connection
-from store.mooncake.values import PrivateLease, Scratch, load_value, store_value
+from store.mooncake.client import MooncakeClient, MooncakeConfig, Outcome, load_mooncake
+from store.mooncake.values import Scratch, load_value, store_value
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-MAX_KEY = 192  # as long as the arena takes
+Call: TypeAlias = Callable[[MooncakeClient, str], T]
+"""What asks a Mooncake Store something about the value of this name."""
 
 
 class MooncakeStore:
-    """A `store.interface.FeatureStore`, and the transfers in place that `store.feature_pool` is made of. Thread-safe.
+    """The transfers in place that `store.feature_pool` is made of. Thread-safe.
 
-    `put`, `get_into` and `lease` go through memory of their own. `put_from` and `fetch_into` copy nothing: their memory
-    is registered (`register`), and must not be reused before they end, which may be long after they have raised:
-    `on_failure` says when.
+    They copy nothing: their memory is registered (`register`), and must not be reused before they end, which may be
+    long after they have raised: `on_failure` says when. Until it is connected every call raises StoreUnavailableError.
+
+    Attributes:
+        guard: its breaker. client: None until it has connected for the first time, and after `close`.
     """
 
     def __init__(self, config: MooncakeConfig) -> None:
-        """Begins to connect, in the background; until that succeeds every call raises StoreUnavailableError.
+        """Begins to connect, in the background.
 
         Raises:
             StoreError: Mooncake is not installed.
         """
+        load_mooncake(config.host)
         self.config = config
+        self.client: MooncakeClient | None = None
+        self._lock = threading.Lock()
         self._scratch = Scratch(config.threads)
-        self._counts = dict.fromkeys(("puts", "hits", "misses", "corrupt"), 0)
-        self.connection = Connection(config, [self._scratch.memory])
+        self._probing: Bytes = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=np.uint8)
+        self._registered = [(place.ctypes.data, place.nbytes) for place in (self._scratch.memory, self._probing)]
+        self._suspect = ""  # read by the probe: the value whose transfer was given up last
+        self.guard = Guard(
+            f"Mooncake at {config.master}",
+            self._probe,
+            timeout_s=config.timeout_s,
+            threads=config.threads,
+            failures_to_open=config.failures_to_open,
+            probe_after_s=config.probe_after_s,
+            is_open=True,
+        )
 
     @classmethod
     def connect(cls, config: MooncakeConfig, *, wait_s: float = 10.0) -> Self:
@@ -64,20 +78,19 @@ class MooncakeStore:
         return store
 
     @property
-    def guard(self) -> Guard:
-        return self.connection.guard
-
-    @property
     def state(self) -> State:
         return self.guard.state
 
     def deadline_s(self, nbytes: int) -> float:
         """How long a transfer of that size may take."""
-        return self.connection.deadline_s(nbytes)
+        return self.config.timeout_s + nbytes / self.config.bytes_per_s
 
     def register(self, address: int, nbytes: int) -> None:
         """Makes memory usable in `put_from` and `fetch_into`. It stays mapped until `close` has returned."""
-        self.connection.register(address, nbytes)
+        with self._lock:
+            if self.client is not None:
+                self.client.register(address, nbytes)
+            self._registered.append((address, nbytes))
 
     def put_from(self, meta: FeatureMeta, address: int, *, on_failure: Callable[[], None]) -> None:
         """Stores the `meta.nbytes` at `address`, which stay unchanged until this returns or `on_failure` is called.
@@ -88,7 +101,16 @@ class MooncakeStore:
             StoreUnavailableError: no answer in time, or another writer of this key has not finished.
             StoreFullError: no room.
         """
-        self._finished(meta.key, self._call(self._storing(meta, address), meta.key, meta.nbytes, on_failure))
+        patience_s = self.config.timeout_s / 2
+
+        def store(client: MooncakeClient, name: str) -> Outcome:
+            return store_value(client, name, meta, address, self._scratch, patience_s)
+
+        stored = self._call(store, meta.key, meta.nbytes, on_failure)
+        if stored is Outcome.UNFINISHED:
+            raise StoreUnavailableError(f"{meta.key}: another writer has not finished it")
+        if stored is Outcome.LOST:
+            raise StoreUnavailableError(f"{meta.key}: put into the second tier, but cannot be read there yet")
 
     def size(self, key: str) -> int | None:
         """Bytes of the feature, or None when it is missing.
@@ -98,151 +120,104 @@ class MooncakeStore:
             StoreUnavailableError: no answer in time.
         """
         stored = self._call(MooncakeClient.size, key)
-        if stored is None:
-            self._counts["misses"] += 1
-            return None
-        if stored <= TRAILER_BYTES:
+        if stored is not None and stored <= RECORD_BYTES:
             self.drop_corrupt(key)
             raise CorruptFeatureError(f"{key}: a value of {stored} bytes")
-        return stored - TRAILER_BYTES
+        return None if stored is None else stored - RECORD_BYTES
 
     def fetch_into(self, key: str, address: int, nbytes: int, *, on_failure: Callable[[], None]) -> FeatureMeta | None:
         """Reads a feature of `nbytes` (`size`) into `address`; None when it is missing, or its bytes are lost.
 
-        The payload is *not* checked against `FeatureMeta.checksum` yet: `store.codec.verify_payload`, and
+        The payload is *not* checked against `FeatureMeta.checksum` yet: `store.checksum.verify_payload`, and
         `drop_corrupt` if that fails. Until this returns or `on_failure` is called, anything may be written there.
 
         Raises:
-            CorruptFeatureError: its trailer is not right; the value is dropped.
+            CorruptFeatureError: its record is not right; the value is dropped.
             StoreUnavailableError: no answer in time.
         """
+
+        def load(client: MooncakeClient, name: str) -> FeatureMeta | None:
+            return load_value(client, name, key, address, nbytes, self._scratch)
+
         try:
-            meta = self._call(self._loading(key, address, nbytes), key, nbytes, on_failure)
+            return self._call(load, key, nbytes, on_failure)
         except CorruptFeatureError:
             self.drop_corrupt(key)
             raise
-        self._counts["misses" if meta is None else "hits"] += 1
-        return meta
-
-    def put(self, key: str, data: Buffer, *, shape: Sequence[int], dtype: str) -> bool:
-        """See `FeatureStore.put`. Two that put the same key at the same time may both be told True."""
-        source = as_bytes(data, "data")
-        if source.nbytes < 1:
-            raise StoreError("a feature has at least one byte")
-        if self.contains(key):
-            return False
-        staging = np.frombuffer(mmap.mmap(-1, source.nbytes), dtype=np.uint8)
-        digest = copy_with_checksum(staging, source)
-        meta = FeatureMeta(key, tuple(shape), dtype, source.nbytes, digest)
-        encode_trailer(meta)  # refuses what does not fit before anything is sent
-        store = _registered(staging, self._storing(meta, staging.ctypes.data))
-        self._finished(key, self._call(store, key, source.nbytes))
-        return True
 
     def contains(self, key: str) -> bool:
-        """See `FeatureStore.contains`. True also for a value whose owner has just died."""
+        """Whether there is such a value. True also for one whose owner has just died."""
         return self._call(MooncakeClient.exists, key)
 
-    def lease(self, key: str, *, verify: bool = True) -> PrivateLease | None:
-        """See `FeatureStore.lease`: a private copy, so it holds nothing in the store."""
-        nbytes = self.size(key)
-        if nbytes is None:
-            return None
-        staging = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
-        load = _registered(staging, self._loading(key, staging.ctypes.data, nbytes))
-        try:
-            meta = self._call(load, key, nbytes)
-            if meta is not None and verify:
-                verify_payload(meta, staging)
-        except CorruptFeatureError:
-            self.drop_corrupt(key)
-            raise
-        self._counts["misses" if meta is None else "hits"] += 1
-        return None if meta is None else PrivateLease(meta, staging)
-
-    def get_into(self, key: str, dest: Buffer, *, verify: bool = True) -> FeatureMeta | None:
-        """See `FeatureStore.get_into`."""
-        target = as_bytes(dest, "dest")
-        if not target.flags.writeable:
-            raise StoreError("dest is read-only")
-        lease = self.lease(key, verify=verify)
-        if lease is None:
-            return None
-        if target.nbytes < lease.meta.nbytes:
-            raise StoreError(f"dest of {target.nbytes} bytes for a feature of {lease.meta.nbytes}")
-        copy(target[: lease.meta.nbytes], as_bytes(lease.view(), "stored"))
-        return lease.meta
-
     def remove(self, key: str) -> bool:
-        """See `FeatureStore.remove`. At once, also under a reader: it will find the bytes corrupt."""
+        """Whether it was there. At once, also under a reader: it will find the bytes corrupt."""
         return self._call(MooncakeClient.remove, key) is Outcome.DONE
 
     def drop_corrupt(self, key: str) -> None:
-        """Counts and removes a value whose bytes are wrong; without raising, as its finder already does."""
-        self._counts["corrupt"] += 1
+        """Removes a value whose bytes are wrong; without raising, as its finder already does."""
         try:
             self.remove(key)
         except StoreError as error:
             log.warning("%s is corrupt and could not be removed: %s", key, error)
 
-    def stats(self) -> StoreStats:
-        """Of this process alone; what the whole store holds, its master's `/metrics` say."""
-        return StoreStats(
-            capacity_bytes=self.config.segment_bytes,
-            used_bytes=0,
-            features=0,
-            leased=0,
-            **self._counts,
-            evictions=0,
-            reclaimed=0,
-        )
-
     def close(self) -> None:
         """Waits for calls in progress, but not for stuck ones: then the connection ends with the process."""
-        self.connection.close()
+        if not self.guard.close(self.config.timeout_s):
+            log.warning("%s: left with calls in progress", self.guard.name)
+            return
+        with self._lock:
+            client, self.client = self.client, None
+        if client is not None:
+            client.close()
 
     def _call(self, fn: Call[T], key: str, nbytes: int = 0, on_failure: Callable[[], None] = lambda: None) -> T:
-        return self.connection.call(fn, self._name(key), nbytes, on_failure)
-
-    def _storing(self, meta: FeatureMeta, address: int) -> Call[Outcome]:
-        def store(client: MooncakeClient, name: str) -> Outcome:
-            stored = store_value(client, name, meta, address, self._scratch, self.config.timeout_s / 2)
-            self._counts["puts"] += stored is Outcome.DONE
-            return stored
-
-        return store
-
-    def _loading(self, key: str, address: int, nbytes: int) -> Call[FeatureMeta | None]:
-        return lambda client, name: load_value(client, name, key, address, nbytes, self._scratch)
-
-    def _finished(self, key: str, stored: Outcome) -> None:
-        if stored is Outcome.UNFINISHED:
-            raise StoreUnavailableError(f"{key}: another writer has not finished it")
-        if stored is Outcome.LOST:
-            raise StoreUnavailableError(f"{key}: put into the second tier, but cannot be read there yet")
+        """`fn` with the client and the key's name, on a thread of the guard, whose deadline follows from the bytes that
+        it moves; 0 for a question to the master."""
+        name, late_calls = self._name(key), self.guard.late_calls
+        try:
+            # The master alone answers calls that move no bytes: they say nothing of the owners.
+            return self.guard.call(
+                lambda: fn(self._connected(), name),
+                timeout_s=self.deadline_s(nbytes),
+                on_failure=on_failure,
+                proof=nbytes > 0,
+            )
+        except StoreUnavailableError:
+            if nbytes and self.guard.late_calls != late_calls:
+                self._suspect = name
+            raise
 
     def _name(self, key: str) -> str:
-        try:
-            key.encode()
-        except UnicodeEncodeError as error:
-            raise StoreError(f"key {key!r}: {error.reason}") from error
-        if not 0 < len(key) <= MAX_KEY:
-            raise StoreError(f"key of {len(key)} characters; 1 to {MAX_KEY} fit")
+        checked_key(key)
         return self.config.namespace + key
 
+    def _connected(self) -> MooncakeClient:
+        client = self.client
+        if client is None:
+            raise StoreUnavailableError(f"{self.guard.name}: not connected")
+        return client
 
-def _registered(memory: Bytes, transfer: Call[T]) -> Call[T]:
-    """The transfer, with its memory registered meanwhile."""
+    def _probe(self) -> None:
+        """Runs while the breaker is open: connects if need be, then asks for what was not answered last."""
+        client = self.client
+        if client is None:
+            client = self._connect()
+        client.exists(self.config.namespace + "probe")
+        if self._suspect:
+            started = time.monotonic()
+            client.get_range(self._suspect, 0, (self._probing.ctypes.data, 1))
+            if time.monotonic() - started > self.config.timeout_s:
+                raise StoreUnavailableError("Mooncake: an owner of features does not answer")
+            self._suspect = ""
 
-    def registered(client: MooncakeClient, name: str) -> T:
-        client.register(memory.ctypes.data, memory.nbytes)
-        try:
-            return transfer(client, name)
-        finally:
-            client.unregister(memory.ctypes.data)
-
-    return registered
-
-
-if TYPE_CHECKING:
-    _is_a_tier: type[FeatureStore] = MooncakeStore
+    def _connect(self) -> MooncakeClient:
+        client = MooncakeClient(self.config)
+        with self._lock:
+            try:
+                for address, nbytes in self._registered:
+                    client.register(address, nbytes)
+            except StoreError:
+                client.close()
+                raise
+            self.client = client
+        return client

@@ -1,7 +1,7 @@
 """How a feature becomes a value of a Mooncake Store and back. Blocks: `store.mooncake.tier` calls it under its guard.
 
 A put is read back before it counts: Mooncake's put also says 0, and stores nothing, where the value of a dead owner or
-of an unfinished writer lies. Payload and trailer travel as two parts of one transfer, so that neither is copied.
+of an unfinished writer lies. Payload and record travel as two parts of one transfer, so that neither is copied.
 """
 
 from __future__ import annotations
@@ -9,17 +9,13 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from store.checksum import Bytes
-from store.codec import TRAILER_BYTES, decode_trailer, encode_trailer
-from store.errors import CorruptFeatureError, StoreError, StoreFullError
-from store.feature import FeatureMeta
-from store.mooncake.client import MooncakeClient
-from store.mooncake.codes import Outcome
+from store.errors import CorruptFeatureError, StoreFullError
+from store.feature import RECORD_BYTES, FeatureMeta, decoded, encoded
+from store.mooncake.client import MooncakeClient, Outcome
 
 _FULL_RETRIES, _FULL_NAP_S = 10, 0.02  # the master evicts in the background, a moment after it refused
 _UNFINISHED_NAP_S = 0.005
@@ -27,54 +23,25 @@ _RETRY_NAP_S = 0.1
 
 
 class Scratch:
-    """A trailer's place in registered memory for every thread that transfers, so a stuck one keeps its own."""
+    """A record's place in registered memory for every thread that transfers, so a stuck one keeps its own."""
 
     def __init__(self, threads: int) -> None:
-        self.memory: Bytes = np.frombuffer(mmap.mmap(-1, threads * TRAILER_BYTES), dtype=np.uint8)
+        self.memory: Bytes = np.frombuffer(mmap.mmap(-1, threads * RECORD_BYTES), dtype=np.uint8)
         self._lock = threading.Lock()
         self._taken = 0
         self._own = threading.local()
 
     def mine(self) -> Bytes:
-        """The calling thread's `TRAILER_BYTES`."""
+        """The calling thread's `RECORD_BYTES`."""
         place: Bytes | None = getattr(self._own, "place", None)
         if place is None:
             with self._lock:
-                start = self._taken * TRAILER_BYTES
+                start = self._taken * RECORD_BYTES
                 self._taken += 1
-            place = self.memory[start : start + TRAILER_BYTES]
-            assert place.nbytes == TRAILER_BYTES, "one place per thread of the guard"
+            place = self.memory[start : start + RECORD_BYTES]
+            assert place.nbytes == RECORD_BYTES, "one place per thread of the guard"
             self._own.place = place
         return place
-
-
-class PrivateLease:
-    """A `store.interface.FeatureLease` on a private copy of a value. Its bytes are freed with the last view of them."""
-
-    __slots__ = ("_data", "_released", "meta")
-
-    def __init__(self, meta: FeatureMeta, data: Bytes) -> None:
-        self.meta = meta
-        self._data = data.data.toreadonly()
-        self._released = False
-
-    def view(self) -> memoryview:
-        """The bytes, read-only. Raises StoreError after `release`."""
-        if self._released:
-            raise StoreError(f"lease on {self.meta.key}: already released")
-        return self._data
-
-    def release(self) -> None:
-        self._released = True
-        self._data = memoryview(b"")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 def store_value(
@@ -89,12 +56,12 @@ def store_value(
         StoreFullError: no room.
         StoreUnavailableError: the master does not answer.
     """
-    trailer = scratch.mine()
-    parts = [(address, meta.nbytes), (trailer.ctypes.data, TRAILER_BYTES)]
+    record = scratch.mine()
+    parts = [(address, meta.nbytes), (record.ctypes.data, RECORD_BYTES)]
     deadline = time.monotonic() + patience_s
     full = 0
     while True:
-        trailer[:] = np.frombuffer(encode_trailer(meta), dtype=np.uint8)
+        record[:] = np.frombuffer(encoded(meta), dtype=np.uint8)
         put = client.put(name, parts)
         if put is Outcome.FULL:
             full += 1
@@ -102,10 +69,10 @@ def store_value(
                 raise StoreFullError(f"{meta.key}: no room for {meta.nbytes} bytes in the second tier")
             time.sleep(_FULL_NAP_S)
             continue
-        read = _read_back(client, name, meta, trailer)
+        read = _read_back(client, name, meta, record)
         while read is Outcome.UNFINISHED and time.monotonic() < deadline:
             time.sleep(_UNFINISHED_NAP_S)
-            read = _read_back(client, name, meta, trailer)
+            read = _read_back(client, name, meta, record)
         if read in (Outcome.DONE, Outcome.UNFINISHED):
             return read
         if time.monotonic() > deadline:
@@ -123,25 +90,25 @@ def load_value(
     A value whose owner is gone is removed, so that it is missing for all and can be put anew.
 
     Raises:
-        CorruptFeatureError: the trailer does not fit.
+        CorruptFeatureError: the record does not fit.
         StoreUnavailableError: the master does not answer.
     """
-    trailer = scratch.mine()
-    outcome = client.get(name, [(address, nbytes), (trailer.ctypes.data, TRAILER_BYTES)])
+    record = scratch.mine()
+    outcome = client.get(name, [(address, nbytes), (record.ctypes.data, RECORD_BYTES)])
     if outcome is Outcome.LOST:
         client.remove(name)
     if outcome is not Outcome.DONE:
         return None
-    return decode_trailer(key, trailer.tobytes(), nbytes + TRAILER_BYTES)
+    return decoded(record.tobytes(), key, nbytes)
 
 
-def _read_back(client: MooncakeClient, name: str, meta: FeatureMeta, trailer: Bytes) -> Outcome:
-    """`DONE` when a value of this feature is there and its owner answers. Reads the trailer only."""
-    trailer[:] = 0
-    outcome = client.get_range(name, meta.nbytes, (trailer.ctypes.data, TRAILER_BYTES))
+def _read_back(client: MooncakeClient, name: str, meta: FeatureMeta, record: Bytes) -> Outcome:
+    """`DONE` when a value of this feature is there and its owner answers. Reads the record only."""
+    record[:] = 0
+    outcome = client.get_range(name, meta.nbytes, (record.ctypes.data, RECORD_BYTES))
     if outcome is Outcome.DONE:
         try:
-            decode_trailer(meta.key, trailer.tobytes(), meta.nbytes + TRAILER_BYTES)
+            decoded(record.tobytes(), meta.key, meta.nbytes)
         except CorruptFeatureError:
             return Outcome.LOST
     return outcome

@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from deploy.host import processes
-from store.arena import Arena
-from store.arena.lease import Lease
+from store.arena import Arena, Lease
 from store.errors import StoreFullError
 from tests.e2e.bodies import Body, about, ask, chat, conversation, fresh, png
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT

@@ -17,9 +17,9 @@ import numpy as np
 
 from bench.clients.process import Child
 from bench.micro.measurement import in_turns
-from store.checksum import Bytes
-from store.codec import TRAILER_BYTES, verify_payload
+from store.checksum import Bytes, verify_payload
 from store.errors import StoreError
+from store.feature import RECORD_BYTES
 from store.mooncake.client import MooncakeConfig, load_mooncake
 from store.mooncake.tier import MooncakeStore
 
@@ -77,7 +77,7 @@ def main(pipe: Connection, address: str, nbytes: int, rounds: int = 0) -> None:
 
 def _own(pipe: Connection, address: str, nbytes: int) -> None:
     """Until it is stopped."""
-    segment = 2 * len(KEYS) * (nbytes + TRAILER_BYTES)
+    segment = 2 * len(KEYS) * (nbytes + RECORD_BYTES)
     store = MooncakeStore.connect(MooncakeConfig(master=address, segment_bytes=segment))
     rng = np.random.default_rng(0)
     for key in KEYS:
@@ -91,7 +91,7 @@ def _read(address: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
     mooncake = MooncakeConfig(master=address)
     store, target = MooncakeStore.connect(mooncake), _memory(nbytes)
     store.register(target.ctypes.data, target.nbytes)
-    raw, raw_target = load_mooncake(HOST).MooncakeDistributedStore(), _memory(nbytes + TRAILER_BYTES)
+    raw, raw_target = load_mooncake(HOST).MooncakeDistributedStore(), _memory(nbytes + RECORD_BYTES)
     if raw.setup(HOST, "P2PHANDSHAKE", 0, mooncake.buffer_bytes, "tcp", "", address) != 0:
         raise StoreError("the raw client does not connect")
     raw.register_buffer(raw_target.ctypes.data, raw_target.nbytes)

@@ -1,38 +1,56 @@
-"""What every tier promises, on the arena, on a real Mooncake Store, and on both stacked."""
+"""What the store promises, of the arena alone and with a real Mooncake Store behind it."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from store.arena import Arena
+from store.arena import Arena, Lease
+from store.checksum import Buffer
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
+from store.feature import FeatureMeta
 from store.feature_pool import FeaturePool
-from store.interface import FeatureStore
 from store.mooncake.tier import MooncakeStore
 from tests.store.conftest import Master
 from tests.waiting import PATIENCE_S, wait_for
 
 MB = 1 << 20
-Tier = FeatureStore
+
+
+class Stacked:
+    """Both tiers as a stage uses them: what is put is published, what is not here is fetched."""
+
+    def __init__(self, pool: FeaturePool) -> None:
+        self.pool = pool
+        self.remove, self.stats, self.close = pool.remove, pool.arena.stats, pool.close
+
+    def put(self, key: str, data: Buffer, *, shape: Sequence[int], dtype: str) -> bool:
+        return self.pool.arena.put(key, data, shape=shape, dtype=dtype) and (self.pool.publish(key) or True)
+
+    def contains(self, key: str) -> bool:
+        remote: Any = self.pool._remote
+        return self.pool.arena.contains(key) or remote.contains(key)
+
+    def lease(self, key: str) -> Lease | None:
+        return self.pool.fetch(key)
+
+    def get_into(self, key: str, dest: Buffer) -> FeatureMeta | None:
+        if (lease := self.pool.fetch(key)) is not None:
+            lease.release()
+        return self.pool.arena.get_into(key, dest)
+
+
+Tier = Arena | Stacked
 Open = Callable[[int], Tier]
 
-LAYERS = [
-    "arena",
-    pytest.param("mooncake", marks=pytest.mark.mooncake),
-    pytest.param("both", marks=pytest.mark.mooncake),
-]
-WITH_CLIENTS_OF_THEIR_OWN = [
-    "arena",
-    pytest.param("mooncake", marks=[pytest.mark.mooncake, pytest.mark.slow]),
-    pytest.param("both", marks=[pytest.mark.mooncake, pytest.mark.slow]),
-]
+LAYERS = ["arena", pytest.param("both", marks=pytest.mark.mooncake)]
+WITH_CLIENTS_OF_THEIR_OWN = ["arena", pytest.param("both", marks=[pytest.mark.mooncake, pytest.mark.slow])]
 """A Mooncake client of a test's own takes two seconds to close."""
 
 
@@ -48,36 +66,37 @@ def shared_remote(shared_master: Master) -> Iterator[MooncakeStore]:
 def open_tier(request: pytest.FixtureRequest, arena_path: Path) -> Iterator[Open]:
     """Opens the tier with a given capacity, 32 MB if the test does not close it; it is left after the test."""
     opened: list[Tier] = []
+    left: list[Arena | MooncakeStore] = []
     shared: list[MooncakeStore] = []
 
     def open_one(capacity: int) -> Tier:
         if request.param == "arena":
             opened.append(Arena.create(arena_path, capacity, slots=64))
             return opened[0]
-        remote: MooncakeStore
         if capacity == 32 * MB:
-            remote = request.getfixturevalue("shared_remote")
-            assert remote.connection.client is not None
-            remote.connection.client._store.remove_all(True)
-            remote._counts = dict.fromkeys(remote._counts, 0)
+            remote: MooncakeStore = request.getfixturevalue("shared_remote")
+            assert remote.client is not None
+            remote.client._store.remove_all(True)
             shared.append(remote)
         else:
             remote = MooncakeStore.connect(request.getfixturevalue("shared_master").config(segment_bytes=capacity))
-            opened.append(remote)
-        if request.param == "mooncake":
-            return remote
+            left.append(remote)
         arena = Arena.create(arena_path, capacity, slots=64)
-        opened.append(arena)
-        return FeaturePool(arena, remote)
+        left.append(arena)
+        opened.append(Stacked(FeaturePool(arena, remote)))
+        return opened[-1]
 
     yield open_one
     for remote in shared:  # a pool lives as long as its tiers; here this tier outlives the pool's arena
-        for address, _ in remote.connection._registered[2:]:
-            assert remote.connection.client is not None
-            remote.connection.client.unregister(address)
-        del remote.connection._registered[2:]
+        for address, _ in remote._registered[2:]:
+            assert remote.client is not None
+            remote.client.unregister(address)
+        del remote._registered[2:]
+    for one in left:
+        one.close()
     for tier in opened:
-        tier.close()
+        if isinstance(tier, Arena):
+            tier.close()
 
 
 @pytest.fixture
@@ -98,21 +117,15 @@ def get(tier: Tier, key: str) -> bytes | None:
 
 
 def flip_a_bit(tier: Tier, key: str) -> None:
-    """In the bytes that lie in this process, wherever the tier keeps them."""
-    if isinstance(tier, FeaturePool):
-        remote: Any = tier._remote
-        flip_a_bit(tier.arena, key)
-        flip_a_bit(remote, key)
-    elif isinstance(tier, Arena):
-        lease = tier.lease(key, verify=False)
-        assert lease is not None
-        tier.memory()[lease.offset + 5] ^= 16
-        lease.release()
-    else:
-        assert isinstance(tier, MooncakeStore) and tier.connection.client is not None
-        place = (
-            tier.connection.client._store.get_replica_desc(tier._name(key))[0].get_memory_descriptor().buffer_descriptor
-        )
+    """In the bytes that lie in this process, in every tier."""
+    arena = tier if isinstance(tier, Arena) else tier.pool.arena
+    lease = arena.lease(key, verify=False)
+    assert lease is not None
+    arena.memory()[lease.offset + 5] ^= 16
+    lease.release()
+    if isinstance(tier, Stacked):
+        remote: Any = tier.pool._remote
+        place = remote.client._store.get_replica_desc(remote._name(key))[0].get_memory_descriptor().buffer_descriptor
         ctypes.c_uint8.from_address(place.buffer_address + 5).value ^= 16
 
 
@@ -195,7 +208,7 @@ def test_a_corrupt_feature_is_an_error_then_missing(tier: Tier) -> None:
     flip_a_bit(tier, "k")
     with pytest.raises(CorruptFeatureError):
         tier.lease("k")
-    if isinstance(tier, FeaturePool):
+    if isinstance(tier, Stacked):
         with pytest.raises(CorruptFeatureError):
             tier.lease("k")  # the second tier's copy
     assert tier.lease("k") is None

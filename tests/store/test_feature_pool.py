@@ -8,10 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import xxhash
+
 from store.arena import Arena
 from store.feature import FeatureMeta
 from store.feature_pool import FeaturePool
 from tests.waiting import PATIENCE_S
+
+ZEROS = xxhash.xxh3_64_intdigest(bytes(64))
 
 
 class Tier:
@@ -36,7 +40,7 @@ class Tier:
         return 64
 
     def fetch_into(self, key: str, address: int, nbytes: int, *, on_failure: Callable[[], None]) -> FeatureMeta | None:
-        return FeatureMeta(key, (64,), "uint8", 64, None)
+        return FeatureMeta(key, (64,), "uint8", 64, ZEROS)
 
     def put_from(self, meta: FeatureMeta, address: int, *, on_failure: Callable[[], None]) -> None: ...
 
@@ -50,7 +54,7 @@ def test_waiting_for_another_fetch_of_the_same_feature_asks_the_network_once(are
     def other_fetch() -> None:
         assert tier.was_asked.wait(PATIENCE_S)
         threading.Event().wait(0.05)  # so that the fetch finds the key taken, as a rule
-        room.commit(FeatureMeta("k", (64,), "uint8", 64, None)).release()
+        room.commit(FeatureMeta("k", (64,), "uint8", 64, ZEROS)).release()
 
     other = threading.Thread(target=other_fetch)
     other.start()
@@ -65,11 +69,11 @@ def test_a_lease_that_met_a_stuck_lock_goes_back_with_the_next(arena: Arena, are
     tier: Any = Tier()
     pool = FeaturePool(Arena.attach(arena_path, lock_timeout_s=0.05), tier)
     for key in ("k", "n"):
-        assert pool.put_local(key, b"x", shape=(1,), dtype="uint8")
+        assert pool.arena.put(key, b"x", shape=(1,), dtype="uint8")
     held = threading.Event()
 
     def hold(*_: object, **__: object) -> None:
-        arena._lock.__enter__()
+        arena._lock.acquire(1.0)
         held.set()
 
     tier.put_from = hold
@@ -77,7 +81,7 @@ def test_a_lease_that_met_a_stuck_lock_goes_back_with_the_next(arena: Arena, are
         assert pool.publish("k"), "it is there, whatever became of the lease"
     finally:
         assert held.is_set()
-        arena._lock.__exit__(None, None, None)
+        arena._lock.release()
     assert arena.stats().leased == 1
     tier.put_from = lambda *_, **__: None
     assert pool.publish("n") and arena.stats().leased == 0

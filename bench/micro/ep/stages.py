@@ -25,7 +25,7 @@ from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.roles import Role
 from epd_serve.wake import idle_waiter
 from epd_serve.wiring import StageWiring
-from store.arena.lease import Lease
+from store.arena import Lease
 
 LIMIT_S = 30.0
 LOOK_S = 0.25  # as the engine without a ring

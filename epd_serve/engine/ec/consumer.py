@@ -1,8 +1,9 @@
 """Scheduler side of a consumer: answers vLLM's scheduler, and announces what this instance makes of the store.
 
-Owns the desk and the lock around it. The listener (`listener.py`) turns events and look-ups into pins behind it; the
-scheduler's thread never touches the store, a network or a socket. It runs in the scheduler process because vLLM skips
-the connector on steps without tokens (reference: driving prefetch from worker steps starves it).
+Owns the table of features and the lock around it. The listener (`listener.py`) turns events and look-ups into features
+that are here; the scheduler's thread pins them, and touches neither a network nor a socket. It runs in the scheduler
+process because vLLM skips the connector on steps without tokens (reference: driving prefetch from worker steps starves
+it).
 """
 
 from __future__ import annotations
@@ -10,20 +11,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from epd_serve import wire
 from epd_serve.engine.ec.announcer import Announcer
-from epd_serve.engine.ec.expected_features import ExpectedFeatures
-from epd_serve.engine.ec.feature_desk import Admission, FeatureDesk
-from epd_serve.engine.ec.feature_table import FeatureTable
-from epd_serve.engine.ec.kept_features import KeptFeatures
+from epd_serve.engine.ec.features import Failure, Features
 from epd_serve.engine.ec.listener import FeatureListener
-from epd_serve.engine.ec.pins import Pin, Pins
 from epd_serve.engine.ec.request_facts import proxy_request_id
-from epd_serve.engine.ec.store_access import open_store, remote_counters
+from epd_serve.engine.ec.store_access import SCHEDULER_LOCK_S, open_store, remote_counters
 from epd_serve.wiring import StageWiring
-from store.arena.lease import Lease
+from store.arena import Lease
+from store.errors import StoreError
 from store.feature_pool import FeaturePool
 
 logger = logging.getLogger(__name__)
@@ -36,34 +34,20 @@ class FeatureConsumer:
         self._wiring = wiring
         self._pool = pool if pool is not None else open_store(wiring)
         self._announcer = Announcer(wiring, self._report, list)
-        capacity = self._pool.stats().capacity_bytes
-        # Only who prefills is worth prefetching for: D needs features after a preemption alone, and looks them up then.
-        prefetches = wiring.prefills and wiring.feature_prefetch == "event"
-        table: FeatureTable[Pin] = FeatureTable(
-            wait_s=wiring.feature_wait_s, max_prefetched_bytes=capacity // 4 if prefetches else 0
+        self._features = Features(
+            self._pinned_together, recompute_limit=wiring.recompute_limit, wait_s=wiring.feature_wait_s
         )
-        self._desk = FeatureDesk(table, wiring.recompute_limit)
-        self._expected = ExpectedFeatures(wiring.feature_wait_s)
         self._held_back: set[str] = set()  # requests of D
-        self._lock = threading.Lock()  # guards the three above, and the desk's table
-        self._pins = Pins()
-        self._kept = KeptFeatures(self._pool.lease_local, self._pins.drop, max_bytes=capacity // 4)
+        self._lock = threading.Lock()  # guards the two above
+        self._kept: dict[str, tuple[str, ...]] = {}  # request → features that it would need if it were preempted
         self._listener = FeatureListener(
-            wiring,
-            self._pool,
-            self._desk,
-            self._expected,
-            self._lock,
-            self._pins,
-            self._kept,
-            self._announcer.changed,
-            max_bytes=capacity // 4,
+            wiring, self._pool, self._features, self._lock, self._keys_kept, self._announcer.changed
         )
         self._announcer.start()
 
     def arrived(self, keys: Iterable[str]) -> None:
-        """A request for these has arrived. What is here is pinned as if it had just been announced: P asks for it only
-        when D has reserved blocks."""
+        """A request for these has arrived. What is here is looked up as if it had just been announced: P asks for it
+        only when D has reserved blocks."""
         self._listener.look_ahead(keys)
 
     def settled(
@@ -71,36 +55,34 @@ class FeatureConsumer:
     ) -> int | None:
         """How many items vLLM may compute, from the first on; None where it may not run the request.
 
-        O(len(keys)), never blocks; asked at every step.
+        O(len(keys)); waits for the store's lock shortly at most; asked at every step.
 
         Args:
             keys: identifiers of its items that its prefill has not passed, in the order of the prompt.
             must_not_recompute: a lost feature fails it (`take_failed`) instead of being encoded here.
             worth: with so many of them it may begin before the others are here. None: it may not.
         """
-        now = time.monotonic()
         with self._lock:
-            seen = sum(self._desk.table.requested(key) for key in keys)
-            doubts = self._desk.table.doubts
-            admission = self._desk.admission(request, keys, now, must_not_recompute=must_not_recompute, worth=worth)
-            failure = self._desk.failure(request, keys) if admission is Admission.FAIL else None
-            news = seen < len(keys) or doubts != self._desk.table.doubts
-            part = self._desk.leading(request, keys, now) if admission is Admission.PARTIAL else None
-        if failure is not None:
-            logger.warning("request %s: %d features are lost (%s)", request, len(failure.keys), failure.cause)
-            self._announcer.announce(wire.FeatureMissing(proxy_request_id(request), failure.keys, failure.cause))
-        if news and admission in (Admission.WAIT, Admission.PARTIAL):
+            answer = self._features.may_run(
+                request, keys, time.monotonic(), must_not_recompute=must_not_recompute, worth=worth
+            )
+            news, self._features.news = self._features.news, False
+        if news:
             self._listener.ring()
-        return len(keys) if admission is Admission.RUN else part
+        if isinstance(answer, Failure):
+            logger.warning("request %s: %d features are lost (%s)", request, len(answer.keys), answer.cause)
+            self._announcer.announce(wire.FeatureMissing(proxy_request_id(request), answer.keys, answer.cause))
+            return None
+        return answer
 
     def runs_partially(self, request: str) -> bool:
         """Whether this is the request that runs although one of its features is not here."""
-        return self._desk.partial == request
+        return self._features.partial == request
 
     def passed(self, request: str) -> None:
         """The request's prefill has all its items behind it."""
         with self._lock:
-            self._desk.passed(request)
+            self._features.passed(request)
 
     def held_back(self, request: str, keys: Sequence[str]) -> bool:
         """Whether it is too early for D to reserve blocks: P cannot begin, since an encoder is making the first of the
@@ -110,76 +92,88 @@ class FeatureConsumer:
             keys: identifiers of its items that some encoder produces, in the order of the prompt.
         """
         with self._lock:
-            early = bool(keys) and self._expected.expects(keys[0], time.monotonic())
+            early = bool(keys) and self._features.makes(keys[0], time.monotonic())
             (self._held_back.add if early else self._held_back.discard)(request)
         return early
 
     def keep(self, request: str, keys: Sequence[str]) -> None:
-        """The request runs without these features, and could not go on without them if it were preempted."""
-        if self._kept.keep(request, keys):
+        """The request runs without these features, and could not go on without them if it were preempted: its whole
+        prompt is computed here then, its items may have come without their media, and after the first byte the proxy
+        has nothing to retry with. So they are used as long as it runs, and evicted last, unless an encoder waits for
+        room: who might need its features goes behind one that does."""
+        if request not in self._kept:
+            self._kept[request] = tuple(keys)
             self._listener.ring()
 
     def give_up(self, keys: Iterable[str], cause: str) -> None:
         """The proxy says that no encoder produced these."""
         now = time.monotonic()
         with self._lock:
-            doubts = self._desk.table.doubts
             for key in keys:
-                self._desk.table.failed(key, cause, now)
-            news = doubts != self._desk.table.doubts
+                self._features.failed(key, cause, now)
+            news, self._features.news = self._features.news, False
         if news:
             self._listener.ring()
 
     def pinned(self, key: str) -> Lease | None:
-        """A feature that is here, verified and pinned; it stays until the requests that need it have finished."""
+        """A feature that is here and pinned; it stays until the requests that it is pinned for have finished."""
         with self._lock:
-            pin = self._desk.table.pinned(key)
-        return pin.held if pin is not None else None
+            return self._features.pinned(key)
 
     def take_failed(self) -> set[str]:
         """Requests that vLLM must fail now, each exactly once."""
         with self._lock:
-            return self._desk.take_failed()
+            return self._features.take_failed()
 
     def ended(self, request: str) -> None:
         """vLLM has forgotten the request; what it loads may still be loading."""
         with self._lock:
             self._held_back.discard(request)
-            self._desk.ended(request)
+            self._features.ended(request)
 
     def release(self, requests: Iterable[str]) -> None:
-        """These requests have finished. The listener gives the pins back: the store's lock is not for the scheduler."""
+        """These requests have finished: what is pinned for them is given back."""
         requests = list(requests)
         with self._lock:
-            self._desk.release(requests)
-        self._kept.release(requests)
-        if self._pins.dropped:
+            self._features.release(requests)
+        for request in requests:
+            self._kept.pop(request, None)
+        if self._listener.without_room:
             self._listener.ring()
 
     def waiting(self) -> bool:
         """Whether a request waits for a feature, or for its turn to recompute one."""
         with self._lock:
-            return bool(self._held_back) or self._desk.waiting()
+            return bool(self._held_back) or self._features.waiting()
 
     def close(self) -> None:
         self._listener.close()
         self._announcer.close()
         with self._lock:
-            self._desk.table.close()
+            self._features.close()
         self._pool.close()  # ends the leases
 
+    def _pinned_together(self, keys: Collection[str]) -> list[Lease] | None:
+        try:
+            return self._pool.arena.lease_all(keys, timeout_s=SCHEDULER_LOCK_S)
+        except StoreError as error:
+            logger.warning("%d features are not pinned yet: %s", len(keys), error)
+            return None
+
+    def _keys_kept(self) -> list[str]:
+        return [key for keys in list(self._kept.values()) for key in keys]
+
     def _report(self) -> wire.StoreReport:
-        stats = self._pool.stats()
+        stats = self._pool.arena.stats()
         with self._lock:
-            lost = {f"lost.{cause}": count for cause, count in self._desk.table.lost_by_cause.items()}
-            counters = {**self._desk.counters, **lost}
+            counters = dict(self._features.counters)
         return wire.StoreReport(
             self._wiring.instance,
             self._wiring.incarnation,
             stats.capacity_bytes,
             stats.used_bytes,
             stats.leased,
-            pool=self._pool.pool_state,
+            pool=self._pool.state,
             waiting_puts=self._listener.without_room,
-            counters={**counters, **self._kept.counters(), **remote_counters(self._pool)},
+            counters={**counters, **remote_counters(self._pool)},
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from epd_serve.engine.compat import ItemMetadata
 from epd_serve.engine.ec.request_facts import item_keys, to_encode_again
 from epd_serve.engine.ec.step import FeatureSlot, FeatureStep, NeededItem
-from store.arena.lease import Lease
+from store.arena import Lease
 from store.errors import CorruptFeatureError, StoreError
 from store.feature_pool import FeaturePool
 
@@ -43,7 +43,6 @@ class EncoderScheduler:
         self._again: dict[str, set[str]] = {}  # request → keys that the store's word is not taken for
         self._offers: dict[str, Lease] = {}  # found in the store during this step
         self._leases: dict[str, list[Lease]] = {}  # request → what its step loads
-        self._dropped: list[Lease] = []  # to be given back
         self._store_is_stuck = False  # in this step
         self._step = FeatureStep()
 
@@ -64,7 +63,7 @@ class EncoderScheduler:
         if not self._skips or self._store_is_stuck or any(key in again for again in self._again.values()):
             return False
         try:
-            lease = self._pool.lease_local(key)
+            lease = self._pool.arena.lease(key)
         except CorruptFeatureError as error:
             logger.warning("feature %s is encoded again: %s", key, error)
             return False
@@ -94,11 +93,11 @@ class EncoderScheduler:
         """What the worker is told. `loaded`: finished requests whose loads are surely done."""
         for request in loaded:
             self._forget(request)
-            self._dropped += self._leases.pop(request, [])
-        self._dropped += self._offers.values()
+            for lease in self._leases.pop(request, ()):
+                lease.release()
+        for lease in self._offers.values():
+            lease.release()
         self._offers.clear()
-        if not self._store_is_stuck:
-            self._release()
         self._store_is_stuck = False
         step, self._step = self._step, FeatureStep()
         step.held = list(dict.fromkeys(key for keys in self._held.values() for key in keys))
@@ -110,15 +109,6 @@ class EncoderScheduler:
     def _forget(self, request: str) -> None:
         self._held.pop(request, None)
         self._again.pop(request, None)
-
-    def _release(self) -> None:
-        while self._dropped:
-            try:
-                self._dropped[-1].release()
-            except StoreError as error:  # the store does not answer, and the scheduler has waited for it once
-                logger.warning("%d features stay pinned for now: %s", len(self._dropped), error)
-                return
-            self._dropped.pop()
 
     def _remember(self, request: Request) -> ItemMetadata:
         items = self._collect(request.mm_features)

@@ -56,7 +56,7 @@ class FeatureWriter:
         self._queue = queue
         self._full_since: float | None = None
         self._closing = threading.Event()
-        self._second_tier = SecondTierPublisher(pool.publish, tell) if pool.pool_state != "none" else None
+        self._second_tier = SecondTierPublisher(pool.publish, tell) if pool.state != "none" else None
         self._thread = threading.Thread(target=self._write, name="epd-feature-writer", daemon=True)
         self._thread.start()
 
@@ -126,7 +126,7 @@ class FeatureWriter:
             logger.exception("nobody is told that feature %s was not stored", key)
 
     def _stored(self, key: str) -> int:
-        lease = self._pool.lease_local(key, verify=False)
+        lease = self._pool.arena.lease(key, verify=False)
         if lease is None:
             raise StoreError("neither the encoder's cache nor the store has it")
         with lease:
@@ -143,15 +143,15 @@ class FeatureWriter:
         deadline = begun + self._put_timeout_s
         while True:
             try:
-                stored = self._pool.put_local(
+                stored = self._pool.arena.put(
                     job.key, data, shape=tuple(feature.shape), dtype=str(feature.dtype).removeprefix("torch.")
                 )
-                if not stored and not self._pool.contains_local(job.key):  # another process is writing it, and may fail
+                if not stored and not self._pool.arena.contains(job.key):  # another process is writing it, and may fail
                     if time.monotonic() >= begun + _OTHER_WRITER_S or self._closing.wait(_RETRY_TAKEN_S):
                         raise StoreError("another process is writing it and does not finish")
                     continue
             except StoreFullError:
-                never = data.nbytes > self._pool.stats().capacity_bytes
+                never = data.nbytes > self._pool.arena.stats().capacity_bytes
                 if never or time.monotonic() >= deadline or self._closing.wait(_RETRY_S):
                     raise
                 if self._full_since is None:

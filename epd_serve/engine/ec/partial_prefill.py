@@ -6,7 +6,7 @@ item is looked up, promised or encoded. `ensure_cache_available`, which vLLM ask
 with none, vLLM 0.32 would let nobody in who waits behind that request.
 
 What begun requests hold must not keep others from running, because an encoder may wait for room that these have pinned
-(`feature_desk.py`). So one request at a time begins like that, and only where its KV and that of any other request fit
+(`features.py`). So one request at a time begins like that, and only where its KV and that of any other request fit
 side by side, and that of the one that is ahead of D (`kv/prefill_scheduler.py`). Complete requests therefore always get
 in, as before.
 

@@ -165,7 +165,7 @@ class FeatureProducer:
         return list(dict.fromkeys((*held, *self._writer.pending())))
 
     def _report(self) -> wire.StoreReport:
-        stats = self._pool.stats()
+        stats = self._pool.arena.stats()
         with self._lock:
             encoding, counters = len(self._held - self._ready), dict(self._counters)
         return wire.StoreReport(
@@ -174,7 +174,7 @@ class FeatureProducer:
             stats.capacity_bytes,
             stats.used_bytes,
             stats.leased,
-            pool=self._pool.pool_state,
+            pool=self._pool.state,
             waiting_puts=self._writer.waiting_puts,
             encoding=encoding,
             counters={**counters, **remote_counters(self._pool)},

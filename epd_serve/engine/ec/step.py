@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from store.arena.lease import Lease
+from store.arena import Lease
 
 
 @dataclass(frozen=True)

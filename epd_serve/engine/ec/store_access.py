@@ -15,25 +15,31 @@ from store.arena import Arena
 from store.feature_pool import FeaturePool, open_pool
 from store.mooncake.client import MooncakeConfig
 
-_SCHEDULER_LOCK_S = 0.02  # holders change an index and let go: who takes longer is stopped, or has no core
+SCHEDULER_LOCK_S = 0.02
+"""How long a scheduler's thread waits for the arena: holders change an index and let go, so who takes longer is
+stopped, or has no core."""
+
+SPARE_S = 1.0
+"""What was stored or used within that time is not evicted: an encoder with much to say waits for whoever needs it, for
+a moment, and what is used again and again stays (`features.py`)."""
 
 
 def open_local_store(wiring: StageWiring) -> FeaturePool:
-    """The arena alone, for a scheduler's own thread: no call waits longer than `_SCHEDULER_LOCK_S` for its index."""
-    return FeaturePool(Arena.attach(wiring.arena, lock_timeout_s=_SCHEDULER_LOCK_S))
+    """The arena alone, for a scheduler's own thread: no call waits longer than `SCHEDULER_LOCK_S` for its index."""
+    return FeaturePool(Arena.attach(wiring.arena, lock_timeout_s=SCHEDULER_LOCK_S))
 
 
 def open_store(wiring: StageWiring) -> FeaturePool:
     """Attaches the arena, and connects to the second tier in the background where the wiring names one."""
     if not wiring.mooncake_master:
-        return open_pool(arena=wiring.arena)
+        return open_pool(arena=wiring.arena, spare_s=SPARE_S)
     config = MooncakeConfig(
         master=wiring.mooncake_master,
         host=wiring.host,
         protocol=wiring.mooncake_protocol,
         segment_bytes=wiring.mooncake_segment_bytes,
     )
-    return open_pool(arena=wiring.arena, mooncake=config)
+    return open_pool(arena=wiring.arena, mooncake=config, spare_s=SPARE_S)
 
 
 def open_reader(wiring: StageWiring, device: torch.device | str) -> ArenaReader:
@@ -43,7 +49,7 @@ def open_reader(wiring: StageWiring, device: torch.device | str) -> ArenaReader:
 
 def remote_counters(pool: FeaturePool) -> dict[str, int]:
     """What this process did with the second tier, as a `StoreReport` counts it; nothing where there is none."""
-    return {f"pool.{name}": count for name, count in pool.remote_counts().items() if count}
+    return {f"pool.{name}": count for name, count in pool.counts().items() if count}
 
 
 class ArenaReader:

@@ -2,13 +2,15 @@
 
 Owns Ray's processes, their token and their folder; all of it ends with the context, also where whoever measures is
 killed. Every node believes to be a machine, with a raylet of its own. Ray is an optional extra, and only that process
-imports it. What is deployed on the nodes is the caller's.
+imports it. What is deployed on the nodes is the caller's. With `autoscaled` the head runs Ray's own autoscaler, which
+adds and takes away nodes by Ray's fake provider.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import secrets
 import signal
@@ -21,6 +23,7 @@ from typing import Any
 from bench.clients.process import Child
 from bench.served import scratch
 from deploy.agent.cpu_time import Parts
+from deploy.host.ports import free_ports
 from deploy.host.processes import running, signal_process, stat
 from epd_serve.errors import ConfigError
 
@@ -48,6 +51,23 @@ NO_ACTORS = (b"ray::IDLE", b"ray::DashboardAgent", b"ray::RuntimeEnvAgent")
 """Titles of processes of Ray's beside the workers that run an actor."""
 
 
+AUTOSCALER = {"RAY_enable_autoscaler_v2": "1", "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+"""The autoscaler of `ray up`, whose nodes are processes here, and which looks every second."""
+
+
+@dataclass(frozen=True)
+class Autoscaled:
+    """Nodes that Ray's own autoscaler adds for what waits, and takes away.
+
+    Attributes:
+        cpus: of each. most: of them. idle_s: for how long a node must have had nothing to do before it goes.
+    """
+
+    cpus: int
+    most: int
+    idle_s: float
+
+
 @dataclass(frozen=True)
 class RayNode:
     """`id`: in hex, as `ray.nodes()` has it."""
@@ -63,21 +83,29 @@ class RayNodes(Child):
         address: for `--ray-address`. env: what a process needs to reach it, `RAY_ADDRESS` among it.
     """
 
-    def __init__(self, folder: Path, options: Mapping[str, Any], *, token: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: Mapping[str, Any],
+        *,
+        token: bool = True,
+        settings: Mapping[str, str] = SETTINGS,
+    ) -> None:
         file = folder / "token"
         file.touch(mode=0o600)
         file.write_text(secrets.token_hex(32), encoding="ascii")
         (folder / "ray").mkdir()
         mode = "token" if token else "disabled"
         auth = {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN_PATH": str(file), "RAY_TMPDIR": str(folder)}
-        super().__init__(__name__, env={**auth, **SETTINGS})
+        super().__init__(__name__, env={**auth, **settings})
         self._options = dict(options)
         self._nodes: list[RayNode] = []
         self.address, self.env = "", auth
 
-    def begin(self, count: int) -> None:
-        """The nodes that there are first. Raises StageError."""
-        for _ in range(count):
+    def begin(self, count: int, **head: Any) -> None:
+        """The nodes that there are first. `head`: options of the first one alone. Raises StageError."""
+        self.add(**head)
+        for _ in range(count - 1):
             self.add()
         self.address = str(self.ask("address"))
         self.env = {**self.env, "RAY_ADDRESS": self.address}
@@ -126,11 +154,13 @@ class RayNodes(Child):
 
 
 @contextlib.contextmanager
-def ray_nodes(count: int = COUNT, *, cpus: int = CPUS, token: bool = True, **options: Any) -> Iterator[RayNodes]:
+def ray_nodes(
+    count: int = COUNT, *, cpus: int = CPUS, token: bool = True, autoscaled: Autoscaled | None = None, **options: Any
+) -> Iterator[RayNodes]:
     """A cluster for the time of the context.
 
     Args:
-        count: of nodes. cpus: of each. token: whether callers have to show one.
+        count: of nodes. cpus: of each. token: whether callers have to show one. autoscaled: others that come and go.
         options: of `Cluster.add_node`, for every node: `resources`, `num_gpus`, `labels`, …
 
     Raises:
@@ -139,9 +169,10 @@ def ray_nodes(count: int = COUNT, *, cpus: int = CPUS, token: bool = True, **opt
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Ray is not installed: pip install 'epd-serve[ray]'")
     with scratch() as folder:
-        made = RayNodes(folder, {"num_cpus": cpus, **options}, token=token)
+        settings = {**SETTINGS, **(AUTOSCALER if autoscaled else {})}
+        made = RayNodes(folder, {"num_cpus": cpus, **options}, token=token, settings=settings)
         try:
-            made.begin(count)
+            made.begin(count, **({"autoscaled": autoscaled} if autoscaled else {}))
             yield made
         finally:
             made.stop()
@@ -157,7 +188,9 @@ def main(pipe: Connection) -> None:
             if order == "address":
                 pipe.send(cluster.address)
                 continue
-            head = {"_system_config": NOTICED} if cluster.head_node is None else {}
+            head: dict[str, Any] = {"_system_config": NOTICED} if cluster.head_node is None else {}
+            if (autoscaled := order.pop("autoscaled", None)) is not None:
+                head |= _autoscaler(autoscaled)
             node = cluster.add_node(object_store_memory=OBJECT_STORE_BYTES, **order, **head)
             (raylet,) = node.all_processes["raylet"]
             pipe.send(RayNode(node.node_id, raylet.process.pid))
@@ -165,6 +198,43 @@ def main(pipe: Connection) -> None:
         for node in (*cluster.worker_nodes, cluster.head_node):
             if node is not None:
                 node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+def _autoscaler(nodes: Autoscaled) -> dict[str, Any]:
+    """Options of the head. Not `AutoscalingCluster`: it ends all clusters of the machine, and lacks a file."""
+    from ray.autoscaler._private.fake_multi_node.node_provider import (
+        FAKE_HEAD_NODE_ID,
+        FAKE_HEAD_NODE_TYPE,
+        FakeMultiNodeProvider,
+    )
+    from ray.util import get_node_ip_address
+
+    (port,) = free_ports(1)
+    worker = {"CPU": nodes.cpus, "object_store_memory": OBJECT_STORE_BYTES}
+    config = {
+        "cluster_name": "epd",
+        "max_workers": nodes.most,
+        "idle_timeout_minutes": nodes.idle_s / 60,
+        "provider": {
+            "type": "external",
+            "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
+            "gcs_address": f"{get_node_ip_address()}:{port}",
+            "head_node_id": FAKE_HEAD_NODE_ID,
+            "launch_multiple": True,
+            "disable_node_updaters": True,
+        },
+        "head_node_type": FAKE_HEAD_NODE_TYPE,
+        "available_node_types": {
+            FAKE_HEAD_NODE_TYPE: {"resources": {}, "node_config": {}, "max_workers": 0},
+            "worker": {"resources": worker, "node_config": {}, "min_workers": 0, "max_workers": nodes.most},
+        },
+        **{name: [] for name in ("setup_commands", "head_setup_commands", "worker_setup_commands")},
+        "cluster_synced_files": [],
+    }
+    path = Path(os.environ["RAY_TMPDIR"], "autoscaler.json")
+    path.write_text(json.dumps(config), encoding="utf-8")
+    identity = {"RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID, "RAY_NODE_TYPE_NAME": FAKE_HEAD_NODE_TYPE}
+    return {"autoscaling_config": str(path), "gcs_server_port": port, "env_vars": identity}
 
 
 def _part(pid: int) -> str:

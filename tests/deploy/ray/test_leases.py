@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from functools import partial
 
 import pytest
@@ -14,6 +14,7 @@ from ray.util.placement_group import placement_group_table
 from deploy.ray.leases import RayLeases, release_all
 from deploy.ray.notes import GcsNotes
 from deploy.runtime.leases import LeaseError, Place
+from epd_serve.errors import EpdError
 from tests.deploy.ray.nodes import RayNodes
 from tests.waiting import until
 
@@ -23,15 +24,26 @@ EACH = {"npu": 2, "cuda": 2, "cpu": CPUS}
 IDS = pytest.mark.slow  # Ray starts a worker that says which devices they are
 
 
+RunOn = Callable[[Collection[str]], Awaitable[None]]
+
+
+async def anywhere(nodes: Collection[str]) -> None:
+    """Nothing has to run beside what is leased."""
+
+
 @contextlib.asynccontextmanager
 async def leases(
-    kind: str, placement: str = "pack", left_out: Collection[str] = (), acquire_s: float = 10.0
+    kind: str,
+    placement: str = "pack",
+    left_out: Collection[str] = (),
+    acquire_s: float = 10.0,
+    run_on: RunOn = anywhere,
 ) -> AsyncIterator[RayLeases]:
     notes = await GcsNotes("leases").load()
-    everything = RayLeases("leases", kind, placement, notes)
+    everything = RayLeases("leases", kind, placement, notes, anywhere)
     for node in await everything.free():  # a moment after others have given it back
         await until(partial(_has_free, everything, node, EACH[kind]), "all devices")
-    made = RayLeases("leases", kind, placement, notes, left_out, acquire_s)
+    made = RayLeases("leases", kind, placement, notes, run_on, left_out, acquire_s)
     try:
         yield made
     finally:
@@ -70,6 +82,24 @@ async def test_each_lease_has_devices_of_one_node_and_its_own(connected: RayNode
         assert await held.places() == places[1:]
 
 
+async def test_a_node_is_made_ready_before_anybody_hears_that_something_is_leased_there(connected: RayNodes) -> None:
+    asked: list[set[str]] = []
+
+    async def run_on(nodes: Collection[str]) -> None:
+        if len(nodes) > 1:
+            raise EpdError("the node does not answer")
+        asked.append(set(nodes))
+
+    async with leases("cpu", run_on=run_on) as held:
+        first = await held.acquire([CPUS - 1])
+        assert asked[-1] == {first[0].node}
+        with pytest.raises(EpdError, match="does not answer"):
+            await held.acquire([CPUS])
+        assert await held.places() == first, "nothing stays leased on a node that is not ready"
+        await held.release([first[0].lease])
+        assert await held.places() == () and asked[-1] == set()
+
+
 async def test_what_cannot_be_had_as_a_whole_is_not_had_at_all(connected: RayNodes) -> None:
     async with leases("cpu", acquire_s=3.0) as held:
         first = await held.acquire([1])
@@ -85,11 +115,11 @@ async def test_the_next_controller_finds_what_is_leased_and_gives_back_the_rest(
         places = await held.acquire([CPUS - 1, CPUS])
         await held._notes.kept()
         unnoted = RayLeases(
-            "leases", "cpu", "pack", await GcsNotes("elsewhere").load()
+            "leases", "cpu", "pack", await GcsNotes("elsewhere").load(), anywhere
         )  # its controller dies before it notes them
         unnoted._places = dict(held._places)
         await unnoted.acquire([1])
-        after = RayLeases("leases", "cpu", "pack", await GcsNotes("leases").load())
+        after = RayLeases("leases", "cpu", "pack", await GcsNotes("leases").load(), anywhere)
         await after.tidy()
         assert await after.places() == places
 
@@ -164,7 +194,7 @@ async def test_what_is_wanted_waits_in_the_cluster_for_as_long_as_it_is_wanted(c
         await until(partial(_is_asked_for, []), "that nothing waits any more")
         held.want([60])
         await until(partial(_is_asked_for, ["60/0"]), "that Ray is asked")
-        await RayLeases("leases", "cpu", "pack", await GcsNotes("leases").load()).tidy()
+        await RayLeases("leases", "cpu", "pack", await GcsNotes("leases").load(), anywhere).tidy()
         assert await _waiting() == [], "the next controller asks for what it wants itself"
 
 

@@ -190,6 +190,19 @@ async def test_one_that_comes_again_with_nothing_has_nothing() -> None:
         await up(nodes, on("b", P))
 
 
+async def test_a_node_that_rests_is_still_there_and_asked_nothing_until_it_joins_again() -> None:
+    async with joined("a", "b") as (nodes, (_, b)):
+        await up(nodes, on("a", E))
+        nodes.rest("b")
+        await until(lambda: b.parted)
+        assert [node.id for node in await nodes.nodes()] == ["a", "b"] and set(await seen(nodes)) == {"E0"}
+        with pytest.raises(SilentError):
+            await nodes.start(on("b", P))
+        nodes.join("b", again := FakeNode("b"))
+        await up(nodes, on("b", P))
+        assert again.running() == {"P0"} and not b.running()
+
+
 async def test_what_was_started_elsewhere_meanwhile_is_ended_by_the_one_that_comes_back() -> None:
     async with joined("a", "b") as (nodes, (a, b)):
         await up(nodes, on("b", P))

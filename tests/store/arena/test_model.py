@@ -9,9 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from store.arena import Arena
-from store.arena.lease import Lease
-from store.arena.reservation import Reservation
+from store.arena import Arena, Lease, Reservation
 from store.errors import StoreError, StoreFullError
 from store.feature import FeatureMeta
 

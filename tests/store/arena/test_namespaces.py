@@ -132,7 +132,7 @@ def test_a_kernel_without_such_locks_is_refused_in_one_line(
     def no_such_command(fd: int, command: int, argument: bytes) -> bytes:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr("store.arena.owners.fcntl.fcntl", no_such_command)
+    monkeypatch.setattr("store.arena.file.fcntl.fcntl", no_such_command)
     with pytest.raises(StoreError, match="no locks of open file descriptions"):
         Arena.attach(arena_path)
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from store.arena import Arena
-from store.arena.layout import HEADER_WORDS, O_TAKEN, OWNER_WORDS
+from store.arena.file import H_ROWS_USED
 from store.errors import StoreError, StoreFullError
 from tests.waiting import PATIENCE_S
 
@@ -65,8 +65,8 @@ wait()
 HOLD_LOCK = (
     PRELUDE
     + """
-from store.arena.slots import SlotTable
-SlotTable.fill = wait
+from store.arena.table import SlotTable
+SlotTable._place = wait
 arena.put("other", b"x", shape=(1,), dtype="uint8")
 """
 )
@@ -258,11 +258,15 @@ def test_processes_that_churn_a_small_arena_never_read_wrong_bytes(
 
 def test_owner_rows_of_dead_processes_are_used_again(arena: Arena, arena_path: Path, python: Start) -> None:
     put(arena, "k")  # takes the first of 8 rows
+    table = arena._table
+    table.header[H_ROWS_USED] = 8
     for row in range(1, 8):
-        arena._words[HEADER_WORDS + row * OWNER_WORDS + O_TAKEN] = 1  # and nobody has it locked
+        table.pin(0, row)  # and nobody has it locked
+    assert arena.stats().leased == 1
     child = python(HOLD_LEASE, arena_path)
     until_waiting(child)
-    assert arena.stats().leased == 1
+    assert arena.stats().reclaimed == 1, "of the row that the child has now"
+    assert [row for row in range(8) if table.leases[row * 32]] == list(range(1, 8))
 
 
 def test_one_process_too_many_is_refused(arena: Arena, arena_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from store.errors import StoreError
-from store.mooncake import connection
+from store.mooncake import tier
 from store.mooncake.client import MooncakeConfig
-from store.mooncake.connection import Connection
+from store.mooncake.tier import MooncakeStore
 from tests.waiting import wait_for
 
 
@@ -24,9 +24,9 @@ def test_a_client_whose_memory_is_refused_is_closed(monkeypatch: pytest.MonkeyPa
         def close(self) -> None:
             closed.append(self)
 
-    monkeypatch.setattr(connection, "load_mooncake", lambda host: None)
-    monkeypatch.setattr(connection, "MooncakeClient", Refuses)
-    made = Connection(MooncakeConfig(master="127.0.0.1:1"), [])
+    monkeypatch.setattr(tier, "load_mooncake", lambda host: None)
+    monkeypatch.setattr(tier, "MooncakeClient", Refuses)
+    made = MooncakeStore(MooncakeConfig(master="127.0.0.1:1"))
     wait_for(lambda: closed)
     assert made.client is None and made.guard.state == "down"
     made.close()

@@ -41,11 +41,12 @@ print("up", flush=True)
 for line in sys.stdin:
     verb, key, nbytes = line.split()
     if verb == "put":
-        assert pool.put(key, key.encode() * int(nbytes), shape=(int(nbytes),), dtype="uint8")
-        assert pool.remote_counts()["published"], pool.remote_counts()
+        assert pool.arena.put(key, key.encode() * int(nbytes), shape=(int(nbytes),), dtype="uint8")
+        assert pool.publish(key)
+        assert pool.counts()["published"], pool.counts()
     else:  # begin: reserve both tiers, then write for ever
         room = pool.arena.reserve(key, int(nbytes))
-        codes = remote.connection.client._store.batch_put_session_start([namespace + key], [int(nbytes)])
+        codes = remote.client._store.batch_put_session_start([namespace + key], [int(nbytes)])
         assert room is not None and codes == [0]
     print("done", flush=True)
 """
@@ -100,15 +101,15 @@ def test_features_cross_hosts_in_place_and_survive_damage_elsewhere(
 ) -> None:
     config = shared_master.config()
     owner, pool = start_owner(config), open_here(replace(config, segment_bytes=64 * MB))
-    assert pool.wait_until_up(PATIENCE_S)
+    assert pool._remote.guard.wait_until_up(PATIENCE_S)
     tell(owner, "put a 5000000")
-    assert not pool.contains_local("a") and pool.lease_local("a") is None and pool.contains("a")
+    assert not pool.arena.contains("a") and pool.arena.lease("a") is None and pool._remote.contains("a")
     lease = pool.fetch("a")
     assert lease is not None and bytes(lease.view()) == b"a" * 5000000 and lease.meta.shape == (5000000,)
     lease.release()
-    assert pool.contains_local("a")
+    assert pool.arena.contains("a")
     assert pool.fetch("missing") is None
-    counts = pool.remote_counts()
+    counts = pool.counts()
     assert (counts["fetched"], counts["fetched_bytes"], counts["fetch_missing"]) == (1, 5000000, 1)
 
     # Threads that want the same feature fetch it once.
@@ -120,31 +121,31 @@ def test_features_cross_hosts_in_place_and_survive_damage_elsewhere(
     for thread in threads:
         thread.join(PATIENCE_S)
     assert len(leases) == 4 and all(lease.meta.nbytes == 5000000 for lease in leases)
-    assert pool.arena.stats().leased == 1 and pool.remote_counts()["fetched"] == 2
+    assert pool.arena.stats().leased == 1 and pool.counts()["fetched"] == 2
     for lease in leases:
         lease.release()
 
     # A full arena refuses the fetch, and takes it when there is room.
     with pool.arena.lease("a"):
-        assert pool.put_local("filler", bytes(55 * MB), shape=(1,), dtype="uint8")
+        assert pool.arena.put("filler", bytes(55 * MB), shape=(1,), dtype="uint8")
         tell(owner, "put b 20000000")
         with pool.arena.lease("filler"), pytest.raises(StoreFullError):
             pool.fetch("b")
         fetched = pool.fetch("b")
         assert fetched is not None
         fetched.release()
-    assert pool.remote_counts()["fetch_full"] == 1
+    assert pool.counts()["fetch_full"] == 1
 
     # The owner dies in the middle of a put, and of what it had: never wrong, then missing, then ours.
     tell(owner, "begin half 3000000")
     owner.kill()
     owner.wait(10)
     assert pool.fetch("half") is None
-    assert pool.put_local("half", bytes(3000000), shape=(1,), dtype="uint8")
+    assert pool.arena.put("half", bytes(3000000), shape=(1,), dtype="uint8")
     wait_for(lambda: published(pool, "half"))
     pool.arena.remove("a")
     assert pool.fetch("a") is None, "its bytes are gone, whatever the master thinks"
-    assert pool.put_local("a", b"again", shape=(5,), dtype="uint8")
+    assert pool.arena.put("a", b"again", shape=(5,), dtype="uint8")
     wait_for(lambda: published(pool, "a"))
 
 
@@ -161,29 +162,29 @@ def test_a_stopped_owner_costs_a_deadline_then_nothing_and_is_used_again_when_it
 ) -> None:
     config = shared_master.config(timeout_s=0.5, failures_to_open=2, probe_after_s=0.2)
     owner, pool = start_owner(config), open_here(config)
-    assert pool.wait_until_up(PATIENCE_S)
+    assert pool._remote.guard.wait_until_up(PATIENCE_S)
     for key in "abc":
         tell(owner, f"put {key} 4000000")
     os.kill(owner.pid, signal.SIGSTOP)
     try:
         unanswered(lambda: pool.fetch("a"))
         unanswered(lambda: pool.fetch("b"))
-        assert pool.pool_state == "down"
+        assert pool.state == "down"
         refused(lambda: pool.fetch("c"))
-        used = pool.stats().used_bytes
+        used = pool.arena.stats().used_bytes
         assert used >= 8000000, "what the stuck transfers may still write stays taken"
-        assert pool.put_local("a", b"recomputed", shape=(10,), dtype="uint8"), "but the keys are free"
-        assert not pool.contains("c"), "asking costs nothing"
+        assert pool.arena.put("a", b"recomputed", shape=(10,), dtype="uint8"), "but the keys are free"
+        refused(lambda: pool.publish("a"))
     finally:
         os.kill(owner.pid, signal.SIGCONT)
-    assert pool.wait_until_up(PATIENCE_S)
+    assert pool._remote.guard.wait_until_up(PATIENCE_S)
     lease = pool.fetch("c")
     assert lease is not None and bytes(lease.view()) == b"c" * 4000000
     lease.release()
     with pool.arena.lease("a") as kept:
         assert bytes(kept.view()) == b"recomputed"
-    wait_for(lambda: pool.stats().used_bytes < 4000000 * 2)
-    counts = pool.remote_counts()
+    wait_for(lambda: pool.arena.stats().used_bytes < 4000000 * 2)
+    counts = pool.counts()
     assert (counts["openings"], counts["late_calls"]) == (1, 2)
 
 
@@ -191,21 +192,23 @@ def test_a_master_that_dies_and_returns(own_master: Master, open_here: Any) -> N
     config = own_master.config(segment_bytes=64 * MB, timeout_s=10.0, probe_after_s=0.2)
     own_master.kill()
     pool = open_here(config)
-    assert pool.pool_state == "down", "a stage starts without it"
+    assert pool.state == "down", "a stage starts without it"
     refused(lambda: pool.fetch("k"))
-    assert pool.put("early", b"x", shape=(1,), dtype="uint8"), "the arena works on"
+    assert pool.arena.put("early", b"x", shape=(1,), dtype="uint8"), "the arena works on"
+    refused(lambda: pool.publish("early"))
     own_master.start()
-    assert pool.wait_until_up(PATIENCE_S)
-    assert pool.put("k", b"stored", shape=(6,), dtype="uint8") and pool.remote_counts()["published"] == 1
+    assert pool._remote.guard.wait_until_up(PATIENCE_S)
+    assert pool.arena.put("k", b"stored", shape=(6,), dtype="uint8") and pool.publish("k")
+    assert pool.counts()["published"] == 1
 
     own_master.kill()
     for _ in range(3):
         unanswered(lambda: pool.fetch("x"))
-    assert pool.pool_state == "down"
+    assert pool.state == "down"
     refused(lambda: pool.fetch("x"))
-    assert pool.lease_local("k") is not None
+    assert pool.arena.lease("k") is not None
     own_master.start()
-    assert pool.wait_until_up(PATIENCE_S)
+    assert pool._remote.guard.wait_until_up(PATIENCE_S)
     wait_for(lambda: published(pool, "early"))
     pool.arena.remove("early")
     lease = pool.fetch("early")
@@ -218,34 +221,32 @@ def test_a_bit_that_flips_in_the_second_tier_is_found_and_the_value_dropped(
     shared_master: Master, open_here: Any
 ) -> None:
     pool = open_here(shared_master.config(segment_bytes=64 * MB))
-    assert pool.wait_until_up(PATIENCE_S)
+    assert pool._remote.guard.wait_until_up(PATIENCE_S)
     data = np.random.default_rng(0).integers(0, 255, 100_000, dtype=np.uint8)
-    for at in (7, 100_000 + 30):  # in the payload, in the trailer
-        pool.put("k", data, shape=(100_000,), dtype="uint8")
+    for at in (7, 100_000 + 30):  # in the payload, in the record
+        pool.arena.put("k", data, shape=(100_000,), dtype="uint8")
         assert pool.publish("k")
         flip_in_segment(pool, "k", at)
         pool.arena.remove("k")
-        used = pool.stats().used_bytes
+        used = pool.arena.stats().used_bytes
         with pytest.raises(CorruptFeatureError):
             pool.fetch("k")
-        assert not pool.contains("k") and pool.stats().used_bytes == used
-    assert pool.remote_counts()["fetch_corrupt"] == 2
+        assert pool.fetch("k") is None and pool.arena.stats().used_bytes == used
+    assert pool.counts()["fetch_corrupt"] == 2
 
 
 def flip_in_segment(pool: FeaturePool, key: str, at: int) -> None:
     import ctypes
 
     remote: Any = pool._remote
-    place = (
-        remote.connection.client._store.get_replica_desc(remote._name(key))[0].get_memory_descriptor().buffer_descriptor
-    )
+    place = remote.client._store.get_replica_desc(remote._name(key))[0].get_memory_descriptor().buffer_descriptor
     ctypes.c_uint8.from_address(place.buffer_address + at).value ^= 4
 
 
 def test_without_a_second_tier_nothing_of_mooncake_is_imported(arena: Arena, python: Callable[..., Child]) -> None:
     code = (
         "import sys; from store.feature_pool import open_pool; p = open_pool(arena=sys.argv[1]);"
-        "print(p.pool_state, p.publish('k'), p.fetch('k'), any(m.split('.')[0] == 'mooncake' for m in sys.modules))"
+        "print(p.state, p.publish('k'), p.fetch('k'), any(m.split('.')[0] == 'mooncake' for m in sys.modules))"
     )
     output, _ = python(code, arena.path).communicate(timeout=PATIENCE_S)
     assert output == "none False None False\n"

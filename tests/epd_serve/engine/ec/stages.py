@@ -20,8 +20,7 @@ from epd_serve.engine.ec.step import FeatureStep, NeededItem
 from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
-from store.arena import Arena
-from store.arena.lease import Lease
+from store.arena import Arena, Lease
 from store.errors import StoreError
 from store.feature_pool import FeaturePool
 from tests.waiting import PATIENCE_S, wait_for
@@ -76,7 +75,7 @@ class Stages:
 
         def heard() -> bool:
             e.save(cache, "hello")
-            return p._desk.counters["events"] > 0
+            return p._features.counters["events"] > 0
 
         wait_for(heard)
 
@@ -167,12 +166,12 @@ class TwoTiers(FeaturePool):
         self.remote = remote
 
     @property
-    def pool_state(self) -> Any:
+    def state(self) -> Any:
         return self.remote.state
 
     def publish(self, key: str) -> bool:
         self.remote.ask()
-        lease = self.lease_local(key)
+        lease = self.arena.lease(key)
         if lease is None:
             return False
         with lease:

@@ -173,14 +173,17 @@ def test_a_feature_is_stamped_as_loaded_when_the_device_has_it(
     assert not device.broken
 
 
-def test_what_is_here_is_pinned_when_its_request_arrives_whatever_that_waits_for(make: Make, arena: Arena) -> None:
+def test_what_is_here_is_known_when_its_request_arrives_whatever_that_waits_for(make: Make, arena: Arena) -> None:
     scheduler = make(Role.P, ECConnectorRole.SCHEDULER)
     asked = request("r", "k", "not here")
     put(arena, "k")
     assert scheduler.admission is not None
     scheduler.admission.arrived(asked)
-    wait_for(lambda: arena.stats().leased == 1)
+    consumer: Any = scheduler._consumer
+    wait_for(lambda: consumer._features.is_ready("k"))
+    wait_for(lambda: arena.stats().leased == 0)
     assert scheduler.ensure_cache_available(request("s", "k"), 0), "at once"
+    assert arena.stats().leased == 1
     scheduler.build_connector_meta(output("s"))
     wait_for(lambda: arena.stats().leased == 0)
     decoder = make(Role.D, ECConnectorRole.SCHEDULER)
@@ -225,18 +228,18 @@ def test_a_request_whose_items_are_computed_needs_nothing(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("role", "how", "kept"),
-    [(Role.D, {"bare": True}, 1), (Role.PD, {"bare": True}, 1), (Role.P, {"bare": True}, 0), (Role.D, {}, 0)],
+    [(Role.D, {"bare": True}, ["k"]), (Role.PD, {"bare": True}, ["k"]), (Role.P, {"bare": True}, []), (Role.D, {}, [])],
 )
 def test_who_decodes_keeps_what_a_preempted_request_could_not_make_again(
-    make: Make, arena: Arena, role: Role, how: dict[str, Any], kept: int
+    make: Make, arena: Arena, role: Role, how: dict[str, Any], kept: list[str]
 ) -> None:
     put(arena, "k")
     scheduler = make(role, ECConnectorRole.SCHEDULER)
     assert scheduler.ensure_cache_available(request("r", "k", **how), 10)  # its items are computed: KV from P
-    scheduler._consumer._kept.fill()
-    wait_for(lambda: arena.stats().leased == kept)
+    consumer: Any = scheduler._consumer
+    assert consumer._keys_kept() == kept
     scheduler.build_connector_meta(output("r"))
-    wait_for(lambda: arena.stats().leased == 0)
+    assert consumer._keys_kept() == []
 
 
 def test_decode_reserves_nothing_while_the_first_of_its_features_is_being_made(make: Make, stages: Stages) -> None:
@@ -244,7 +247,7 @@ def test_decode_reserves_nothing_while_the_first_of_its_features_is_being_made(m
 
     def heard() -> bool:
         encoder.step(needed("k", "later", **GRID))
-        return bool(scheduler._consumer._expected.expects("later", time.monotonic()))
+        return bool(scheduler._consumer._features.makes("later", time.monotonic()))
 
     wait_for(heard)
     new, given_up = request("r", "k", "later"), request("g", "k", epd_missing="k")
@@ -255,7 +258,7 @@ def test_decode_reserves_nothing_while_the_first_of_its_features_is_being_made(m
     assert scheduler.ensure_cache_available(given_up, 10), "no encoder makes what this one needs"
     encoder.save({"k": feature()}, "k")
     wait_for(lambda: scheduler.ensure_cache_available(new, 10))
-    scheduler._consumer._expected.began(["k"], time.monotonic())  # for somebody else, once more
+    scheduler._consumer._features.made(["k"], time.monotonic())  # for somebody else, once more
     assert not scheduler.ensure_cache_available(request("s", "k"), 10)
     assert scheduler.ensure_cache_available(new, 10), "a request that runs is never held up"
     scheduler.build_connector_meta(output("r"))
@@ -264,7 +267,7 @@ def test_decode_reserves_nothing_while_the_first_of_its_features_is_being_made(m
 
 def test_an_encoder_that_falls_silent_holds_decode_up_for_a_while_only(make: Make, stages: Stages) -> None:
     scheduler = make(Role.D, ECConnectorRole.SCHEDULER, feature_wait_s=0.1)
-    scheduler._consumer._expected.began(["k"], time.monotonic())
+    scheduler._consumer._features.made(["k"], time.monotonic())
     assert not scheduler.ensure_cache_available(request("r", "k"), 10)
     wait_for(lambda: scheduler.ensure_cache_available(request("r", "k"), 10))
 
@@ -300,8 +303,10 @@ def test_a_request_waits_for_all_its_items_where_nobody_said_that_it_may_begin(m
     asked = request("r", "a", "b", apart=20)
     put(arena, "a")
     scheduler.ensure_cache_available(asked, 0)
-    wait_for(lambda: scheduler.has_cache_item("a"))
+    consumer: Any = scheduler._consumer
+    wait_for(lambda: consumer._features.is_ready("a"))
     assert not scheduler.ensure_cache_available(asked, 0)
+    assert not scheduler.has_cache_item("a"), "all of its items, or none"
 
 
 def test_an_encoder_answers_with_keys_and_metadata(make: Make, arena: Arena) -> None:

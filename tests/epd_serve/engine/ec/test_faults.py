@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from epd_serve import wire
+from epd_serve.engine.ec.features import State
 from store.arena import Arena
 from tests.epd_serve.engine.ec.stages import Mouth, Stages, feature, needed, settled
 from tests.waiting import PATIENCE_S, wait_for
@@ -40,7 +41,7 @@ def test_a_consumer_that_restarted_after_the_event_finds_the_feature(stages: Sta
 def test_events_twice_and_out_of_order_change_nothing(stages: Stages, arena: Arena, encoder: Mouth) -> None:
     p = stages.consumer()
     first, second = put(arena, "a"), put(arena, "b")
-    encoder.say_until(lambda: p._desk.counters["events"] > 0, second)
+    encoder.say_until(lambda: p._features.counters["events"] > 0, second)
     encoder.say(first, first, second, first, wire.FeaturePending(["a"], "i"))
     settled(p, "a", "b")
     encoder.say(first, second)
@@ -52,7 +53,7 @@ def test_an_event_after_the_recompute_is_counted_and_pins_nothing(stages: Stages
     p = stages.consumer(feature_wait_s=0.1)
     settled(p, "k")
     late = put(arena, "k")
-    encoder.say_until(lambda: p._desk.counters["late_events"] > 0, late)
+    encoder.say_until(lambda: p._features.counters["late_events"] > 0, late)
     assert p.pinned("k") is None
     assert arena.stats().leased == 0
     p.release(["r"])
@@ -60,26 +61,13 @@ def test_an_event_after_the_recompute_is_counted_and_pins_nothing(stages: Stages
     assert p.pinned("k") is not None  # the next request takes it
 
 
-def test_who_waits_for_more_gives_up_its_pins_while_an_encoder_has_no_room(
-    stages: Stages, arena: Arena, encoder: Mouth
-) -> None:
-    p = stages.consumer(feature_wait_s=PATIENCE_S)
-    for key in ("a1", "b1"):
-        put(arena, key)
-    for request, keys in (("a", ("a1", "a2")), ("b", ("b1", "b2"))):
-        p.settled(request, keys)
-        wait_for(lambda keys=keys: p.pinned(keys[0]) is not None)
-    full = wire.StoreReport("E0", "i", 64, 64, 2, waiting_puts=1)
-    encoder.say_until(lambda: p.pinned("b1") is None, full)
-    wait_for(lambda: arena.stats().leased == 1)
-    assert p.pinned("a1") is not None, "the first of them keeps what it has"
-    wait_for(lambda: p.pinned("b1") is not None)  # the encoder says nothing of that kind any more
-
-
 def test_a_failure_does_not_hide_what_the_store_has(stages: Stages, arena: Arena, encoder: Mouth) -> None:
     p = stages.consumer()
     put(arena, "k")
-    encoder.say_until(lambda: "k" in p._desk.table._failed, wire.FeatureFailed("k", "one of two encoders"))
+    encoder.say_until(
+        lambda: p._features._rows.get("k") is not None and p._features._rows["k"].state is State.LOST,
+        wire.FeatureFailed("k", "one of two encoders"),
+    )
     settled(p, "k")
     assert p.pinned("k") is not None
 
@@ -93,7 +81,7 @@ def test_a_dead_encoder_costs_its_consumers_one_deadline(stages: Stages) -> None
     stages.parts.remove(e)
     settled(p, "k")
     assert p.pinned("k") is None
-    assert p._desk.counters["recomputed.deadline"] == 1
+    assert p._features.counters["recomputed.deadline"] == 1
 
 
 def test_a_slow_encoder_that_renews_keeps_its_consumers_from_recomputing(stages: Stages) -> None:
@@ -102,13 +90,13 @@ def test_a_slow_encoder_that_renews_keeps_its_consumers_from_recomputing(stages:
     e.step(needed("k"), {})
     assert not p.settled("r", ["k"])
     for _ in range(3):
-        before = p._desk.table._items["k"].deadline
-        wait_for(lambda before=before: p._desk.table._items["k"].deadline > before)
+        before = p._features._rows["k"].deadline
+        wait_for(lambda before=before: p._features._rows["k"].deadline > before)
     assert not p.settled("r", ["k"])
     e.save({"k": feature()}, "k")
     settled(p, "k")
     assert p.pinned("k") is not None
-    assert not any(name.startswith("recomputed") for name in p._desk.counters)
+    assert not any(name.startswith("recomputed") for name in p._features.counters)
 
 
 def test_few_requests_recompute_at_one_time_and_late_features_serve_the_others(stages: Stages, arena: Arena) -> None:
@@ -118,7 +106,7 @@ def test_few_requests_recompute_at_one_time_and_late_features_serve_the_others(s
     def running() -> list[str]:
         return [request for request in requests if p.settled(request, [f"key of {request}"])]
 
-    wait_for(lambda: running() and p._desk.slots.standing == 4)
+    wait_for(lambda: running() and len(p._features.slots.line) == 4)
     assert running() == ["r0", "r1"]
     put(arena, "key of r4")
     wait_for(lambda: "r4" in running())
@@ -131,7 +119,7 @@ def test_few_requests_recompute_at_one_time_and_late_features_serve_the_others(s
     p.release(["r3"])  # aborted
     requests.remove("r3")
     assert running() == ["r2", "r4", "r5"]
-    assert p._desk.counters["recomputed.deadline"] == 5
+    assert p._features.counters["recomputed.deadline"] == 5
 
 
 def test_a_request_that_must_not_recompute_is_announced_and_named_to_vllm_once(stages: Stages) -> None:

@@ -13,6 +13,7 @@ import torch
 import zmq
 
 from epd_serve import wire
+from epd_serve.engine.ec.features import State
 from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
@@ -44,8 +45,8 @@ def test_an_event_prefetches_before_any_request(stages: Stages) -> None:
     e, p = stages.producer(), stages.consumer()
     stages.heard(e, p)
     e.save({"k": feature()}, "k")
-    wait_for(lambda: not p._desk.table.accepts("k"))
-    assert p.pinned("k") is None  # held, but promised to nobody
+    wait_for(lambda: p._features.is_ready("k"))
+    assert p.pinned("k") is None  # here, but promised to nobody
     assert p.settled("r", ["k"])
     assert p.pinned("k") is not None
 
@@ -72,7 +73,7 @@ def test_a_corrupt_feature_is_lost_and_never_promised(stages: Stages, arena: Are
     p = stages.consumer(hears=False)
     settled(p, "k")
     assert p.pinned("k") is None
-    assert p._desk.table.lost_by_cause == {"corrupt": 1}
+    assert p._features.counters["lost.corrupt"] == 1
     assert arena.stats().corrupt == 1
 
 
@@ -99,10 +100,10 @@ def test_a_full_arena_is_told_at_once(stages: Stages, arena: Arena, asks_first: 
         assert not p.settled("r", ["big"])
     e.save({"big": torch.zeros(CAPACITY + 1, dtype=torch.uint8)}, "big")
     if not asks_first:
-        wait_for(lambda: "big" in p._desk.table._failed)
+        wait_for(lambda: "big" in p._features._rows and p._features._rows["big"].state is State.LOST)
     settled(p, "big")
     assert p.pinned("big") is None
-    assert p._desk.table.lost_by_cause == {"encoder": 1}
+    assert p._features.counters["lost.encoder"] == 1
 
 
 def test_pins_go_with_the_last_request(stages: Stages, arena: Arena) -> None:
@@ -115,7 +116,7 @@ def test_pins_go_with_the_last_request(stages: Stages, arena: Arena) -> None:
     assert arena.stats().leased == 1
     p.release(["s", "unknown"])
     assert p.pinned("k") is None
-    wait_for(lambda: arena.stats().leased == 0)  # given back by the listener thread
+    wait_for(lambda: arena.stats().leased == 0)
 
 
 def test_an_item_in_the_encoders_cache_is_announced_again_and_put_again_when_evicted(
@@ -135,7 +136,7 @@ def test_an_item_in_the_encoders_cache_is_announced_again_and_put_again_when_evi
     def heard_again() -> bool:
         e.step(needed("k"), cache)
         with p._lock:
-            return "k" in p._desk.table._items
+            return p._features.is_ready("k")
 
     wait_for(heard_again)
     assert arena.stats().puts == puts  # still there: not put twice
@@ -178,14 +179,14 @@ def test_an_encoder_whose_address_cannot_be_bound_does_not_start(arena: Arena, t
 
 def test_a_store_that_does_not_answer_does_not_end_the_listener(stages: Stages) -> None:
     e, p = stages.producer(), stages.consumer(hears=False)
-    lease, failures = p._pool.lease_local, [StoreError("lock"), StoreError("lock")]
+    lease, failures = p._pool.arena.lease, [StoreError("lock"), StoreError("lock")]
 
     def flaky(key: str) -> Any:
         if failures:
             raise failures.pop()
         return lease(key)
 
-    p._pool.lease_local = flaky  # type: ignore[assignment,method-assign]
+    p._pool.arena.lease = flaky  # type: ignore[assignment,method-assign]
     e.save({"k": feature()}, "k")
     settled(p, "k")
     assert p.pinned("k") is not None

@@ -1,147 +1,89 @@
-"""What D holds on to for requests that may be preempted: in memory, and on a real arena with a real listener."""
+"""What consumers use, so that it is not evicted, and what they do not: on a real arena with a real listener."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
+import pytest
 
 from epd_serve import wire
-from epd_serve.engine.ec.kept_features import KeptFeatures
+from epd_serve.engine.ec.store_access import SPARE_S
 from epd_serve.roles import Role
 from store.arena import Arena
-from store.errors import StoreError
+from store.errors import StoreFullError
 from tests.epd_serve.engine.ec.stages import CAPACITY, Mouth, Stages, settled
-from tests.waiting import wait_for
-
-
-@dataclass(frozen=True, eq=False)
-class Pinned:
-    key: str
-    nbytes: int
-
-
-@dataclass
-class Shelf:
-    """Features that are at hand, and the pins that are out."""
-
-    sizes: dict[str, int]
-    out: list[str] = field(default_factory=list)
-
-    def lease(self, key: str) -> Any:
-        if key == "broken":
-            raise StoreError("the arena does not answer")
-        if key not in self.sizes:
-            return None
-        self.out.append(key)
-        return Pinned(key, self.sizes[key])
-
-    def drop(self, held: Any) -> None:
-        self.out.remove(held.key)
-
-
-def keeping(max_bytes: int = 100, **sizes: int) -> tuple[KeptFeatures, Shelf]:
-    shelf = Shelf(sizes)
-    return KeptFeatures(shelf.lease, shelf.drop, max_bytes=max_bytes), shelf
-
-
-def test_features_are_kept_while_one_request_that_needs_them_runs() -> None:
-    kept, shelf = keeping(a=10, b=10)
-    assert kept.keep("r", ["a", "b", "a"])
-    kept.fill()
-    assert sorted(shelf.out) == ["a", "b"]
-    assert not kept.keep("s", ["a"])  # held already
-    kept.release(["r", "unknown"])
-    assert shelf.out == ["a"]
-    kept.release(["s"])
-    assert shelf.out == []
-
-
-def test_a_request_asks_at_every_step_and_is_kept_once() -> None:
-    kept, shelf = keeping(a=10)
-    assert kept.keep("r", ["a"])
-    assert not kept.keep("r", ["a"])
-    kept.fill()
-    assert not kept.keep("r", ["a"])
-    kept.fill()
-    assert shelf.out == ["a"]
-
-
-def test_what_two_requests_ask_for_at_once_is_pinned_once() -> None:
-    kept, shelf = keeping(a=10)
-    kept.keep("r", ["a"])
-    kept.keep("s", ["a"])
-    kept.fill()
-    assert shelf.out == ["a"]
-
-
-def test_what_is_beyond_the_bound_is_left_to_eviction() -> None:
-    kept, shelf = keeping(25, a=10, b=10, c=10)
-    kept.keep("r", ["a", "b", "c"])
-    kept.fill()
-    assert len(shelf.out) == 2
-    assert kept.counters() == {"kept": 2, "not_kept": 1}
-    kept.release(["r"])
-    kept.keep("s", ["c"])
-    kept.fill()
-    assert shelf.out == ["c"]
-
-
-def test_a_request_that_ends_before_its_features_were_leased_leaves_no_pin() -> None:
-    kept, shelf = keeping(a=10)
-    kept.keep("r", ["a"])
-    kept.release(["r"])
-    kept.fill()
-    assert shelf.out == []
-
-
-def test_an_absent_feature_and_a_store_that_does_not_answer_harm_nobody() -> None:
-    kept, shelf = keeping(a=10)
-    kept.keep("r", ["absent", "broken", "a"])
-    kept.fill()
-    assert shelf.out == ["a"]
-
-
-def test_whoever_waits_for_room_gets_it() -> None:
-    kept, shelf = keeping(a=10)
-    kept.keep("r", ["a"])
-    kept.fill()
-    kept.make_room()
-    assert shelf.out == []
-    kept.release(["r"])
-    kept.keep("s", ["a"])  # a later request finds what is still there
-    kept.fill()
-    assert shelf.out == ["a"]
+from tests.waiting import PATIENCE_S, wait_for
 
 
 def put(arena: Arena, key: str, nbytes: int = 64) -> None:
     arena.put(key, np.zeros(nbytes, np.uint8), shape=(nbytes,), dtype="uint8")
 
 
-def test_a_preempted_request_finds_its_feature_after_all_others_were_evicted(stages: Stages, arena: Arena) -> None:
+@pytest.fixture
+def encoder(arena: Arena) -> Iterator[Arena]:
+    """The arena as an encoder has it, which spares what was just used."""
+    opened = Arena.attach(arena.path, spare_s=SPARE_S)
+    yield opened
+    opened.close()
+
+
+def fill(encoder: Arena, until: Callable[[], bool]) -> None:
+    """Put one feature after another, as long as it takes."""
+    end, number = time.monotonic() + PATIENCE_S, 0
+    while not until():
+        assert time.monotonic() < end, "nothing is evicted"
+        try:
+            put(encoder, f"filler {number}", CAPACITY // 8)
+            number += 1
+        except StoreFullError:
+            time.sleep(0.02)  # as an encoder does
+
+
+def test_a_preempted_request_finds_its_feature_after_all_others_were_evicted(
+    stages: Stages, arena: Arena, encoder: Arena
+) -> None:
     put(arena, "mine")
     put(arena, "other")
     d = stages.consumer(hears=False, role=Role.D)
     d.keep("r", ["mine"])
-    wait_for(lambda: arena.stats().leased == 1)
-    while arena.contains("other"):
-        put(arena, f"filler {arena.stats().puts}", CAPACITY // 8)
+    fill(encoder, lambda: not arena.contains("other"))
+    begun = arena.stats().evictions
+    fill(encoder, lambda: arena.stats().evictions > begun + 16)
+    assert arena.stats().leased == 0, "used, not held"
     settled(d, "mine", request="r")  # preempted: it computes its prompt here
     assert d.pinned("mine") is not None
     d.release(["r"])
     wait_for(lambda: arena.stats().leased == 0)
+    fill(encoder, lambda: not arena.contains("mine"))
 
 
-def test_an_encoder_without_room_gets_what_was_kept(stages: Stages, arena: Arena) -> None:
+def test_an_encoder_without_room_gets_what_was_kept(stages: Stages, arena: Arena, encoder: Arena) -> None:
     put(arena, "mine")
     d = stages.consumer(role=Role.D)
     d.keep("r", ["mine"])
-    wait_for(lambda: arena.stats().leased == 1)
     e = Mouth(stages.events("E0"))
     try:
         report = wire.StoreReport("E0", "i", CAPACITY, CAPACITY, 1, waiting_puts=1)
-        e.say_until(lambda: arena.stats().leased == 0, report)
+        e.say_until(lambda: d._listener._short, report)
+        fill(encoder, lambda: not arena.contains("mine"))
     finally:
         e.close()
-    d.release(["r"])
+
+
+def test_who_waits_for_more_holds_nothing_but_the_first_keeps_what_it_has(
+    stages: Stages, arena: Arena, encoder: Arena
+) -> None:
+    p = stages.consumer(hears=False)
+    for request, keys in (("a", ("a1", "a2")), ("b", ("b1", "b2"))):
+        put(arena, keys[0])
+        assert not p.settled(request, keys)
+        wait_for(lambda keys=keys: p._features.is_ready(keys[0]))
+    fill(encoder, lambda: not arena.contains("b1"))
+    begun = arena.stats().evictions
+    fill(encoder, lambda: arena.stats().evictions > begun + 16)
+    assert arena.stats().leased == 0
+    put(arena, "a2")
+    settled(p, "a1", "a2", request="a")
+    assert p.pinned("a1") is not None and p.pinned("a2") is not None

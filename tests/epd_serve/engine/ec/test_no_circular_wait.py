@@ -1,53 +1,48 @@
 """Nobody waits for ever: P and D with too few blocks, a store with too little room, encoders slow or dead.
 
-A world of the product's own decisions (desk, table, spare blocks) between models of what they decide about: vLLM's
-scheduler at P, D's reservations, an encoder, a store that evicts what nobody has pinned. Who is next is drawn at
-random. A live encoder renews what it has, without end, so that no deadline resolves a circular wait: only what was let
-go of, and then evicted, has a deadline.
+A world of the product's own decisions (features, spare blocks) between models of what they decide about: vLLM's
+scheduler at P, D's reservations, an encoder, a store that evicts what nobody has pinned and nobody has used lately. Who
+is next is drawn at random. A live encoder renews what it has, without end, so that no deadline resolves a circular
+wait: only what was evicted has a deadline.
 
 Why it ends: what has begun to run holds pins and blocks, and goes on unless it has begun before its features were
 complete. There is one such request at most, and one that is ahead of D; beside the blocks of both any other request
-fits: all others drain. Of those that wait, one keeps its pins (`feature_desk.py`), so that the store has room for what
-it lacks, in time. It has D's blocks if anybody who waits has, so then it runs; and so on. Whoever is ahead of D runs,
-and keeps its blocks at P until D has some, which those give back that D has blocks for: they can all run.
+fits: all others drain. Who waits pins nothing (`features.py`), so that the store has room for what is lacking, in time.
+The one that has waited longest keeps what it has from being evicted. It has D's blocks if anybody who waits has, so
+then it runs; and so on. Whoever is ahead of D runs, and keeps its blocks at P until D has some, which those give back
+that D has blocks for: they can all run.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from epd_serve.engine.ec.feature_desk import Admission, FeatureDesk
-from epd_serve.engine.ec.feature_table import FeatureTable
+from epd_serve.engine.ec.features import Failure, Features
 from epd_serve.engine.ec.partial_prefill import SpareBlocks
 
 TICK_S = 0.25
 PATIENCE_TICKS = 4000
-WAIT_S, FOREVER_S = 3.0, 1e9
+WAIT_S, SPARE_S, FOREVER_S = 3.0, 1.0, 1e9
 BLOCK, IMAGE, TEXT = 2, 4, 2  # tokens: of a block, of an image, before each image
 
 
 class Stored:
     """A feature in the store, pinned as often as somebody said so."""
 
-    nbytes = 1
-
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
         self.pins = 0
-
-    def pin(self) -> Pinned:
-        self.pins += 1
-        return Pinned(self)
+        self.used_at = now
 
 
 @dataclass
 class Pinned:
     stored: Stored
-    nbytes: int = 1
 
     def release(self) -> None:
         self.stored.pins -= 1
@@ -80,8 +75,9 @@ def blocks_of(tokens: int) -> int:
 
 @dataclass
 class World:
-    """What there is of everything. `parks`, `spares`, `one_ahead`: whether those parts of the product are there at all.
-    `ahead_tokens`: of a prompt that may go ahead of D."""
+    """What there is of everything. `together`: pins are taken all at once, else one by one, as features come. `spares`,
+    `one_ahead`: whether those parts of the product are there at all. `ahead_tokens`: of a prompt that may go ahead of
+    D."""
 
     requests: list[Request]
     room: int
@@ -93,7 +89,7 @@ class World:
     chance: random.Random
     alive: bool = True
     early: bool = True  # D reserves when the first image is stored, else when all are
-    parks: bool = True
+    together: bool = True
     spares: bool = True
     one_ahead: bool = True
     now: float = 0.0
@@ -106,8 +102,8 @@ class World:
     done: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        table: FeatureTable[Pinned] = FeatureTable(wait_s=WAIT_S, max_prefetched_bytes=0, renew_limit_s=FOREVER_S)
-        self.desk: FeatureDesk[Pinned] = FeatureDesk(table, recompute_limit=1)
+        self.features = Features(self._pin, recompute_limit=1, wait_s=WAIT_S, renew_limit_s=FOREVER_S)
+        self.hoard: dict[str, list[Pinned]] = {}  # what a request has pinned while it waits, where it may
         beside = SpareBlocks.beside(self.longest, blocks=self.p_blocks, block_sizes=(BLOCK,))
         if self.spares and not beside.fit(self.ahead_tokens):
             self.ahead_tokens = 0
@@ -117,9 +113,6 @@ class World:
         self.queue = deque(sorted(queue, key=lambda _: self.chance.random()))
         self.d_queue = deque(self.requests)
         self.waiting = list(self.requests)
-        for request in self.requests:  # they are registered when they come, before D has reserved
-            for key in request.keys:
-                self.desk.table.need(request.name, key, self.now)
 
     # --- the actors -----------------------------------------------------------------------------------------------
 
@@ -127,32 +120,40 @@ class World:
         """One image, if the store has room for it, and word of what is still to come."""
         if not self.alive:
             return
-        self.desk.table.renew(list(self.queue), self.now)
+        self.features.renew(list(self.queue), self.now)
         if not self.queue:
             return
         if len(self.store) >= self.room:
-            loose = [key for key, stored in self.store.items() if not stored.pins]
+            old = self.now - SPARE_S
+            loose = [key for key, stored in self.store.items() if not stored.pins and stored.used_at <= old]
             if not loose:
-                if self.parks:
-                    self.desk.make_room(self.now)
                 return
             del self.store[self.chance.choice(loose)]
-        self.desk.room_again()
         key = self.queue.popleft()
-        self.store[key] = Stored()
+        self.store[key] = Stored(self.now)
         self.announced.add(key)
 
     def listen(self) -> None:
-        table = self.desk.table
-        table.expire(self.now)
-        doubted = table.doubted()
-        for key in table.wanted():
+        for key, row in list(self.features.to_look_for(self.now)):
             if key in self.store:
-                table.arrived(key, self.store[key].pin(), self.now)
+                self.features.found(key, self.now)
+                if not self.together:
+                    for request in sorted(row.requests):
+                        self.hoard.setdefault(request, []).extend(self._pin([key]) or ())
             else:
-                table.missed(key)
-                if key in doubted:
-                    table.not_found(key)
+                self.features.missed(key)
+                if row.last_look:
+                    self.features.not_found(key)
+        for key in self.features.protected():
+            if key in self.store:
+                self.store[key].used_at = self.now
+
+    def _pin(self, keys: Collection[str]) -> Any:
+        if not all(key in self.store for key in keys):
+            return None
+        for key in keys:
+            self.store[key].pins += 1
+        return [Pinned(self.store[key]) for key in keys]
 
     def reserve(self) -> None:
         """D's blocks for those in line whose features were announced, or will not be."""
@@ -216,7 +217,9 @@ class World:
         request.computed, request.blocks = reach, blocks_of(reach)
         if reach == request.tokens:
             self.running.remove(request)
-            self.desk.release([request.name])
+            self.features.release([request.name])
+            for pinned in self.hoard.pop(request.name, ()):
+                pinned.release()
             if request.has_ready:
                 self._send(request)
             else:
@@ -233,17 +236,18 @@ class World:
         """Up to which token it may be computed now."""
         ahead = request.ahead()
         if not ahead:
-            self.desk.passed(request.name)
+            self.features.passed(request.name)
             return request.tokens
         keys = [request.keys[index] for index in ahead]
         worth = None
         if self.seats > 1 and self.spare.fit(request.tokens):
             worth_it = request.computed + self.spare.worth_tokens
             worth = next((at for at, index in enumerate(ahead) if request.offset(index) >= worth_it), None)
-        admission = self.desk.admission(request.name, keys, self.now, must_not_recompute=False, worth=worth)
-        if admission is Admission.PARTIAL:
-            return request.offset(ahead[self.desk.leading(request.name, keys, self.now)])
-        return request.tokens if admission is Admission.RUN else 0
+        here = self.features.may_run(request.name, keys, self.now, must_not_recompute=False, worth=worth)
+        assert not isinstance(here, Failure), "it may recompute"
+        if here is None:
+            return 0
+        return request.offset(ahead[here]) if here < len(keys) else request.tokens
 
     # --- time -----------------------------------------------------------------------------------------------------
 
@@ -261,7 +265,7 @@ class World:
 
     def _check(self) -> None:
         assert self._free() >= 0 and len(self.running) <= self.seats
-        begun = [request for request in self.running if request.name == self.desk.partial or not request.has_ready]
+        begun = [request for request in self.running if request.name == self.features.partial or not request.has_ready]
         if self.spares and self.one_ahead:
             held = sum(request.blocks for request in (*begun, *self.kept) if not self._drains(request))
             assert not held or self.p_blocks - held >= blocks_of(self.longest)
@@ -306,8 +310,8 @@ def test_all_of_a_thousand_worlds_end() -> None:
     assert list(hanging(range(100, 1100))) == []
 
 
-def test_they_would_not_if_pins_were_never_given_up() -> None:
-    assert next(hanging(range(100), parks=False, alive=True), None) is not None
+def test_they_would_not_if_who_waits_held_what_is_there() -> None:
+    assert next(hanging(range(100), together=False, alive=True), None) is not None
 
 
 def test_they_would_not_if_what_has_begun_could_take_all_blocks() -> None:

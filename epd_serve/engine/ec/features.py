@@ -1,0 +1,460 @@
+"""What a consumer (P, PD, D) knows of features, and what it tells vLLM's scheduler about the requests that need them.
+
+Pure: no sockets, no vLLM; of the store only "pin all of these, or none". One row per feature:
+
+    WANTED     a request needs it, or an encoder has said that it makes it; looked for until its deadline
+    READY      it was seen in the arena, whole, for a request, or lately. Nobody holds it: it may be evicted meanwhile
+    LOST       it will not come, for a cause. The store's index is the truth, so it was looked up once more before
+
+    what happens                          the row becomes
+    need, an encoder begins with it       WANTED    deadline: wait_s from now and each renewal, renew_limit_s in all
+    found                                 READY     also when it was LOST
+    failed, deadline                      WANTED for the last time: LOST when it is not found, or last_look_s are over
+    need of another request, renewed      WANTED, when it was LOST
+    not there when it is to be pinned     WANTED
+
+A request is told, at every step:
+
+    all of its features READY, and pinned at once       RUN up to the end
+    one still WANTED                                    wait
+    one LOST, and it must not recompute                 fail, once (metadata only: there are no pixels; or the policy)
+    one LOST, and a recompute slot is free              RUN: the others are pinned, vLLM encodes that one here
+    one WANTED, but enough READY before it              RUN up to it; one request at a time
+
+**Nobody who waits holds room.** A request gets all of its pins or none, when it may run; then it runs to its end and
+gives them back, and encoders get room. The one exception is the request that runs up to a feature that is awaited: it
+holds pins while it waits, and the encoder that makes that feature gets room from all others. What waits may be evicted
+meanwhile. So that somebody always gets all of its features together, those of the request that has begun, else of the
+one that has waited longest, are used again and again (`protected`), which keeps them from being evicted.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from store.arena import Lease
+
+LOOK_S = 0.05
+FETCH_S = 0.5
+"""How often a wanted feature is looked for: here, and in the second tier, where asking costs others."""
+FULL_S = 0.1
+"""The same of one that the arena had no room for."""
+
+SEEN_S = 10.0
+"""For how long a feature that was seen before its request came counts as whole."""
+
+_MAX_ROWS = 8192
+"""Of features that no request waits for: hints of encoders; the oldest go first."""
+
+
+class State(enum.Enum):
+    WANTED = "wanted"
+    READY = "ready"
+    LOST = "lost"
+
+
+@dataclass(slots=True)
+class Row:
+    """One feature.
+
+    Attributes:
+        deadline: WANTED: when to go on without it.
+        cause: why it is lost, or will be at the deadline.
+        last_look: WANTED: once more, then it is lost.
+        missed: the store of this host did not have it, so far.
+        made_until: an encoder makes it, and was heard of so lately.
+        requests: that wait for it.
+        seen_at: READY: when.
+        look_at, fetch_at: when it is looked for again, here and in the second tier.
+    """
+
+    state: State
+    born: float
+    deadline: float
+    cause: str = "deadline"
+    last_look: bool = False
+    missed: bool = False
+    made_until: float = 0.0
+    seen_at: float = 0.0
+    requests: set[str] = field(default_factory=set)
+    look_at: float = 0.0
+    fetch_at: float = 0.0
+
+
+class Failure(NamedTuple):
+    """A request that cannot go on, what it lacks, and why (of several causes, the first)."""
+
+    request: str
+    keys: list[str]
+    cause: str
+
+
+class RecomputeSlots:
+    """How many requests recompute lost features at one time: at most `limit` hold a slot, the rest stand in line.
+
+    A slow or dead encoder must not turn every P into an encoder. A request holds at most one slot, however many
+    features it lost. Slots go out in the order in which requests first asked.
+    """
+
+    def __init__(self, limit: int) -> None:
+        assert limit > 0, "without a slot, a request with a lost feature would wait for ever"
+        self._limit = limit
+        self.line: dict[str, None] = {}  # in order of arrival
+        self.holders: set[str] = set()
+
+    def claim(self, request: str) -> bool:
+        """Whether the request has a slot; if not, it stands in line from now on."""
+        if request not in self.holders:
+            self.line[request] = None
+            self._serve_line()
+        return request in self.holders
+
+    def give_back(self, request: str) -> None:
+        """The request holds no slot and stands in no line any more."""
+        self.line.pop(request, None)
+        self.holders.discard(request)
+        self._serve_line()
+
+    def _serve_line(self) -> None:
+        while self.line and len(self.holders) < self._limit:
+            first = next(iter(self.line))
+            del self.line[first]
+            self.holders.add(first)
+
+
+class Features:
+    """Not thread-safe: the owner holds one lock around every call. Times are monotonic seconds.
+
+    Args:
+        pin: pins all of these features, or none (None) where one is not there any more.
+        recompute_limit: requests that recompute at one time.
+        wait_s: how long a wanted feature may take, from its first need or its last renewal.
+        renew_limit_s: how long an encoder can keep a feature wanted by renewals: it may be stuck, not slow.
+        last_look_s: how long the store may take to say that a feature is not there.
+
+    Attributes:
+        news: there is something to look for now, which there was not when this was last set to False.
+        partial: the request that runs up to a feature that is awaited, or "".
+    """
+
+    def __init__(
+        self,
+        pin: Callable[[Collection[str]], list[Lease] | None],
+        *,
+        recompute_limit: int,
+        wait_s: float,
+        renew_limit_s: float = 120.0,
+        last_look_s: float = 3.0,
+    ) -> None:
+        self._pin = pin
+        self._wait_s = wait_s
+        self._renew_limit_s = renew_limit_s
+        self._last_look_s = last_look_s
+        self._rows: dict[str, Row] = {}
+        self._hints: OrderedDict[str, None] = OrderedDict()  # rows that no request waits for, the oldest first
+        self._keys_of: dict[str, dict[str, None]] = {}  # request → keys that it waits for
+        self._waits: dict[str, None] = {}  # requests told to wait when they last asked, the longest first
+        self._held: dict[str, dict[str, Lease]] = {}  # request → what is pinned for it
+        self._recomputes: dict[str, set[str]] = {}  # request → keys that it encodes itself
+        self._failed: dict[str, bool] = {}  # request → whether vLLM was told
+        self.slots = RecomputeSlots(recompute_limit)
+        self.partial = ""
+        self.news = False
+        self.counters: Counter[str] = Counter()
+
+    # --- what requests are told -------------------------------------------------------------------------------------
+
+    def may_run(
+        self, request: str, keys: Sequence[str], now: float, *, must_not_recompute: bool, worth: int | None = None
+    ) -> int | Failure | None:
+        """How many of its items vLLM may compute, from the first on; None where it has to wait. A `Failure`, once.
+
+        Asked at every step, O(len(keys)).
+
+        Args:
+            keys: of the items that its prefill has not passed, in the order of the prompt.
+            worth: with so many of them, from the first on, it may begin before the others are here. None: it may not.
+        """
+        if request in self._failed:
+            return None  # vLLM has been told, or will be at the end of this step
+        held, recomputes = self._held.get(request, {}), self._recomputes.get(request, set())
+        missing = [key for key in dict.fromkeys(keys) if key not in held and key not in recomputes]
+        states = {key: self._need(request, key, now) for key in missing}
+        lost = [key for key, state in states.items() if state is State.LOST]
+        if lost and must_not_recompute:
+            self._failed[request] = False
+            failure = Failure(request, lost, self._rows[lost[0]].cause)
+            self.counters[f"failed.{failure.cause}"] += 1
+            return failure
+        settled = State.WANTED not in states.values()
+        if not (recomputes or (settled and lost)):  # it needs no slot, or not yet
+            self.slots.give_back(request)
+        if settled and (not lost or self.slots.claim(request)) and self._take(request, missing, lost, now):
+            self._waits.pop(request, None)
+            if self.partial == request:
+                self.partial = ""
+            return len(keys)
+        leading = len(list(itertools.takewhile(lambda key: states.get(key, State.READY) is State.READY, keys)))
+        if worth is not None and self._may_begin(request, keys, leading, worth, now):
+            self._waits.pop(request, None)
+            return leading
+        self._waits.setdefault(request)
+        return None
+
+    def _take(self, request: str, keys: Collection[str], lost: Collection[str], now: float) -> bool:
+        """Pin all of these that are not lost. False: one is not there any more."""
+        there = [key for key in keys if key not in lost]
+        leases = self._pin(there) if there else []
+        if leases is None:
+            for key in there:
+                self._look_once_more(self._rows[key], "evicted", now)
+            return False
+        self._held.setdefault(request, {}).update(zip(there, leases, strict=True))
+        if lost:
+            self._recomputes.setdefault(request, set()).update(lost)
+            self.counters.update(f"recomputed.{self._rows[key].cause}" for key in lost)
+        for key in keys:
+            self._leaves(request, key)
+        return True
+
+    def _may_begin(self, request: str, keys: Sequence[str], leading: int, worth: int, now: float) -> bool:
+        """Whether to run it up to the first of its items that is not here; what is here is pinned."""
+        if self.partial not in ("", request) or not worth <= leading < len(keys):
+            return False
+        if not self._rows[keys[leading]].missed:  # else it may be here in a moment
+            return False
+        held = self._held.get(request, {})
+        if not self._take(request, [key for key in dict.fromkeys(keys[:leading]) if key not in held], (), now):
+            return False
+        self.counters["partial_prefills"] += self.partial != request
+        self.partial = request
+        return True
+
+    def pinned(self, key: str) -> Lease | None:
+        """A feature that is pinned for some request; it stays until that has finished."""
+        return next((held[key] for held in self._held.values() if key in held), None)
+
+    def take_failed(self) -> set[str]:
+        """Requests that vLLM has to fail, each named once."""
+        failed = {request for request, told in self._failed.items() if not told}
+        self._failed.update(dict.fromkeys(failed, True))
+        return failed
+
+    def ended(self, request: str) -> None:
+        """vLLM does not know the request any more: it must not be named to it. Its pins stay until `release`."""
+        if request in self._failed:
+            self._failed[request] = True
+
+    def passed(self, request: str) -> None:
+        """Its prefill has all its items behind it, or a prefix cache has them all. Should it be preempted, it looks for
+        what it has recomputed anew."""
+        self._forget(request)
+
+    def release(self, requests: Iterable[str]) -> None:
+        """No step that needs these requests' features can be running any more."""
+        for request in requests:
+            self._failed.pop(request, None)
+            self._forget(request)
+            for lease in self._held.pop(request, {}).values():
+                lease.release()
+
+    def _forget(self, request: str) -> None:
+        """It waits for nothing, and recomputes nothing."""
+        if self.partial == request:
+            self.partial = ""
+        self._waits.pop(request, None)
+        self._recomputes.pop(request, None)
+        self.slots.give_back(request)
+        for key in list(self._keys_of.get(request, ())):
+            self._leaves(request, key)
+
+    def waiting(self) -> bool:
+        """Whether a request waits for a feature or a slot."""
+        return bool(self._keys_of or self.slots.line)
+
+    def protected(self) -> list[str]:
+        """Features that are to be used, so that they are not evicted: see above."""
+        first = self.partial or next(iter(self._waits), "")
+        return [key for key in self._keys_of.get(first, ()) if self._rows[key].state is State.READY]
+
+    # --- what is heard and found ------------------------------------------------------------------------------------
+
+    def made(self, keys: Iterable[str], now: float) -> None:
+        """An encoder begins to work on these."""
+        for key in keys:
+            self._row(key, now).made_until = now + self._wait_s
+        self.renew(keys, now)
+
+    def makes(self, key: str, now: float) -> bool:
+        """Whether an encoder is making it, and has not fallen silent."""
+        row = self._rows.get(key)
+        return row is not None and row.made_until > now
+
+    def made_no_more(self, key: str) -> bool:
+        """It can be had, or will not come. Whether it was being made until now."""
+        row = self._rows.get(key)
+        if row is None or not row.made_until:
+            return False
+        row.made_until = 0.0
+        return True
+
+    def renew(self, keys: Iterable[str], now: float) -> None:
+        """An encoder holds these: queued, running or being stored."""
+        for key in keys:
+            row = self._rows.get(key)
+            if row is None:
+                continue
+            if row.made_until:
+                row.made_until = now + self._wait_s
+            if row.state is not State.READY and now < row.born + self._renew_limit_s:
+                row.state, row.cause, row.last_look = State.WANTED, "deadline", False
+                row.deadline = min(now + self._wait_s, row.born + self._renew_limit_s)
+
+    def announced(self, key: str, now: float, *, afar: bool) -> bool:
+        """An encoder says that it can be had, in the second tier where that is `afar`. Whether a request waits."""
+        row = self._row(key, now)
+        recomputed = any(key in keys for keys in self._recomputes.values())
+        self.counters["late_events"] += row.state is State.LOST and (recomputed or bool(row.requests))
+        if row.state is State.LOST and not row.requests:
+            row.state = State.WANTED  # a failure before that is forgotten
+        row.look_at = 0.0
+        if afar:
+            row.fetch_at = 0.0
+        return bool(row.requests)
+
+    def failed(self, key: str, cause: str, now: float) -> None:
+        """The feature will not come: it is looked up once more for those who wait, or for the next who asks."""
+        row = self._row(key, now)
+        if row.state is State.WANTED and row.requests and not row.last_look:
+            self._look_once_more(row, cause, now)
+        elif row.state is State.WANTED and not row.requests:
+            row.state, row.cause = State.LOST, cause
+
+    def hampered(self, key: str, cause: str, deadline: float) -> None:
+        """The feature may still come, but this stands in its way, and there is no use in waiting beyond `deadline`."""
+        row = self._rows.get(key)
+        if row is not None and row.state is State.WANTED and not row.last_look:
+            row.cause, row.deadline = cause, min(row.deadline, deadline)
+
+    def to_look_for(self, now: float) -> Iterator[tuple[str, Row]]:
+        """Features that requests wait for and that are due to be looked for, in the order in which they were needed."""
+        for key in dict.fromkeys(itertools.chain.from_iterable(self._keys_of.values())):
+            row = self._rows[key]
+            if row.state is not State.READY and row.look_at <= now:
+                row.look_at = now + LOOK_S
+                yield key, row
+
+    def wants(self, key: str) -> bool:
+        """Whether a request waits for it, and it is not here."""
+        row = self._rows.get(key)
+        return row is not None and bool(row.requests) and row.state is not State.READY
+
+    def is_ready(self, key: str) -> bool:
+        """Whether it was seen here."""
+        row = self._rows.get(key)
+        return row is not None and row.state is State.READY
+
+    def fetch_due(self, key: str, now: float) -> bool:
+        """True at most every `FETCH_S` for a feature: fetch it now."""
+        row = self._rows.get(key)
+        if row is None or row.fetch_at > now:
+            return False
+        row.fetch_at = now + FETCH_S
+        return True
+
+    def no_room(self, key: str, now: float) -> None:
+        """The arena had no room for it: tried again when pins go, until the request's deadline."""
+        self.hampered(key, "no_room", float("inf"))
+        if key in self._rows:
+            self._rows[key].fetch_at = now + FULL_S
+
+    def looks_once_more(self, key: str) -> bool:
+        """Whether it is lost where it is not found now."""
+        row = self._rows.get(key)
+        return row is not None and row.last_look
+
+    def found(self, key: str, now: float) -> None:
+        """It is in the arena, and whole."""
+        row = self._row(key, now)
+        row.state, row.last_look, row.seen_at = State.READY, False, now
+
+    def missed(self, key: str) -> bool:
+        """The store of this host does not have it, so far. True where that is news about a feature that is wanted."""
+        row = self._rows.get(key)
+        news = row is not None and not row.missed
+        if row is not None:
+            row.missed = True
+        return news
+
+    def not_found(self, key: str) -> None:
+        """The store does not have it, which was looked for once more."""
+        row = self._rows.get(key)
+        if row is not None and row.state is State.WANTED and row.last_look:
+            self._lose(row)
+
+    def close(self) -> None:
+        """Unpin everything."""
+        self.release(list(self._held))
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def _need(self, request: str, key: str, now: float) -> State:
+        """A request needs this feature: what became of it."""
+        row = self._row(key, now)
+        if request not in row.requests:
+            if not row.requests:
+                self._hints.pop(key, None)
+                row.born = now
+            row.requests.add(request)
+            self._keys_of.setdefault(request, {})[key] = None
+            if row.state is not State.READY and self.pinned(key) is not None:
+                row.state = State.READY
+            elif row.state is State.READY and row.seen_at + SEEN_S < now:
+                row.state = State.WANTED
+            if row.state is State.LOST:  # the encoder may have failed before this request got here
+                self._look_once_more(row, row.cause, now)
+            elif row.state is State.WANTED:
+                row.deadline, row.look_at, self.news = max(row.deadline, now + self._wait_s), 0.0, True
+        if row.state is State.WANTED and now >= row.deadline:
+            if row.last_look:
+                self._lose(row)
+            else:
+                self._look_once_more(row, row.cause, now)
+        return row.state
+
+    def _row(self, key: str, now: float) -> Row:
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = Row(State.WANTED, now, now + self._wait_s)
+            self._hint(key)
+        return row
+
+    def _hint(self, key: str) -> None:
+        self._hints[key] = None
+        if len(self._hints) > _MAX_ROWS:
+            del self._rows[self._hints.popitem(last=False)[0]]
+
+    def _leaves(self, request: str, key: str) -> None:
+        if (keys := self._keys_of.get(request)) is not None:
+            keys.pop(key, None)
+            if not keys:
+                del self._keys_of[request]
+        row = self._rows[key]
+        row.requests.discard(request)
+        if not row.requests:
+            self._hint(key)
+            if row.state is State.READY:  # whoever comes next sees for itself whether it is whole
+                row.state = State.WANTED
+
+    def _look_once_more(self, row: Row, cause: str, now: float) -> None:
+        row.state, row.cause, row.last_look = State.WANTED, cause, True
+        row.deadline, row.look_at, row.fetch_at, self.news = now + self._last_look_s, 0.0, 0.0, True
+
+    def _lose(self, row: Row) -> None:
+        row.state = State.LOST
+        self.counters[f"lost.{row.cause}"] += 1
