@@ -25,8 +25,7 @@ from proxy.admission.gate import Drain, Gate, Pass, kind_of, priority_of, sequen
 from proxy.background import Background
 from proxy.config.settings import ProxySettings
 from proxy.encode.encoders import Encoders
-from proxy.encode.host_arena import HostArena
-from proxy.encode.step import EncodeStep
+from proxy.encode.step import EncodeStep, HostArena
 from proxy.generate.attempt import Attempt
 from proxy.generate.router import Router
 from proxy.generate.step import GenerateStep
@@ -135,6 +134,7 @@ class Pipeline:
             Encoders(
                 table,
                 self._stages,
+                self.directory,
                 self.metrics,
                 timeouts,
                 retries=retries,

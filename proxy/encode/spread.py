@@ -39,8 +39,8 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
     is idle.
 
     Args:
-        keys, costs: of the items; keys differ. workers: at least one; their ids, present loads in the unit of the costs,
-            and speeds.
+        keys, costs: of the items; keys differ.
+        workers: at least one; their ids, present loads in the unit of the costs, and speeds.
 
     Returns:
         For each worker the indices of its items, ascending.

@@ -4,6 +4,11 @@ An item that the MM Store has already is not encoded (`proxy/registry/feature_di
 is having encoded is waited for (`proxy/encode/single_flight.py`), the rest go to their owners
 (`proxy/encode/encoders.py`). A missing feature is normal (the prefilling stage recomputes it from the media) and
 counted; a 4xx is the client's.
+
+What is known of the items before they are encoded is enough to call P and D: they render, tokenise and queue while the
+tower runs. Such an attempt *goes ahead*. Nobody comes to wait in a circle for it (`docs/waiting.md`): it takes a place
+with the stages at once or not at all, so it queues for none, and who has to wait for a place at the encoders, or apart
+from others, gives that one back first, which cuts the attempt. At the stages it waits for encoders alone.
 """
 
 from __future__ import annotations
@@ -11,28 +16,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import replace
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from msgspec import structs
 
 from epd_serve.errors import DeadlineError
-from epd_serve.instances import Instance
 from epd_serve.trace import Trace
-from proxy.encode.encoders import EncodeOrder, Encoders
-from proxy.encode.encoding import Encoding
+from proxy.encode.encoders import EncodeOrder, Encoders, together
 from proxy.encode.single_flight import Seat, SingleFlight
-from proxy.errors import StageRefusal, most_telling
+from proxy.errors import StageRefusal
 from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
 from proxy.registry.feature_directory import FeatureDirectory
 from proxy.stages.client import deadline
 from proxy.stages.job import Features, Job
+from store.arena import Arena
+from store.errors import StoreError
 
 logger = logging.getLogger(__name__)
 LINGER_S = 5.0
+LOCK_TIMEOUT_S = 0.0002
+"""All requests wait while the arena is asked. Whoever changes its index has the lock for microseconds."""
+
+ASK_AGAIN_S, COMPLAIN_AGAIN_S = 0.05, 60.0
 
 
 class EncodeStep:
@@ -50,16 +59,20 @@ class EncodeStep:
         self._metrics = metrics
         self._trace = trace
         self._follow_s = follow_s
-        self.flights: SingleFlight[bool] = SingleFlight()
+        self.flights = SingleFlight()
 
     @asynccontextmanager
     async def begin(self, job: Job) -> AsyncIterator[Encoding]:
         """Encode while something else goes on. Leaving the context ends it; after an answer, when the encoders have
         given theirs."""
-        task = asyncio.create_task(self._stamped(job), name=f"encoding of {job.id}")
+        keys = list(dict.fromkeys(item.key for item in job.items))  # in the order of the prompt
+        news = asyncio.Event()
+        task = asyncio.create_task(self.run(job), name=f"encoding of {job.id}")
+        task.add_done_callback(lambda _: news.set())
         try:
-            await asyncio.sleep(0)  # with nothing to encode it has ended after that
-            yield Encoding(job, task, self._directory, lambda: self._with_features(job, ()))
+            with self._directory.followed(keys, news.set):
+                await asyncio.sleep(0)  # with nothing to encode it has ended after that
+                yield Encoding(job, task, keys, news, self._directory)
             await asyncio.wait([task], timeout=LINGER_S)
         finally:
             if not task.done():
@@ -68,30 +81,26 @@ class EncodeStep:
             if not task.cancelled():
                 task.exception()  # whoever wanted it has got it from `finished`
 
-    async def _stamped(self, job: Job) -> Job:
-        begun = time.monotonic()
-        try:
-            job = await self.run(job)
-        finally:
-            job.passed.encoded()
-        job.record.took("encoded", begun)
-        self._trace.stamp(job.id, "encoded", t0=begun)
-        return job
-
     async def run(self, job: Job) -> Job:
         """`job` with its features: every distinct item known, encoded, or missing.
 
         Raises:
             StageRefusal: an encoder refuses an item.
         """
+        begun = time.monotonic()
         items = _distinct(job)
-        to_encode = [item for item in items if not self._knows(item.key)]
+        to_encode = [item for item in items if not self._directory.knows(item.key, begun)]
         self._metrics.encode_skipped.inc(len(items) - len(to_encode))
         job.record.note("features", items=len(items), in_store=len(items) - len(to_encode))
-        missing = await self._obtain(to_encode, EncodeOrder(job, self._done, self._knows))
+        try:
+            missing = await self._obtain(job, to_encode)
+        finally:
+            job.passed.encoded()
         if to_encode and not missing:
             job.watched.encoded()
-        return self._with_features(job, missing)
+        job.record.took("encoded", begun)
+        self._trace.stamp(job.id, "encoded", t0=begun)
+        return _with_features(job, self._directory, missing)
 
     async def again(self, job: Job, lost: Collection[str]) -> Job:
         """`job` after the items named by `lost` (all, where it names none of them) were encoded once more.
@@ -101,95 +110,168 @@ class EncodeStep:
         """
         items = _distinct(job)
         items = [item for item in items if item.key in lost] or items
-        keys = {item.key for item in items}
         self._metrics.encoded_again.inc(len(items))
         job.record.note("encodes_again", items=len(items))
         # What the directory knows of these is what has just proved wrong.
-        order = EncodeOrder(job, self._done, again=frozenset(keys | set(lost)), shunned=self._directory.makers(keys))
-        return self._with_features(job, await self._obtain(items, order))
+        again = frozenset({*lost, *(item.key for item in items)})
+        return _with_features(job, self._directory, await self._obtain(job, items, again))
 
-    async def _obtain(self, items: Sequence[LoadedItem], order: EncodeOrder) -> list[str]:
+    async def _obtain(self, job: Job, items: Sequence[LoadedItem], again: frozenset[str] = frozenset()) -> list[str]:
         """Lead or follow the flight of each item. Returns the keys that came to nothing.
 
         Nobody waits here with a place that those it waits for may need: one with the stages is given back first.
         """
         if items:
-            order.job.passed.give_back()
+            job.passed.give_back()
         with ExitStack() as seated:
-            seats = {item.key: seated.enter_context(self._join(item.key, again=bool(order.again))) for item in items}
+            seats = {item.key: seated.enter_context(self._join(item.key, again=bool(again))) for item in items}
+            order = EncodeOrder(job, seats, again, self._directory.makers(again))
             leading = [item for item in items if seats[item.key].leads]
             following = [item for item in items if not seats[item.key].leads]
             self._metrics.encode_coalesced.inc(len(following))
             if following:
-                order.job.record.note("encoded_for_another", items=len(following))
-            try:
-                async with asyncio.TaskGroup() as group:
-                    if leading:
-                        group.create_task(self._lead(leading, seats, order))
-                    for item in following:
-                        group.create_task(self._follow(item, seats, order))
-            except BaseExceptionGroup as failed:
-                raise most_telling(failed) from None
-            return [key for key, seat in seats.items() if not seat.result]
+                job.record.note("encoded_for_another", items=len(following))
+            works = [self._lead(order, leading)] if leading else []
+            await together([*works, *(self._follow(order, item) for item in following)])
+            return [key for key, seat in seats.items() if not seat.landed]
 
-    def _join(self, key: str, *, again: bool) -> Seat[bool]:
+    def _join(self, key: str, *, again: bool) -> Seat:
         """Encoding again has a flight of its own, as one under way may rest on the word that proved wrong. Whoever
         wants the same item meanwhile boards that one."""
         once_more = f"{key} again"
         return self.flights.join(once_more if again or once_more in self.flights else key)
 
-    async def _lead(self, items: Sequence[LoadedItem], seats: dict[str, Seat[bool]], order: EncodeOrder) -> None:
-        def done(item: LoadedItem, instance: Instance, entry: dict[str, Any]) -> None:
-            order.done(item, instance, entry)
-            seats[item.key].land(True)
-
-        def fail() -> None:
-            for item in items:
-                if seats[item.key].leads:
-                    seats[item.key].fail()
-
-        def waits(waiting: Sequence[LoadedItem]) -> None:
-            for item in waiting:
-                seats[item.key].leave()
-            order.job.passed.give_back()
-
+    async def _lead(self, order: EncodeOrder, items: Sequence[LoadedItem]) -> None:
+        refusal: StageRefusal | None = None
         try:
-            await self._encoders.encode(replace(order, done=done, waits=waits), items)
-        except StageRefusal:
-            fail()
-            raise
-        fail()
-        if not all(seat.settled for seat in seats.values()):
+            await self._encoders.encode(order, items)
+        except StageRefusal as error:
+            refusal = error
+        for item in items:
+            order.seats[item.key].fail()  # those that have not landed
+        if refusal is not None:
+            raise refusal
+        if not all(seat.settled for seat in order.seats.values()):
             order.job.passed.leave_encoders()  # who leads the rest may be waiting for this very place
 
-    async def _follow(self, item: LoadedItem, seats: dict[str, Seat[bool]], order: EncodeOrder) -> None:
+    async def _follow(self, order: EncodeOrder, item: LoadedItem) -> None:
+        job, seat = order.job, order.seats[item.key]
         try:
             async with deadline(self._follow_s, f"the encoding of {item.ref.param} for another request"):
-                leads = await seats[item.key].turn(order.job.passed.stand_back)
-        except DeadlineError as error:
-            seats[item.key].leave()  # or it may come to lead a flight that nobody here flies
-            logger.warning("request %s: %s", order.job.id, error.message)
-            self._metrics.encode_fallback.labels("leader_late").inc()
-            order.job.record.note("not_encoded", items=1, reason="leader_late")
-            return
+                leads = await seat.turn(job.passed.stand_back)
+        except DeadlineError:
+            seat.leave()  # or it may come to lead a flight that nobody here flies
+            return self._encoders.give_up(job, 1, "leader_late")
         if leads:
-            await self._lead([item], seats, order)
-        elif not seats[item.key].result:
-            self._metrics.encode_fallback.labels("leader_failed").inc()
-            order.job.record.note("not_encoded", items=1, reason="leader_failed")
+            await self._lead(order, [item])
+        elif not seat.landed:
+            self._encoders.give_up(job, 1, "leader_failed")
 
-    def _knows(self, key: str) -> bool:
-        return self._directory.knows(key, time.monotonic())
 
-    def _done(self, item: LoadedItem, instance: Instance, entry: dict[str, Any]) -> None:
-        if entry:  # an encoder that reports nothing may have been told by an old vLLM: its announcement will say
-            self._directory.promised(item.key, entry.get("metadata"), maker=instance.incarnation, now=time.monotonic())
+@dataclass(frozen=True)
+class Encoding:
+    """The items of one job on their way through the encoders, while whoever wants them prepares for them. Made by
+    `EncodeStep.begin`, whose context ends it.
 
-    def _with_features(self, job: Job, missing: Sequence[str]) -> Job:
-        by_key = {item.key: self._directory.metadata(item.key) for item in job.items}
-        metadata = {key: fields for key, fields in by_key.items() if fields is not None}
-        return structs.replace(job, features=Features(tuple(missing), metadata, self._directory.has_had_metadata))
+    Attributes:
+        task: ends with the job and what became of its items.
+        keys: of the items, in the order of the prompt. news: set at each announcement of one, and at the end.
+    """
+
+    job: Job
+    task: asyncio.Task[Job]
+    keys: Sequence[str]
+    news: asyncio.Event
+    directory: FeatureDirectory
+
+    async def metadata_known(self) -> Job | None:
+        """The job with the metadata of all its items, as if all had been encoded well, once encoders are at work on
+        those that are not there already; None where the encoding has ended before that."""
+        known = await self._comes_true(
+            lambda now: all(self.directory.metadata(key) and self.directory.is_coming(key, now) for key in self.keys)
+        )
+        return _with_features(self.job, self.directory, ()) if known else None
+
+    async def first_stored(self) -> None:
+        """Until the first item is there, which is announced before an encoder's answer comes, or the encoding has
+        ended."""
+        await self._comes_true(lambda now: self.directory.knows(self.keys[0], now))
+
+    async def _comes_true(self, looked_for: Callable[[float], object]) -> bool:
+        """Whether announcements make this true before the encoding ends."""
+        while not self.task.done():
+            if looked_for(time.monotonic()):
+                return True
+            self.news.clear()
+            await self.news.wait()
+        return False
+
+    async def finished(self) -> Job:
+        """The job with its features.
+
+        Raises:
+            StageRefusal: an encoder refuses an item.
+        """
+        return await self.task
+
+    @contextmanager
+    def attempted(self, cut: Callable[[], None]) -> Iterator[None]:
+        """The time of an attempt that went ahead. `cut` is called where it has to end: items were given up or refused,
+        or the job's place was given back."""
+
+        def ended(task: asyncio.Task[Job]) -> None:
+            if task.cancelled() or task.exception() or (features := task.result().features) is None or features.missing:
+                cut()
+
+        self.task.add_done_callback(ended)
+        self.job.passed.cut = cut
+        try:
+            yield
+        finally:
+            self.job.passed.cut = None
+            self.task.remove_done_callback(ended)
+
+
+class HostArena:
+    """The arena of the proxy's own host, asked whether it holds a feature: the truth behind the announcements, as
+    `holds` of `FeatureDirectory`. Attached when first asked; never blocks the event loop for long, never raises."""
+
+    def __init__(self, path: str) -> None:
+        """Without a path it never knows."""
+        self._path = path
+        self._arena: Arena | None = None
+        self._ask_at = self._complain_at = 0.0
+
+    def holds(self, key: str) -> bool | None:
+        """Whether the arena has `key`; None without an arena, or while it does not answer."""
+        now = time.monotonic()
+        if not self._path or now < self._ask_at:
+            return None
+        try:
+            if self._arena is None:
+                self._arena = Arena.attach(Path(self._path), prefault=False, lock_timeout_s=LOCK_TIMEOUT_S)
+            return self._arena.contains(key)
+        except (StoreError, OSError) as error:
+            self._ask_at = now + ASK_AGAIN_S
+            if now >= self._complain_at:
+                self._complain_at = now + COMPLAIN_AGAIN_S
+                logger.warning("the arena cannot be asked, announcements have to do: %s", error)
+            return None
+
+    def close(self) -> None:
+        if self._arena is not None:
+            try:
+                self._arena.close()
+            except StoreError as error:
+                logger.warning("arena %s was not closed: %s", self._path, error)
+            self._arena = None
 
 
 def _distinct(job: Job) -> list[LoadedItem]:
     return list({item.key: item for item in job.items}.values())
+
+
+def _with_features(job: Job, directory: FeatureDirectory, missing: Sequence[str]) -> Job:
+    by_key = {item.key: directory.metadata(item.key) for item in job.items}
+    metadata = {key: fields for key, fields in by_key.items() if fields is not None}
+    return structs.replace(job, features=Features(tuple(missing), metadata, directory.has_had_metadata))

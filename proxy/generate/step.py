@@ -21,8 +21,7 @@ from epd_serve.roles import Role
 from epd_serve.trace import Trace
 from epd_serve.wire import FeatureMissing
 from proxy.config.settings import ProxySettings
-from proxy.encode.encoding import Encoding
-from proxy.encode.step import EncodeStep
+from proxy.encode.step import EncodeStep, Encoding
 from proxy.errors import KvNotDelivered, StageDied, StageFault, StageRefusal, StageTimeout, StageUnreachable
 from proxy.generate.attempt import Attempt
 from proxy.generate.delivery import (
@@ -126,7 +125,7 @@ class GenerateStep:
 
         Args:
             encoding: of the job's items, where it has begun. The first attempt goes ahead of its end if that is of use
-                (`proxy/encode/encoding.py`); what comes of that attempt, the next one follows the end.
+                (`proxy/encode/step.py`); what comes of that attempt, the next one follows the end.
             made: the first attempt's plan, where there is one already.
         """
         history = TokenHistory(self._history_room, why_not=why_not(job.request))
