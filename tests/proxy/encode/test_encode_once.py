@@ -267,7 +267,7 @@ async def test_a_follower_that_gave_up_does_not_come_to_lead() -> None:
 
     def job(*keys: str) -> Any:
         gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
-        passed = gate.admitted(Kind.MEDIA, Record("r"))
+        passed = gate.admitted(Kind.MEDIA, Record("r")).__enter__()
         return SimpleNamespace(
             id="r",
             passed=passed,

@@ -195,7 +195,7 @@ def job(costs: list[int]) -> Job:
         for index, cost in enumerate(costs)
     ]
     gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
-    passed = gate.admitted(Kind.MEDIA, Record("r"))
+    passed = gate.admitted(Kind.MEDIA, Record("r")).__enter__()
     watched = Poison(PoisonLimits(), Metrics()).watched(b"{}")
     return Job("r", request, body, tuple(items), float(sum(costs)), passed, watched, Record("r"))
 
