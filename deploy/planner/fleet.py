@@ -24,7 +24,7 @@ from epd_serve.roles import Role
 from epd_serve.slo import Slo
 from epd_serve.traffic import Request
 from proxy.registry.load import pending_s, reported_pending, reported_rate
-from proxy.routing.paths import Path, paths
+from proxy.routing.plan import Path, paths
 from proxy.routing.policy import POLICIES, UNMEASURED_RATE, Candidate, Placement
 
 

@@ -187,7 +187,7 @@ class AdmissionLimits(Checked):
 
 @dataclass(frozen=True)
 class RetryLimits(Checked):
-    """How many attempts may be repeated over the whole proxy (`proxy/stages/retry_budget.py`).
+    """How many attempts may be repeated over the whole proxy (`proxy/stages/retries.py`).
 
     Attributes:
         ratio: retries per request.
@@ -202,7 +202,7 @@ class RetryLimits(Checked):
 
 @dataclass(frozen=True)
 class MigrationLimits(Checked):
-    """Streams that go on at another instance after theirs is gone (`proxy/generate/token_history.py`).
+    """Streams that go on at another instance after theirs is gone (`proxy/stages/history.py`).
 
     Attributes:
         per_request: moves of one stream.

@@ -22,24 +22,16 @@ from typing import Any, TypeVar
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
-from epd_serve.trace import Trace
-from proxy.config.limits import Timeouts
+from proxy.context import RequestContext, Services
 from proxy.encode.single_flight import Seat
 from proxy.encode.spread import calls, share_of, spread
 from proxy.errors import StageDied, StageFault, most_telling
 from proxy.media.loader import LoadedItem
-from proxy.metrics import Metrics
-from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.instance_state import Lease, Work
-from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint
 from proxy.request.payload import encoded
 from proxy.routing.policy import Candidate, preferred, with_neighbours
 from proxy.stages.bodies import encode_body
-from proxy.stages.circuits import Circuits
-from proxy.stages.client import StageClient
-from proxy.stages.job import Job
-from proxy.stages.retry_budget import RetryBudget
 
 logger = logging.getLogger(__name__)
 RELOOK_S = 0.5  # a full store's last report may lapse, and an encoder fall silent, without any news
@@ -56,7 +48,7 @@ class EncodeOrder:
         shunned: incarnations of encoders to ask last (they made what got lost).
     """
 
-    job: Job
+    ctx: RequestContext
     seats: Mapping[str, Seat]
     again: frozenset[str] = frozenset()
     shunned: frozenset[str] = frozenset()
@@ -65,28 +57,11 @@ class EncodeOrder:
 class Encoders:
     """All encoders of the table."""
 
-    def __init__(
-        self,
-        table: InstanceTable,
-        stages: StageClient,
-        directory: FeatureDirectory,
-        metrics: Metrics,
-        timeouts: Timeouts,
-        *,
-        retries: int,
-        trace: Trace,
-        circuits: Circuits,
-        budget: RetryBudget,
-    ) -> None:
-        self._table = table
-        self._stages = stages
-        self._directory = directory
-        self._metrics = metrics
-        self._timeouts = timeouts
-        self._retries = retries
-        self._trace = trace
-        self._circuits = circuits
-        self._budget = budget
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._table, self._metrics = services.table, services.metrics
+        self._directory = services.dispatcher.directory
+        self._timeouts = services.settings.timeouts
 
     async def encode(
         self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId] = frozenset()
@@ -100,25 +75,25 @@ class Encoders:
         Raises:
             StageRefusal: an encoder refuses an item.
         """
-        job = order.job
-        if apart_s := job.watched.apart_s:
+        ctx = order.ctx
+        if apart_s := ctx.watched.apart_s:
             for item in items:
                 order.seats[item.key].leave()  # nobody else must wait for them meanwhile
-            job.passed.give_back()
+            ctx.passed.give_back()
             since = time.monotonic()
             await asyncio.sleep(apart_s)
-            job.record.took("apart", since)
-        if job.watched.over:
-            return self.give_up(job, len(items), "encoder_failed")
-        await job.passed.to_encoders()
+            ctx.record.took("apart", since)
+        if ctx.watched.over:
+            return self.give_up(ctx, len(items), "encoder_failed")
+        await ctx.passed.to_encoders()
         encoders = await self._available(order, tried)
         if isinstance(encoders, str):
-            return self.give_up(job, len(items), encoders)
+            return self.give_up(ctx, len(items), encoders)
         costs = [item.tokens for item in items]
         each = share_of(costs, len(encoders))
         workers = with_neighbours(encoders, each)
         shares = spread([item.key for item in items], costs, workers)
-        job.record.spread(each, workers, [one.id for one, share in zip(workers, shares, strict=True) if share])
+        ctx.record.spread(each, workers, [one.id for one, share in zip(workers, shares, strict=True) if share])
         with ExitStack() as leases:
             works = []
             for worker, part in calls(costs, shares, alone=bool(tried)):
@@ -150,7 +125,7 @@ class Encoders:
             if untried:
                 self._metrics.store_waits.inc()
                 if not waits:
-                    order.job.record.note("waits", line="store", full=len(untried))
+                    order.ctx.record.note("waits", line="store", full=len(untried))
                 waits, left_s = True, min(left_s, RELOOK_S)
             await self._table.changed(left_s)
 
@@ -158,20 +133,20 @@ class Encoders:
         self, lease: Lease, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId]
     ) -> None:
         """One call, and what has to be done elsewhere of it. Releases `lease`."""
-        job, instance, seats = order.job, lease.instance, order.seats
+        ctx, instance, seats = order.ctx, lease.instance, order.seats
         incarnation_id = instance.incarnation_id
         try:
-            with job.watched.at(incarnation_id, encoding=True) as stay, self._circuits.call(instance):
+            with ctx.watched.at(incarnation_id, encoding=True) as stay, self._services.circuits.call(instance):
                 try:
                     entries = await self._post(order, instance, items)
                 except StageDied as error:
-                    job.watched.died(stay, incarnation_id, ago_s=error.ago_s)
+                    ctx.watched.died(stay, incarnation_id, ago_s=error.ago_s)
                     raise
         except (StageError, DeadlineError) as error:
-            logger.warning("request %s: %s", job.id, error.message)
-            job.record.failed("encode_failed", error, instance.id)
+            logger.warning("request %s: %s", ctx.id, error.message)
+            ctx.record.failed("encode_failed", error, instance.id)
             if isinstance(error, StageFault) and self._table.is_alive(*incarnation_id):
-                self._circuits.acquit(job.faults.note(error, incarnation_id))
+                self._services.circuits.acquit(ctx.faults.note(error, incarnation_id))
             entries = None
         finally:
             lease.release()
@@ -191,31 +166,30 @@ class Encoders:
     async def _elsewhere(
         self, order: EncodeOrder, items: Sequence[LoadedItem], failed: Instance, tried: frozenset[IncarnationId]
     ) -> None:
-        job = order.job
-        if len(tried) > self._retries or job.watched.over:
-            return self.give_up(job, len(items), "encoder_failed")
+        ctx = order.ctx
+        if len(tried) > self._services.settings.retries or ctx.watched.over:
+            return self.give_up(ctx, len(items), "encoder_failed")
         if any(other.incarnation_id not in tried for other in self._table.live(Role.E)):
-            if not self._budget.withdraw(time.monotonic()):
+            if not self._services.budget.withdraw(time.monotonic()):
                 self._metrics.retries_refused.inc()
-                job.record.note("retry_refused", stage=failed.id)
-                return self.give_up(job, len(items), "no_retries_left")
+                ctx.record.note("retry_refused", stage=failed.id)
+                return self.give_up(ctx, len(items), "no_retries_left")
             self._metrics.retries.labels(failed.id).inc()
-            job.record.again("retry", stage=failed.id, of="encode")
+            ctx.record.again("retry", stage=failed.id, of="encode")
         await self.encode(order, items, tried)
 
     async def _post(self, order: EncodeOrder, instance: Instance, items: Sequence[LoadedItem]) -> Mapping[str, object]:
         """What the encoder answers about its items, by key."""
-        job = order.job
-        body = encoded(encode_body(job.base, items, order.again))
-        begun, outcome, span = time.monotonic(), "cancelled", job.record.call_span()
-        self._trace.stamp(job.id, "encode_sent", to=instance.id)
+        ctx = order.ctx
+        body = encoded(encode_body(ctx.base, items, order.again))
+        begun, outcome, span = time.monotonic(), "cancelled", ctx.record.call_span()
         try:
-            call = self._stages.post(
-                instance, Endpoint.CHAT, body, job.headers(span), timeout_s=self._timeouts.encode_s
+            call = self._services.stages.post(
+                instance, Endpoint.CHAT, body, ctx.headers(span), timeout_s=self._timeouts.encode_s
             )
             answer = await self._unless_it_hangs(instance, call)
             outcome = "ok"
-            job.record.encoded_by(instance.id)
+            ctx.record.encoded_by(instance.id)
             entries = answer.get("ec_transfer_params")
             return entries if isinstance(entries, dict) else {}
         except EpdError as error:
@@ -223,8 +197,7 @@ class Encoders:
             raise
         finally:
             self._metrics.stage_seconds.labels("E", outcome).observe(time.monotonic() - begun)
-            self._trace.stamp(job.id, "encode_done", by=instance.id, outcome=outcome)
-            job.record.took("encode_call", begun, span=span, stage=instance.id, items=len(items), outcome=outcome)
+            ctx.record.took("encode_call", begun, span=span, stage=instance.id, items=len(items), outcome=outcome)
 
     def _hangs(self, incarnation_id: IncarnationId) -> bool:
         return self._table.silence_s(*incarnation_id) > self._timeouts.encode_silence_s
@@ -244,11 +217,11 @@ class Encoders:
                 task.cancel()
                 await asyncio.wait([task])
 
-    def give_up(self, job: Job, items: int, reason: str) -> None:
+    def give_up(self, ctx: RequestContext, items: int, reason: str) -> None:
         """So many go on unencoded."""
-        logger.warning("request %s: %d items go on unencoded (%s)", job.id, items, reason)
+        logger.warning("request %s: %d items go on unencoded (%s)", ctx.id, items, reason)
         self._metrics.encode_fallback.labels(reason).inc(items)
-        job.record.note("not_encoded", items=items, reason=reason)
+        ctx.record.note("not_encoded", items=items, reason=reason)
 
 
 async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:

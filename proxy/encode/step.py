@@ -18,21 +18,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from msgspec import structs
-
 from epd_serve.errors import DeadlineError
-from epd_serve.trace import Trace
+from proxy.context import Features, RequestContext, Services
 from proxy.encode.encoders import EncodeOrder, Encoders, together
 from proxy.encode.single_flight import Seat, SingleFlight
 from proxy.errors import StageRefusal
 from proxy.media.loader import LoadedItem
-from proxy.metrics import Metrics
-from proxy.registry.feature_directory import FeatureDirectory
 from proxy.stages.client import deadline
-from proxy.stages.job import Features, Job
 from store.arena import Arena
 from store.errors import StoreError
 
@@ -45,92 +39,132 @@ ASK_AGAIN_S, COMPLAIN_AGAIN_S = 0.05, 60.0
 
 
 class EncodeStep:
-    """Runs E for jobs, and remembers what is being encoded for whom.
+    """Runs E for requests, and remembers what is being encoded for whom."""
 
-    Args:
-        follow_s: how long a request waits for what another one is having encoded.
-    """
-
-    def __init__(
-        self, encoders: Encoders, directory: FeatureDirectory, metrics: Metrics, trace: Trace, *, follow_s: float
-    ) -> None:
-        self._encoders = encoders
-        self._directory = directory
-        self._metrics = metrics
-        self._trace = trace
-        self._follow_s = follow_s
+    def __init__(self, services: Services) -> None:
+        self._metrics, self._directory = services.metrics, services.dispatcher.directory
+        self._encoders = Encoders(services)
+        self._follow_s = services.settings.timeouts.encode_s * (services.settings.retries + 1)
         self.flights = SingleFlight()
 
     @asynccontextmanager
-    async def begin(self, job: Job) -> AsyncIterator[Encoding]:
+    async def begin(self, ctx: RequestContext) -> AsyncIterator[None]:
         """Encode while something else goes on. Leaving the context ends it; after an answer, when the encoders have
         given theirs."""
-        keys = list(dict.fromkeys(item.key for item in job.items))  # in the order of the prompt
-        news = asyncio.Event()
-        task = asyncio.create_task(self.run(job), name=f"encoding of {job.id}")
-        task.add_done_callback(lambda _: news.set())
+        ctx.encoding = task = asyncio.create_task(self.run(ctx), name=f"encoding of {ctx.id}")
         try:
-            with self._directory.followed(keys, news.set):
-                await asyncio.sleep(0)  # with nothing to encode it has ended after that
-                yield Encoding(job, task, keys, news, self._directory)
+            await asyncio.sleep(0)  # with nothing to encode it has ended after that
+            yield
             await asyncio.wait([task], timeout=LINGER_S)
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.wait([task])
             if not task.cancelled():
-                task.exception()  # whoever wanted it has got it from `finished`
+                task.exception()  # whoever wanted it has got it by awaiting the task
+            ctx.encoding = None
 
-    async def run(self, job: Job) -> Job:
-        """`job` with its features: every distinct item known, encoded, or missing.
+    async def run(self, ctx: RequestContext) -> None:
+        """Set `ctx.features`: every distinct item known, encoded, or missing.
 
         Raises:
             StageRefusal: an encoder refuses an item.
         """
         begun = time.monotonic()
-        items = _distinct(job)
+        items = _distinct(ctx)
         to_encode = [item for item in items if not self._directory.knows(item.key, begun)]
         self._metrics.encode_skipped.inc(len(items) - len(to_encode))
-        job.record.note("features", items=len(items), in_store=len(items) - len(to_encode))
+        ctx.record.note("features", items=len(items), in_store=len(items) - len(to_encode))
         try:
-            missing = await self._obtain(job, to_encode)
+            missing = await self._obtain(ctx, to_encode)
         finally:
-            job.passed.encoded()
+            ctx.passed.encoded()
         if to_encode and not missing:
-            job.watched.encoded()
-        job.record.took("encoded", begun)
-        self._trace.stamp(job.id, "encoded", t0=begun)
-        return _with_features(job, self._directory, missing)
+            ctx.watched.encoded()
+        ctx.record.took("encoded", begun)
+        ctx.features = self._features(ctx, missing)
 
-    async def again(self, job: Job, lost: Collection[str]) -> Job:
-        """`job` after the items named by `lost` (all, where it names none of them) were encoded once more.
+    async def again(self, ctx: RequestContext, lost: Collection[str]) -> None:
+        """The same after the items named by `lost` (all, where it names none of them) were encoded once more.
 
         Elsewhere than before where there is an elsewhere. `lost` may hold names that only stages know: vLLM renames an
         item when the request has processor options.
         """
-        items = _distinct(job)
+        items = _distinct(ctx)
         items = [item for item in items if item.key in lost] or items
         self._metrics.encoded_again.inc(len(items))
-        job.record.note("encodes_again", items=len(items))
+        ctx.record.note("encodes_again", items=len(items))
         # What the directory knows of these is what has just proved wrong.
         again = frozenset({*lost, *(item.key for item in items)})
-        return _with_features(job, self._directory, await self._obtain(job, items, again))
+        ctx.features = self._features(ctx, await self._obtain(ctx, items, again))
 
-    async def _obtain(self, job: Job, items: Sequence[LoadedItem], again: frozenset[str] = frozenset()) -> list[str]:
+    async def metadata_known(self, ctx: RequestContext) -> bool:
+        """Whether encoders came to be at work on all items that are not there already before the encoding ended. Then
+        `ctx.features` are what they will be if all goes well."""
+
+        def under_way(now: float) -> bool:
+            known = self._directory
+            return all(known.metadata(item.key) and known.is_coming(item.key, now) for item in ctx.items)
+
+        if not await self._comes_true(ctx, under_way):
+            return False
+        ctx.features = self._features(ctx, ())
+        return True
+
+    async def first_stored(self, ctx: RequestContext) -> None:
+        """Until the first item is there, which is announced before an encoder's answer comes, or the encoding has
+        ended."""
+        await self._comes_true(ctx, lambda now: self._directory.knows(ctx.items[0].key, now))
+
+    async def _comes_true(self, ctx: RequestContext, looked_for: Callable[[float], bool]) -> bool:
+        """Whether announcements make this true before the encoding ends."""
+        task, news = ctx.encoding, asyncio.Event()
+        assert task is not None, "an encoding is under way"
+        task.add_done_callback(lambda _: news.set())
+        with self._directory.followed([item.key for item in ctx.items], news.set):
+            while not task.done():
+                if looked_for(time.monotonic()):
+                    return True
+                news.clear()
+                await news.wait()
+        return False
+
+    @contextmanager
+    def attempted(self, ctx: RequestContext, cut: Callable[[], None]) -> Iterator[None]:
+        """The time of an attempt that went ahead. `cut` is called where it has to end: items were given up or refused,
+        or its place was given back."""
+        encoding = ctx.encoding
+        assert encoding is not None, "an encoding is under way"
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if task.cancelled() or task.exception() is not None or ctx.features is None or ctx.features.missing:
+                cut()
+
+        encoding.add_done_callback(ended)
+        ctx.passed.cut = cut
+        try:
+            yield
+        finally:
+            ctx.passed.cut = None
+            encoding.remove_done_callback(ended)
+
+    async def _obtain(
+        self, ctx: RequestContext, items: Sequence[LoadedItem], again: frozenset[str] = frozenset()
+    ) -> list[str]:
         """Lead or follow the flight of each item. Returns the keys that came to nothing.
 
         Nobody waits here with a place that those it waits for may need: one with the stages is given back first.
         """
         if items:
-            job.passed.give_back()
+            ctx.passed.give_back()
         with ExitStack() as seated:
             seats = {item.key: seated.enter_context(self._join(item.key, again=bool(again))) for item in items}
-            order = EncodeOrder(job, seats, again, self._directory.makers(again))
+            order = EncodeOrder(ctx, seats, again, self._directory.makers(again))
             leading = [item for item in items if seats[item.key].leads]
             following = [item for item in items if not seats[item.key].leads]
             self._metrics.encode_coalesced.inc(len(following))
             if following:
-                job.record.note("encoded_for_another", items=len(following))
+                ctx.record.note("encoded_for_another", items=len(following))
             works = [self._lead(order, leading)] if leading else []
             await together([*works, *(self._follow(order, item) for item in following)])
             return [key for key, seat in seats.items() if not seat.landed]
@@ -152,84 +186,25 @@ class EncodeStep:
         if refusal is not None:
             raise refusal
         if not all(seat.settled for seat in order.seats.values()):
-            order.job.passed.leave_encoders()  # who leads the rest may be waiting for this very place
+            order.ctx.passed.leave_encoders()  # who leads the rest may be waiting for this very place
 
     async def _follow(self, order: EncodeOrder, item: LoadedItem) -> None:
-        job, seat = order.job, order.seats[item.key]
+        ctx, seat = order.ctx, order.seats[item.key]
         try:
             async with deadline(self._follow_s, f"the encoding of {item.ref.param} for another request"):
-                leads = await seat.turn(job.passed.stand_back)
+                leads = await seat.turn(ctx.passed.stand_back)
         except DeadlineError:
             seat.leave()  # or it may come to lead a flight that nobody here flies
-            return self._encoders.give_up(job, 1, "leader_late")
+            return self._encoders.give_up(ctx, 1, "leader_late")
         if leads:
             await self._lead(order, [item])
         elif not seat.landed:
-            self._encoders.give_up(job, 1, "leader_failed")
+            self._encoders.give_up(ctx, 1, "leader_failed")
 
-
-@dataclass(frozen=True)
-class Encoding:
-    """The items of one job on their way through the encoders, while whoever wants them prepares for them. Made by
-    `EncodeStep.begin`, whose context ends it.
-
-    Attributes:
-        task: ends with the job and what became of its items.
-        keys: of the items, in the order of the prompt. news: set at each announcement of one, and at the end.
-    """
-
-    job: Job
-    task: asyncio.Task[Job]
-    keys: Sequence[str]
-    news: asyncio.Event
-    directory: FeatureDirectory
-
-    async def metadata_known(self) -> Job | None:
-        """The job with the metadata of all its items, as if all had been encoded well, once encoders are at work on
-        those that are not there already; None where the encoding has ended before that."""
-        known = await self._comes_true(
-            lambda now: all(self.directory.metadata(key) and self.directory.is_coming(key, now) for key in self.keys)
-        )
-        return _with_features(self.job, self.directory, ()) if known else None
-
-    async def first_stored(self) -> None:
-        """Until the first item is there, which is announced before an encoder's answer comes, or the encoding has
-        ended."""
-        await self._comes_true(lambda now: self.directory.knows(self.keys[0], now))
-
-    async def _comes_true(self, looked_for: Callable[[float], object]) -> bool:
-        """Whether announcements make this true before the encoding ends."""
-        while not self.task.done():
-            if looked_for(time.monotonic()):
-                return True
-            self.news.clear()
-            await self.news.wait()
-        return False
-
-    async def finished(self) -> Job:
-        """The job with its features.
-
-        Raises:
-            StageRefusal: an encoder refuses an item.
-        """
-        return await self.task
-
-    @contextmanager
-    def attempted(self, cut: Callable[[], None]) -> Iterator[None]:
-        """The time of an attempt that went ahead. `cut` is called where it has to end: items were given up or refused,
-        or the job's place was given back."""
-
-        def ended(task: asyncio.Task[Job]) -> None:
-            if task.cancelled() or task.exception() or (features := task.result().features) is None or features.missing:
-                cut()
-
-        self.task.add_done_callback(ended)
-        self.job.passed.cut = cut
-        try:
-            yield
-        finally:
-            self.job.passed.cut = None
-            self.task.remove_done_callback(ended)
+    def _features(self, ctx: RequestContext, missing: Sequence[str]) -> Features:
+        by_key = {item.key: self._directory.metadata(item.key) for item in ctx.items}
+        metadata = {key: fields for key, fields in by_key.items() if fields is not None}
+        return Features(tuple(missing), metadata, self._directory.has_had_metadata)
 
 
 class HostArena:
@@ -267,11 +242,5 @@ class HostArena:
             self._arena = None
 
 
-def _distinct(job: Job) -> list[LoadedItem]:
-    return list({item.key: item for item in job.items}.values())
-
-
-def _with_features(job: Job, directory: FeatureDirectory, missing: Sequence[str]) -> Job:
-    by_key = {item.key: directory.metadata(item.key) for item in job.items}
-    metadata = {key: fields for key, fields in by_key.items() if fields is not None}
-    return structs.replace(job, features=Features(tuple(missing), metadata, directory.has_had_metadata))
+def _distinct(ctx: RequestContext) -> list[LoadedItem]:
+    return list({item.key: item for item in ctx.items}.values())

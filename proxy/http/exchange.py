@@ -15,13 +15,13 @@ import time
 import traceback
 from contextlib import suppress
 from enum import Enum, auto
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import DeadlineError, EpdError
-from proxy.config.settings import ProxySettings
+from proxy.context import RequestContext
 from proxy.errors import (
     DrainingError,
     error_body,
@@ -95,37 +95,21 @@ class Exchange:
         self._pipeline = pipeline
         self._settings = pipeline.settings
         self._endpoint = endpoint
-        self._id = secrets.token_hex(16)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pipeline = self._pipeline
-        headers = RequestHeaders(scope)
-        named = client_request_id(headers)
-        record = Record(self._id, self._endpoint.value, named or "")
-        if self._settings.otlp_traces_endpoint:
-            record.trace = TraceContext.of(headers.get("traceparent", ""), headers.get("tracestate", ""))
-        explained = self._settings.explain and is_explained(headers)
-        id_headers = ("x-request-id", "request-id") if self._endpoint.is_anthropic else ("x-request-id",)
-        sink = ClientSink(
-            send,
-            dict.fromkeys(id_headers, named or self._id),
-            record.headers if explained else dict,
-            gap_limit_s=self._settings.slo.limits_s[1],
-            content=DELTA if self._endpoint is Endpoint.RESPONSES else CHOICE,
-            form=_FORMS[self._endpoint]() if self._endpoint in _FORMS else None,
-        )
-        outcome = "500"
-        pipeline.trace.stamp(self._id, "arrived", **({"client_id": named} if named else {}))
+        pipeline, headers = self._pipeline, RequestHeaders(scope)
+        ctx = self._arrived(headers, send)
+        sink, record, outcome = ctx.sink, ctx.record, "500"
         pipeline.records.begin(record)
         try:
             with pipeline.drain:
                 try:
-                    outcome = await self._serve(scope, headers, receive, sink, record)
+                    outcome = await self._serve(ctx, scope, headers, receive)
                 except EpdError as error:
-                    outcome = await self._answer_error(error, sink, record)
+                    outcome = await _answer_error(ctx, error)
         except DrainingError as error:
             pipeline.metrics.refused.labels("draining").inc()
-            outcome = await self._answer_error(error, sink, record)
+            outcome = await _answer_error(ctx, error)
         except asyncio.CancelledError:
             outcome = CANCELLED
             raise
@@ -136,70 +120,87 @@ class Exchange:
                 await sink.respond_json(answer.status, error_body(answer), {"connection": "close"})
             raise  # the server logs the traceback
         finally:
-            pipeline.trace.stamp(self._id, "done", outcome=outcome)
             record.outcome, record.status, record.bytes_out = outcome, sink.status, sink.bytes_sent
             record.events_sent, record.gaps, record.gaps_within = sink.events_sent, sink.gaps.count, sink.gaps.within
             record.gap_limit_s = sink.gaps.limit_s
-            pipeline.records.end(record, sink.last)
+            pipeline.ended(ctx)
 
-    async def _serve(self, scope: Scope, headers: Headers, receive: Receive, sink: ClientSink, record: Record) -> str:
+    def _arrived(self, headers: Headers, send: Send) -> RequestContext:
+        settings, endpoint, request_id = self._settings, self._endpoint, secrets.token_hex(16)
+        named = client_request_id(headers)
+        record = Record(request_id, endpoint.value, named or "")
+        if settings.otlp_traces_endpoint:
+            record.trace = TraceContext.of(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        sink = ClientSink(
+            send,
+            dict.fromkeys(("x-request-id", "request-id")[: 1 + endpoint.is_anthropic], named or request_id),
+            record.headers if settings.explain and is_explained(headers) else dict,
+            gap_limit_s=settings.slo.limits_s[1],
+            content=DELTA if endpoint is Endpoint.RESPONSES else CHOICE,
+            form=_FORMS[endpoint]() if endpoint in _FORMS else None,
+        )
+        return RequestContext(request_id, endpoint, sink, record)
+
+    async def _serve(self, ctx: RequestContext, scope: Scope, headers: Headers, receive: Receive) -> str:
         """Read the body and work, until the client leaves or there is no more time. Returns how it ended, for the
         metrics. Raises EpdError: what to answer instead."""
+        pipeline, settings, record, sink = self._pipeline, self._settings, ctx.record, ctx.sink
         begun = time.monotonic()  # the event loop's clock, too
-        caller = self._pipeline.callers.caller_of(headers)
+        ctx.caller = caller = pipeline.callers.caller_of(headers)
         record.tenant = caller.tenant
-        limit = _limit(headers, self._settings)
-        cancel_scope: CancelScope[_Why] = CancelScope()
-        admitted, memory = self._pipeline.admitted(caller), MemoryReservation(self._pipeline.memory, caller.account)
-        with admitted, memory as held, cancel_scope:
-            what = "the request body"
-            cancel_scope.cancel_at(begun + limit.s, _Why.LATE)
+        limit_s, client_s = settings.timeouts.total_s, deadline_s(headers)
+        if client_s is not None and client_s <= limit_s:
+            limit_s, ctx.until = client_s, begun + client_s
+        scope_of_work: CancelScope[_Why] = CancelScope()
+
+        def left() -> None:
+            if not sink.finished:
+                logger.info("request %s: the client left", ctx.id)
+                record.note("client_left")
+                scope_of_work.cancel(_Why.LEFT)
+
+        what = "the request body"
+        with pipeline.admitted(caller), MemoryReservation(pipeline.memory, caller.account) as ctx.held, scope_of_work:
+            scope_of_work.cancel_at(begun + limit_s, _Why.LATE)
             try:
                 is_here = BODY_IS_HERE in scope.get("extensions", ())
-                arriving = self._pipeline.arriving
-                raw = await read_body(headers, receive, held, arriving, self._settings, is_here=is_here)
+                raw = await read_body(headers, receive, ctx.held, pipeline.arriving, settings, is_here=is_here)
             except ClientLeft:
                 return CANCELLED
             what = "the request"
             record.bytes_in = len(raw)
             record.took("received", begun)
-            self._pipeline.trace.stamp(self._id, "received")
-
-            def left() -> None:
-                if not sink.finished:
-                    logger.info("request %s: the client left", self._id)
-                    record.note("client_left")
-                    cancel_scope.cancel(_Why.LEFT)
-
-            until = begun + limit.s if limit.clients else None
             with DisconnectWatch(scope, receive, left):
                 try:
-                    await self._pipeline.run(record, self._endpoint, raw, caller, held, sink, until=until)
+                    await pipeline.run(ctx, raw)
                 except EpdError as error:
-                    return await self._answer_error(error, sink, record)
+                    return await _answer_error(ctx, error)
             return str(sink.status)
-        if cancel_scope.reason is _Why.LEFT or sink.finished:
+        if scope_of_work.reason is _Why.LEFT or sink.finished:
             return CANCELLED
-        if limit.clients:
-            self._pipeline.metrics.deadlines_lapsed.inc()
-        raise limit.error(what)
+        if ctx.until is not None:
+            pipeline.metrics.deadlines_lapsed.inc()
+        kind = DeadlineError if ctx.until is None else DeadlineLapsed
+        raise kind(f"{what} took longer than {limit_s:g} s")
 
-    async def _answer_error(self, error: EpdError, sink: ClientSink, record: Record) -> str:
-        """The error as JSON, or, once the stream has begun, as one event after which the connection is aborted:
-        returning with the response unfinished makes the server close it."""
-        _let_go(error)
-        record.ends_in(error)
-        if error.status >= 500:
-            logger.warning("request %s ended with %d: %s", self._id, error.status, error.message)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORD_S):
-                if not sink.committed:
-                    await sink.respond_json(error.status, error_body(error), error_headers(error))
-                    return str(error.status)
-                if not sink.finished:
-                    responses = self._endpoint is Endpoint.RESPONSES
-                    await sink.write(response_error_event(error) if responses else error_event(error))
-        return "broken"
+
+async def _answer_error(ctx: RequestContext, error: EpdError) -> str:
+    """The error as JSON, or, once the stream has begun, as one event after which the connection is aborted: returning
+    with the response unfinished makes the server close it."""
+    sink = ctx.sink
+    _let_go(error)
+    ctx.record.ends_in(error)
+    if error.status >= 500:
+        logger.warning("request %s ended with %d: %s", ctx.id, error.status, error.message)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LAST_WORD_S):
+            if not sink.committed:
+                await sink.respond_json(error.status, error_body(error), error_headers(error))
+                return str(error.status)
+            if not sink.finished:
+                responses = ctx.endpoint is Endpoint.RESPONSES
+                await sink.write(response_error_event(error) if responses else error_event(error))
+    return "broken"
 
 
 def _let_go(error: BaseException | None) -> None:
@@ -208,19 +209,3 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
-
-
-class _Limit(NamedTuple):
-    """How long an exchange may take. `clients`: the client said so, not the operator."""
-
-    s: float
-    clients: bool
-
-    def error(self, what: str) -> DeadlineError:
-        kind = DeadlineLapsed if self.clients else DeadlineError
-        return kind(f"{what} took longer than {self.s:g} s")
-
-
-def _limit(headers: Headers, settings: ProxySettings) -> _Limit:
-    total_s, client_s = settings.timeouts.total_s, deadline_s(headers)
-    return _Limit(total_s, False) if client_s is None or client_s > total_s else _Limit(client_s, True)

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 
 from epd_serve.errors import EpdError
 from proxy import strict_json
-from proxy.stages.sse import is_comment, is_done, split
+from proxy.stages.sse import DONE, split
 
 Json = dict[str, Any]
 
@@ -175,13 +175,14 @@ class _Stream:
 
     def events(self, chunk: bytes) -> Iterator[bytes]:
         """What one event of a chat becomes."""
-        if is_comment(chunk):
+        data = chunk.partition(b":")[2].strip()
+        if chunk.startswith(b":"):
             yield chunk
-        elif is_done(chunk):
+        elif data == DONE:
             yield from self._end()
             yield _event("message_stop")
         else:
-            chat = _decoded(chunk.partition(b":")[2], _CHAT)
+            chat = _decoded(data, _CHAT)
             if chat.error is not None:
                 yield _event(**error_of(chat.error))
                 return

@@ -21,9 +21,8 @@ from proxy.fields.parts import Modality
 from proxy.registry.instance_state import InstanceView
 from proxy.registry.kv_links import link_fields, link_views
 from proxy.registry.table import InstanceTable
-from proxy.routing.paths import paths
-from proxy.stages.circuit import State
-from proxy.stages.circuits import Circuits
+from proxy.routing.plan import paths
+from proxy.stages.circuits import Circuits, State
 
 STARTED = int(time.time())
 

@@ -45,6 +45,7 @@ class Choice(Struct, frozen=True, array_like=True):
         candidates: who was there. paths: for each the way that the request would take, of a prompt.
         ranks: for each what spoke against it before any load, of a prompt; only those with the lowest were compared.
         chosen: ids. plan: number of the plan that it is part of. because: why that one was made.
+        skipped: why it has no encoder asked, of a prompt.
     """
 
     at_s: float
@@ -57,6 +58,7 @@ class Choice(Struct, frozen=True, array_like=True):
     ranks: Sequence[tuple[int, ...]] = ()
     plan: int = 0
     because: str = ""
+    skipped: str = ""
 
     @property
     def compared(self) -> list[Candidate]:
@@ -162,7 +164,7 @@ class Record(Struct, array_like=True):
         """An id for the span of a call of a stage that begins; "" where the trace is not wanted, or there is none."""
         return new_span_id() if self.trace is not None and self.trace.sampled else ""
 
-    def planned(self, plan: Plan, because: str) -> None:
+    def planned(self, plan: Plan) -> None:
         """An attempt is to go by this plan."""
         number = max((choice.plan for choice in self.choices), default=0) + 1
         for work, pick in (("prompt", plan.head), ("decode", plan.tail)):
@@ -178,7 +180,8 @@ class Record(Struct, array_like=True):
                         pick.paths,
                         pick.ranks,
                         number,
-                        _text(because, MAX_MESSAGE_CHARS),
+                        _text(plan.because, MAX_MESSAGE_CHARS),
+                        plan.skipped if work == "prompt" else "",
                     )
                 )
 
@@ -210,11 +213,11 @@ class Record(Struct, array_like=True):
         if instance not in self.encode:
             self.encode.append(instance)
 
-    def attempted(self, path: str, prefill: str | None, decode: str) -> None:
-        """An attempt begins on these instances."""
+    def attempted(self, path: str, prefill: str, decode: str, transfer: str = "") -> None:
+        """An attempt begins on these instances, with this transfer of KV between them."""
         self.attempts += 1
-        self.path, self.prefill, self.decode = path, prefill or "", decode
-        self.note("dispatched", path=path, prefill=self.prefill, decode=decode)
+        self.path, self.prefill, self.decode = path, prefill, decode
+        self.note("dispatched", path=path, prefill=prefill, decode=decode, transfer=transfer)
 
     def went_on(self, stage: str, *, way: str, tokens: int, gap_s: float) -> None:
         """The client's stream goes on, from this instance, `gap_s` after its last event and so many tokens."""

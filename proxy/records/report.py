@@ -87,6 +87,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "at_s": round(choice.at_s, PLACES),
         "plan": choice.plan or None,
         "because": choice.because,
+        "skipped": choice.skipped,
         "work": choice.work,
         "policy": choice.policy,
         "cost": round(choice.cost, 1),

@@ -9,32 +9,32 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
 from epd_serve.errors import DeadlineError, StageError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
-from epd_serve.trace import PROXY, Trace
 from epd_serve.wire import FeatureReady, StageReport
-from proxy.admission.gate import Gate
-from proxy.admission.queue import Capacity, Kind
-from proxy.config.limits import AdmissionLimits, PoisonLimits, RetryLimits, Timeouts
+from proxy.context import RequestContext
 from proxy.encode.encoders import EncodeOrder, Encoders
 from proxy.encode.single_flight import SingleFlight
 from proxy.errors import StageRefusal
 from proxy.fields.parts import MediaRef
 from proxy.media.loader import LoadedItem
-from proxy.metrics import Metrics
-from proxy.records.record import Record
-from proxy.registry.feature_directory import FeatureDirectory
-from proxy.registry.pause import Pause
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint, ParsedRequest
-from proxy.stages.circuits import Circuits
-from proxy.stages.job import Job
-from proxy.stages.poison import Poison
-from proxy.stages.retry_budget import RetryBudget
-from tests.proxy.fakes import Cluster, breaks, cluster, data_url, encodes, hangs, image_file, in_flight, refuses
+from tests.proxy.fakes import (
+    Cluster,
+    breaks,
+    cluster,
+    context,
+    data_url,
+    encodes,
+    hangs,
+    image_file,
+    in_flight,
+    refuses,
+    services,
+)
 
 SIDE = 460  # 270 tokens: a call of its own
 
@@ -172,35 +172,20 @@ def encoders(stages: Stages, count: int) -> tuple[Encoders, InstanceTable]:
     table = InstanceTable()
     for index in range(count):
         table.apply(Instance(f"E{index}", Role.E, f"http://E{index}", "1"))
-    metrics, budget = Metrics(), RetryBudget(RetryLimits(), now=0.0)
-    under_test = Encoders(
-        table,
-        stages,  # type: ignore[arg-type]
-        FeatureDirectory(64),
-        metrics,
-        Timeouts(),
-        retries=2,
-        trace=Trace("", PROXY),
-        circuits=Circuits(table, metrics),
-        budget=budget,
-    )
-    return under_test, table
+    return Encoders(services(table, stages)), table
 
 
-def job(costs: list[int]) -> Job:
+def job(costs: list[int]) -> RequestContext:
     body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": [{} for _ in costs]}]}
     request = ParsedRequest(Endpoint.CHAT, body, "m", False, (), None)
     items = [
         LoadedItem(MediaRef(0, index, "image_url", "x", "x"), "", f"key {index}", cost)
         for index, cost in enumerate(costs)
     ]
-    gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
-    passed = gate.admitted(Kind.MEDIA, Record("r")).__enter__()
-    watched = Poison(PoisonLimits(), Metrics()).watched(b"{}")
-    return Job("r", request, body, tuple(items), float(sum(costs)), passed, watched, Record("r"))
+    return context(request, items)
 
 
-def seated(work: Job) -> EncodeOrder:
+def seated(work: RequestContext) -> EncodeOrder:
     """The order of one who leads the flights of all its items."""
     flights = SingleFlight()
     return EncodeOrder(work, {item.key: flights.join(item.key) for item in work.items})
@@ -239,8 +224,7 @@ def test_the_load_of_every_call_is_there_before_the_next_choice() -> None:
         under_test, table = encoders(stages, 4)
         orders = [job([300]) for _ in range(8)]
         for index, one in enumerate(orders):
-            [item] = one.items
-            orders[index] = structs.replace(one, items=(replace(item, key=f"key {index}"),))
+            one.items = (replace(one.items[0], key=f"key {index}"),)
         tasks = [asyncio.create_task(under_test.encode(seated(one), one.items)) for one in orders]
         for _ in range(20):
             await asyncio.sleep(0)

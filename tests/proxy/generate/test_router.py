@@ -182,12 +182,12 @@ async def test_a_request_is_planned_once_and_again_only_for_a_reason(monkeypatch
     asked_for: list[Question] = []
     reasons: list[str] = []
 
-    def counted(question: Question, view: View, policy: str) -> Plan | None:
+    def counted(question: Question, view: View, policy: str, because: str) -> Plan | None:
         asked_for.append(question)
-        return make_plan(question, view, policy)
+        return make_plan(question, view, policy, because)
 
-    def planned(record: Record, plan: Plan, because: str) -> None:
-        reasons.append(because)
+    def planned(record: Record, plan: Plan) -> None:
+        reasons.append(plan.because)
 
     monkeypatch.setattr("proxy.generate.router.make_plan", counted)
     monkeypatch.setattr(Record, "planned", planned)

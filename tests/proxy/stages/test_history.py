@@ -14,26 +14,22 @@ from hypothesis import strategies as st
 
 from epd_serve.errors import StageError
 from proxy.config.limits import MigrationLimits
-from proxy.generate.continuation import Continuation
-from proxy.generate.token_event import TokenForm, token_form, without_ids, without_prompt_ids
-from proxy.generate.token_history import FOLD_BYTES, HistoryRoom, TokenHistory
-from proxy.stages.sse import split
+from proxy.stages.history import STREAM_BYTES, HistoryRoom, TokenHistory
+from proxy.stages.sse import Event, split
 from tests.proxy.fakes import DONE, opening
-from tests.proxy.generate.streams import SPACED, Form, Tokens, answers, given_of, meaning, numbers, respaced
+from tests.proxy.generate.streams import SPACED, Form, Tokens, answers, given_of, meaning, numbers, respaced, rest_of
 
 forms = st.builds(Form, chat=st.booleans(), logprobs=st.booleans(), ids=st.just(True), usage=st.booleans())
 
 
-@drawn(forms, answers, numbers, numbers, st.integers(0, 10), st.booleans())
+@drawn(forms, answers, numbers, numbers, st.integers(0, 10))
 def test_the_rest_is_what_the_client_lacks(
-    form: Form, tokens: Tokens, merges: list[int], others: list[int], cut: int, folds: bool
+    form: Form, tokens: Tokens, merges: list[int], others: list[int], cut: int
 ) -> None:
     before = split(form.stream(tokens, merges))[:-1][:cut]
     given = given_of(*before)
-    if folds:
-        given.fold()
     assume(not (form.usage and len(before) == len(split(form.stream(tokens, merges))) - 1))  # nothing is lacking
-    rest = Continuation(given, stage="D1").rest(form.stream(tokens, others)) if before else form.stream(tokens, others)
+    rest = rest_of(given, form.stream(tokens, others)) if before else form.stream(tokens, others)
     assert meaning(b"".join(before) + rest) == meaning(form.stream(tokens))
 
 
@@ -75,7 +71,7 @@ DELTAS: Sequence[dict[str, Any]] = [
 @pytest.mark.parametrize("cut", range(2, len(DELTAS) + 2))
 def test_each_channel_goes_on_and_calls_keep_the_ids_that_the_client_has(cut: int) -> None:
     before = spoken(DELTAS, "first", 1)[:cut]
-    rest = Continuation(given_of(*before), stage="D1").rest(b"".join(spoken(DELTAS, "second", 2)))
+    rest = rest_of(given_of(*before), b"".join(spoken(DELTAS, "second", 2)))
     said: dict[Any, str] = {}
     ids: dict[int, str] = {}
     for event in [*before, *split(rest)][1:-1]:
@@ -116,7 +112,11 @@ def test_another_answer_is_an_error(other: Tokens) -> None:
     form = Form(chat=True, ids=True)
     before = split(form.stream([(1, "a"), (2, "b"), (3, "c")]))[:3]
     with pytest.raises(StageError, match="another answer"):
-        Continuation(given_of(*before), stage="D1").rest(form.stream(other))
+        rest_of(given_of(*before), form.stream(other))
+
+
+def without_ids(events: bytes) -> bytes:
+    return b"".join(Event(event).without_ids for event in split(events))
 
 
 @drawn(answers, st.booleans())
@@ -138,7 +138,7 @@ def test_events_that_are_there_for_the_ids_alone_are_left_out() -> None:
 
 def test_the_ids_of_the_prompt_are_left_out() -> None:
     event = b'data: {"choices":[],"prompt_token_ids":[1,2,3],"prompt_text":null}\n\n'
-    assert without_prompt_ids(event) == b'data: {"choices":[],"prompt_token_ids":null,"prompt_text":null}\n\n'
+    assert without_ids(event) == b'data: {"choices":[],"prompt_token_ids":null,"prompt_text":null}\n\n'
 
 
 @pytest.mark.parametrize(
@@ -153,37 +153,34 @@ def test_the_ids_of_the_prompt_are_left_out() -> None:
 )
 def test_after_what_cannot_be_cut_nobody_goes_on(choice: dict[str, Any]) -> None:
     given = given_of(b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n")
-    given.fold()
     assert given.begun and not given.goes_on and given.why_not
 
 
-def test_events_are_read_when_they_are_many_and_bytes_are_given_back() -> None:
+def test_what_is_kept_is_counted_and_given_back() -> None:
     room = HistoryRoom(MigrationLimits())
-    given, event = TokenHistory(room), Form(chat=True, ids=True).event([(7, "word ")])
+    given, chunk = TokenHistory(room), Event(Form(chat=True, ids=True).event([(7, "word ")])).chunk
     given.begin()
-    many = 3 * FOLD_BYTES // len(event)
-    for _ in range(many):
-        given.add(event)
-    assert len(given.tokens) > many / 2 and room.held_bytes < FOLD_BYTES + 30 * many
-    given.fold()
-    assert given.tokens.tolist() == [7] * many and given.texts == {"content": "word " * many}
+    for _ in range(1000):
+        given.add(chunk)
+    assert given.tokens.tolist() == [7] * 1000 and given.texts == {"content": b"word " * 1000}
+    assert room.held_bytes == STREAM_BYTES + 13 * 1000
     given.close()
     assert room.held_bytes == 0
 
 
 def test_what_is_too_long_is_not_kept() -> None:
-    room = HistoryRoom(MigrationLimits(stream_bytes=1000, process_bytes=FOLD_BYTES))
-    given, event = TokenHistory(room), Form(chat=True, ids=True).event([(7, "word ")])
+    room = HistoryRoom(MigrationLimits(stream_bytes=1000, process_bytes=2 * STREAM_BYTES))
+    given, chunk = TokenHistory(room), Event(Form(chat=True, ids=True).event([(7, "word ")])).chunk
     given.begin()
     for _ in range(1000):
-        given.add(event)
+        given.add(chunk)
     assert not given.goes_on and room.held_bytes == 0
-    first, second = TokenHistory(room), TokenHistory(room)
-    first.begin()
-    second.begin()
-    assert first.goes_on and not second.goes_on and second.begun
-    second.close()
-    assert room.held_bytes == FOLD_BYTES
+    streams = [TokenHistory(room) for _ in range(3)]
+    for one in streams:
+        one.begin()
+    assert [one.goes_on for one in streams] == [True, True, False] and streams[2].begun
+    streams[2].close()
+    assert room.held_bytes == 2 * STREAM_BYTES
 
 
 def read(event: bytes) -> Any:
@@ -194,15 +191,14 @@ def event_of(**choice: Any) -> bytes:
     return b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n"
 
 
-@drawn(forms, answers, numbers, st.sampled_from(SPACED), st.booleans())
+@drawn(forms, answers, numbers, st.sampled_from(SPACED))
 def test_ids_are_taken_out_however_events_are_spaced(
-    form: Form, tokens: Tokens, merges: list[int], style: Mapping[str, Any], at_once: bool
+    form: Form, tokens: Tokens, merges: list[int], style: Mapping[str, Any]
 ) -> None:
     bare = Form(chat=form.chat, logprobs=form.logprobs, usage=form.usage)
     stream = respaced(form.stream(tokens, merges), **style)
-    public = without_ids(stream) if at_once else b"".join(map(without_ids, split(stream)))
     expected = split(bare.stream(tokens, merges))[:-1]
-    assert [read(one) for one in split(public)[:-1]] == [read(one) for one in expected]
+    assert [read(one) for one in split(without_ids(stream))[:-1]] == [read(one) for one in expected]
 
 
 SILENT: Mapping[str, Any] = {"delta": {}, "logprobs": None, "finish_reason": None, "token_ids": [5]}
@@ -222,30 +218,3 @@ def test_what_says_nothing_but_ids_is_left_out_and_what_ends_or_is_likely_is_not
 def test_text_that_looks_like_ids_is_text(style: Mapping[str, Any], said: str) -> None:
     event = respaced(event_of(delta={"content": said}, token_ids=[5]), **style)
     assert read(without_ids(event))["choices"] == [{"index": 0, "delta": {"content": said}, "token_ids": None}]
-
-
-@drawn(st.builds(Form, chat=st.booleans(), logprobs=st.booleans(), ids=st.just(True)), answers, numbers)
-def test_events_of_one_token_are_told_by_their_form(form: Form, tokens: Tokens, merges: list[int]) -> None:
-    events = split(form.stream(tokens, merges))
-    token = form.event([(7, "a")])
-    found = token_form(token)
-    assert found is not None
-    for event in events:
-        public = found.without_ids(event)
-        assert (public is not None) is (b'"finish_reason":null' in event)
-        if public is not None:
-            assert public == without_ids(event)
-    assert [found.without_ids(one) for one in (token + token, token + DONE, b": x\n\n" + token)] == [None] * 3
-
-
-@pytest.mark.parametrize("events", [DONE, Form(chat=True).event([(7, "a")]), b": x\n\n", b"event: a\ndata: {}\n\n"])
-def test_a_stream_without_ids_has_no_such_form(events: bytes) -> None:
-    assert token_form(events) is None
-
-
-def test_what_says_nothing_is_looked_at() -> None:
-    silent = (
-        b'data: {"id":"x","choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":null,"token_ids":[5]}]}\n\n'
-    )
-    form = TokenForm(silent[: silent.index(b"{},")], b'"finish_reason":null,"token_ids":[')
-    assert form.without_ids(silent) is None
