@@ -38,7 +38,7 @@ from proxy.metrics import LabelledCounter, LabelledHistogram, Metrics
 from proxy.records.request_metrics import RequestMetrics
 from proxy.registry.stage_metrics import KvMetrics, StageMetrics, StoreMetrics
 from proxy.registry.table import InstanceTable
-from proxy.request.client_deadline import HEADER
+from proxy.request.deadline import HEADER
 from proxy.workers.hub import worker_metrics
 from proxy.workers.stage_scrape import StageScrape
 

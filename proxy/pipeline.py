@@ -42,8 +42,8 @@ from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
 from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable
-from proxy.request.body_memory import weighed
 from proxy.request.parse import parse
+from proxy.request.payload import weighed
 from proxy.stages.bodies import base_body, with_xargs
 from proxy.stages.circuits import Circuits, StallWatchdog
 from proxy.stages.client import StageClient

@@ -23,7 +23,7 @@ from proxy.errors import DrainingError
 from proxy.metrics import Metrics
 from proxy.records.record import Record
 from proxy.registry.pause import Pause
-from proxy.request.client_deadline import DeadlineUnreachable
+from proxy.request.deadline import DeadlineUnreachable
 from proxy.request.parse import Endpoint, ParsedRequest
 
 RELOOK_S = 0.1

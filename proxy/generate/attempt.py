@@ -24,7 +24,7 @@ from proxy.generate.migration import Way, alike, is_one_token, may_be_shown, way
 from proxy.generate.relay import Client, relay, show
 from proxy.generate.router import Route
 from proxy.registry.instance_state import Lease
-from proxy.request.cancel_scope import CancelScope
+from proxy.request.deadline import CancelScope
 from proxy.request.payload import Pieces, encoded
 from proxy.stages.bodies import After, decode_body, first_token_body, fused_body, prefill_body, public_answer, with_ids
 from proxy.stages.circuits import StageCall

@@ -70,13 +70,14 @@ class Failure(Struct, frozen=True):
     went_ahead: bool = False
 
     @property
-    def retryable(self) -> bool:
-        return isinstance(self.error, StageError) and self.error.retryable
+    def refused(self) -> bool:
+        """By a stage that judged what the client wrote; it would be elsewhere, too."""
+        return isinstance(self.error, StageRefusal)
 
     @property
     def may_lack_features(self) -> bool:
         """The way of delivery can be what failed the attempt."""
-        if isinstance(self.error, StageRefusal):
+        if self.refused:
             return self.delivery is Delivery.METADATA
         return self.delivery is not Delivery.PIXELS and not isinstance(self.error, StageUnreachable | StageTimeout)
 
@@ -86,17 +87,17 @@ def next_step(failed: Failure, ctx: RequestContext, settings: ProxySettings) -> 
     if not failed.repeatable:
         return Next.GIVE_UP
     if failed.told:
-        if not failed.retryable or ctx.history.migrations >= settings.migration.per_request:
+        if failed.refused or ctx.history.migrations >= settings.migration.per_request:
             return Next.GIVE_UP
         return Next.END if way_on(ctx.request, ctx.history, settings.go_on) is Way.NONE else Next.GO_ON
     if failed.alike:
         return Next.BLAME
     # Nobody says that a feature was missing, so it may be the stage that is ill. Once, that is believed: a stage that
     # dies must not have its features computed again elsewhere.
-    ill = isinstance(failed.error, StageError) and failed.missing is None and failed.listening and not ctx.doubted
+    ill = not failed.refused and failed.missing is None and failed.listening and not ctx.doubted
     if failed.may_lack_features and not ill:
         return _step_down(failed, ctx, settings)
-    if not failed.retryable:
+    if failed.refused:
         return Next.GIVE_UP
     if isinstance(failed.error, StageUnreachable):
         until = ctx.probing_until or failed.at + settings.timeouts.instance_wait_s
@@ -110,6 +111,6 @@ def _step_down(failed: Failure, ctx: RequestContext, settings: ProxySettings) ->
     """METADATA | FEATURES -> [encoded again: METADATA | FEATURES] -> PIXELS."""
     if failed.missing is not None and failed.went_ahead:
         return Next.REPEAT
-    confirmed = failed.missing is not None or (isinstance(failed.error, StageError) and not failed.listening)
+    confirmed = failed.missing is not None or not (failed.refused or failed.listening)
     again = settings.on_missing_feature == "reencode" and not ctx.encoded_again
     return Next.ENCODE_AGAIN if confirmed and again else Next.SEND_PIXELS

@@ -27,7 +27,7 @@ from proxy.generate.migration import MigrationPace, Way, way_on, why_not
 from proxy.generate.relay import Client
 from proxy.generate.retry import Failure, Next, next_step
 from proxy.generate.router import Route, Router
-from proxy.request.cancel_scope import CancelScope
+from proxy.request.deadline import CancelScope
 from proxy.request.parse import ParsedRequest
 from proxy.stages.history import HistoryRoom, TokenHistory
 from proxy.stages.poison import Stay
@@ -245,7 +245,7 @@ class GenerateStep:
         history = ctx.history
         if not isinstance(failed.error, StageError):
             return
-        if failed.told and failed.repeatable and failed.retryable:
+        if failed.told and failed.repeatable:
             history.lost_at = history.last_at
             ctx.record.note("stays", reason=f"it has moved {history.migrations} times")
         elif not failed.repeatable and ctx.request.stream and history.why_not:

@@ -12,7 +12,7 @@ from epd_serve.errors import PayloadTooLargeError
 from proxy.config.limits import BodyPace
 from proxy.config.settings import ProxySettings
 from proxy.errors import SlowBodyError
-from proxy.request.cancel_scope import CancelScope
+from proxy.request.deadline import CancelScope
 from proxy.tenants.fair_share import FairShare, MemoryReservation
 
 

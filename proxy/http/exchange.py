@@ -1,7 +1,7 @@
 """One exchange with one client, from its body to exactly one of: response, error, cancellation.
 
 An ASGI application for one request, because only there are `receive` and `send` both at hand. All of it runs in the
-server's task for the request; the client's leaving and the end of its time cancel it (`proxy/request/cancel_scope.py`),
+server's task for the request; the client's leaving and the end of its time cancel it (`proxy/request/deadline.py`),
 which closes every stage connection.
 """
 
@@ -36,9 +36,8 @@ from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
 from proxy.records.record import Record
 from proxy.records.trace_context import TraceContext
-from proxy.request.cancel_scope import CancelScope
-from proxy.request.client_deadline import DeadlineLapsed, deadline_s
 from proxy.request.client_sink import CHOICE, DELTA, AnswerForm, ClientSink
+from proxy.request.deadline import CancelScope, DeadlineLapsed, deadline_s
 from proxy.request.parse import Endpoint
 from proxy.server.http_protocol import BODY_IS_HERE, DisconnectWatch
 from proxy.tenants.fair_share import MemoryReservation

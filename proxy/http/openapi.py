@@ -9,7 +9,7 @@ from typing import Any
 
 from proxy.config.settings import ProxySettings
 from proxy.http.openapi_schemas import ANTHROPIC_ERROR, ERROR, SCHEMAS, limited, reference
-from proxy.request.client_deadline import HEADER
+from proxy.request.deadline import HEADER
 from proxy.request.parse import Endpoint
 
 Json = dict[str, Any]

@@ -28,8 +28,8 @@ from proxy.background import Background
 from proxy.errors import KvNotDelivered, StageDied
 from proxy.metrics import Metrics
 from proxy.registry.table import InstanceTable
-from proxy.request.cancel_scope import CancelScope
 from proxy.request.client_sink import ClientSink
+from proxy.request.deadline import CancelScope
 
 logger = logging.getLogger(__name__)
 

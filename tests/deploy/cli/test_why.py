@@ -69,10 +69,11 @@ def test_a_choice_shows_all_candidates_and_why_some_were_put_aside() -> None:
     head = Pick(candidates[1], "first-token", 100.0, candidates, paths, ranks)
     tail = Pick(Candidate("D0", "a", 0.0), "least-loaded", 1.0, [Candidate("D0", "a", 0.0)])
     one.planned(plan(Path(False, Role.P, Role.D), head, tail, "it arrived"))
-    one.planned(plan(Path(False, None, Role.PD), head, None, "P0: stage_failed"))
+    one.planned(plan(Path(False, None, Role.PD), head, None, "P0: stage_failed", "who takes the prompt encodes"))
     shown = text(one)
     assert "plan 1 (it arrived): P1 takes the prompt" in shown and "plan 1 (it arrived): D0 decodes" in shown
     assert "plan 2 (P0: stage_failed): P1 takes the prompt" in shown
+    assert "encodes" not in line_with(shown, "plan 1") and "who takes the prompt encodes" in line_with(shown, "plan 2")
     assert "least predicted time: 100.0 ms, the next 2050.0 ms" in shown
     assert line_with(shown, " P0 ").split() == ["P0", "4000", "2000", "2.05", "s"]
     assert line_with(shown, "→").split()[:2] == ["→", "P1"]

@@ -1,7 +1,10 @@
-"""Work that may be ended early from outside: its client has left, its time is over, its stage has fallen silent.
+"""The early end of a request: its client's own deadline (`x-epd-deadline-ms`, the time from arrival within which the
+whole answer is wanted), and work that may be cancelled from outside: its client has left, its time is over, its stage
+has fallen silent.
 
-`with CancelScope() as scope:` runs the work in the task that enters it, so that a bound costs no task of its own. Owns
-only the ending; who decides on it calls `cancel`, or `cancel_at` beforehand.
+`with CancelScope() as scope:` runs the work in the task that enters it, so that a bound costs no task of its own. Who
+decides on its end calls `cancel`, or `cancel_at` beforehand. anyio's scope cancels again in every round of the event
+loop, so that nothing that closes connections meanwhile could wait for them.
 """
 
 from __future__ import annotations
@@ -10,11 +13,46 @@ import asyncio
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+from starlette.datastructures import Headers
+
+from epd_serve.errors import DeadlineError, RequestError
+
 Reason = TypeVar("Reason")
 
 RECANCEL_S = 0.5
 """Python 3.11's TaskGroup loses a cancellation that meets a failing child, so it is repeated. Not sooner: another one
 interrupts the closing of connections that is under way, and leaves them open."""
+HEADER = "x-epd-deadline-ms"
+MAX_MS = 24 * 3600 * 1000
+
+
+class DeadlineLapsed(DeadlineError):
+    """The time that the client gave has passed: everything done for it was cancelled."""
+
+    code = "deadline_exceeded"
+
+
+class DeadlineUnreachable(DeadlineError):
+    """The time that the client gave cannot suffice: nothing was done."""
+
+    code = "deadline_unreachable"
+
+
+def deadline_s(headers: Headers) -> float | None:
+    """Seconds from arrival, or None without the header.
+
+    Raises:
+        RequestError: it is no number of milliseconds.
+    """
+    values = headers.getlist(HEADER)
+    if not values:
+        return None
+    text = values[0].strip()
+    if len(values) > 1 or not (text.isascii() and text.isdecimal()) or len(text) > 9 or not 1 <= int(text) <= MAX_MS:
+        raise RequestError(
+            f"The header {HEADER} must be sent once, as whole milliseconds between 1 and {MAX_MS}.", param=HEADER
+        )
+    return int(text) / 1000
 
 
 class CancelScope(Generic[Reason]):

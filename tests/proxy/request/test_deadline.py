@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from proxy.request import cancel_scope
-from proxy.request.cancel_scope import CancelScope
+from proxy.request import deadline
+from proxy.request.deadline import CancelScope
 from tests.waiting import PATIENCE_S
 
 
@@ -89,7 +89,7 @@ async def test_a_cancellation_by_somebody_else_passes() -> None:
 
 
 async def test_a_cancellation_that_the_work_loses_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cancel_scope, "RECANCEL_S", 0.01)
+    monkeypatch.setattr(deadline, "RECANCEL_S", 0.01)
     scope: CancelScope[str] = CancelScope()
     lost = 0
     with scope:
