@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
@@ -100,7 +101,7 @@ class Pass(Ticket, kw_only=True):
 
     Attributes:
         record, until: as in `Gate.admitted`.
-        cut: ends an attempt that went ahead, where its place is given back; None while there is none.
+        cut: ends an attempt that went ahead; None while there is none.
     """
 
     gate: Gate
@@ -154,6 +155,22 @@ class Pass(Ticket, kw_only=True):
     def goes_ahead(self) -> bool:
         """Take a place with the stages while its items are being encoded, if that can be had at once."""
         return not self.gate.pause.left_s and self.goes_at_once(ahead=True)
+
+    @contextmanager
+    def cut_by(self, cut: Callable[[], None]) -> Iterator[None]:
+        """The time of an attempt that went ahead. `cut` is called where it has to end: items were given up or refused,
+        or its place was given back."""
+        self.cut = cut
+        try:
+            yield
+        finally:
+            self.cut = None
+
+    def encoded(self, *, well: bool = True) -> None:
+        """Its items are encoded, or some of them not."""
+        super().encoded()
+        if not well and self.cut is not None:
+            self.cut()
 
     def give_back(self) -> None:
         """Give a place back, at the encoders or with the stages: something has to be encoded first, or others are

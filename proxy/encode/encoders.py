@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import IncarnationId, Instance
@@ -28,14 +28,15 @@ from proxy.encode.spread import calls, share_of, spread
 from proxy.errors import StageDied, StageFault, most_telling
 from proxy.media.loader import LoadedItem
 from proxy.registry.instance_state import Lease, Work
+from proxy.request.deadline import CancelScope
 from proxy.request.parse import Endpoint
 from proxy.request.payload import encoded
 from proxy.routing.policy import Candidate, preferred, with_neighbours
 from proxy.stages.bodies import encode_body
+from proxy.stages.circuits import StageCall
 
 logger = logging.getLogger(__name__)
-RELOOK_S = 0.5  # a full store's last report may lapse, and an encoder fall silent, without any news
-Answer = TypeVar("Answer")
+RELOOK_S = 0.5  # a full store's last report may lapse without any news
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,9 @@ class Encoders:
         ctx, instance, seats = order.ctx, lease.instance, order.seats
         incarnation_id = instance.incarnation_id
         try:
-            with ctx.watched.at(incarnation_id, encoding=True) as stay, self._services.circuits.call(instance):
+            with ctx.watched.at(incarnation_id, encoding=True) as stay, self._services.circuits.call(instance) as call:
                 try:
-                    entries = await self._post(order, instance, items)
+                    entries = await self._post(order, instance, items, call)
                 except StageDied as error:
                     ctx.watched.died(stay, incarnation_id, ago_s=error.ago_s)
                     raise
@@ -178,16 +179,23 @@ class Encoders:
             ctx.record.again("retry", stage=failed.id, of="encode")
         await self.encode(order, items, tried)
 
-    async def _post(self, order: EncodeOrder, instance: Instance, items: Sequence[LoadedItem]) -> Mapping[str, object]:
-        """What the encoder answers about its items, by key."""
-        ctx = order.ctx
+    async def _post(
+        self, order: EncodeOrder, instance: Instance, items: Sequence[LoadedItem], call: StageCall
+    ) -> Mapping[str, object]:
+        """What the encoder answers about its items, by key. Raises StageDied when it falls silent meanwhile: its queue
+        may be long, and then `encode_s` is right, or its processes may be stopped, and then it is not."""
+        ctx, timeouts, watchdog = order.ctx, self._timeouts, self._services.watchdog
         body = encoded(encode_body(ctx.base, items, order.again))
         begun, outcome, span = time.monotonic(), "cancelled", ctx.record.call_span()
+        headers, silence = ctx.headers(span), CancelScope[StageError]()
+        watchdog.watch(silence, ctx.sink, [call], timeouts.encode_silence_s)
+        answer: Mapping[str, object] = {}
         try:
-            call = self._services.stages.post(
-                instance, Endpoint.CHAT, body, ctx.headers(span), timeout_s=self._timeouts.encode_s
-            )
-            answer = await self._unless_it_hangs(instance, call)
+            with silence:
+                post = self._services.stages.post
+                answer = await post(instance, Endpoint.CHAT, body, headers, timeout_s=timeouts.encode_s)
+            if silence.reason is not None:
+                raise silence.reason
             outcome = "ok"
             ctx.record.encoded_by(instance.id)
             entries = answer.get("ec_transfer_params")
@@ -196,26 +204,12 @@ class Encoders:
             outcome = error.code or type(error).__name__
             raise
         finally:
+            watchdog.unwatch(silence)
             self._metrics.stage_seconds.labels("E", outcome).observe(time.monotonic() - begun)
             ctx.record.took("encode_call", begun, span=span, stage=instance.id, items=len(items), outcome=outcome)
 
     def _hangs(self, incarnation_id: IncarnationId) -> bool:
         return self._table.silence_s(*incarnation_id) > self._timeouts.encode_silence_s
-
-    async def _unless_it_hangs(self, instance: Instance, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """The call's answer. Raises StageDied when the encoder falls silent meanwhile: its queue may be long, and then
-        `encode_s` is right, or its processes may be stopped, and then it is not."""
-        task = asyncio.ensure_future(call)
-        try:
-            while not (await asyncio.wait([task], timeout=RELOOK_S))[0]:
-                if self._hangs(instance.incarnation_id):
-                    silent_s = self._table.silence_s(*instance.incarnation_id)
-                    raise StageDied(f"stage {instance.id} has stopped to report", stage=instance.id, ago_s=silent_s)
-            return task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task])
 
     def give_up(self, ctx: RequestContext, items: int, reason: str) -> None:
         """So many go on unencoded."""

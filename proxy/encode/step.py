@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from epd_serve.errors import DeadlineError
@@ -75,10 +75,11 @@ class EncodeStep:
         to_encode = [item for item in items if not self._directory.knows(item.key, begun)]
         self._metrics.encode_skipped.inc(len(items) - len(to_encode))
         ctx.record.note("features", items=len(items), in_store=len(items) - len(to_encode))
+        missing = None
         try:
             missing = await self._obtain(ctx, to_encode)
         finally:
-            ctx.passed.encoded()
+            ctx.passed.encoded(well=missing == [])
         if to_encode and not missing:
             ctx.watched.encoded()
         ctx.record.took("encoded", begun)
@@ -128,25 +129,6 @@ class EncodeStep:
                 news.clear()
                 await news.wait()
         return False
-
-    @contextmanager
-    def attempted(self, ctx: RequestContext, cut: Callable[[], None]) -> Iterator[None]:
-        """The time of an attempt that went ahead. `cut` is called where it has to end: items were given up or refused,
-        or its place was given back."""
-        encoding = ctx.encoding
-        assert encoding is not None, "an encoding is under way"
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if task.cancelled() or task.exception() is not None or ctx.features is None or ctx.features.missing:
-                cut()
-
-        encoding.add_done_callback(ended)
-        ctx.passed.cut = cut
-        try:
-            yield
-        finally:
-            ctx.passed.cut = None
-            encoding.remove_done_callback(ended)
 
     async def _obtain(
         self, ctx: RequestContext, items: Sequence[LoadedItem], again: frozenset[str] = frozenset()

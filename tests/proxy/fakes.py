@@ -24,6 +24,7 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.admission.gate import Gate
 from proxy.admission.queue import Capacity, Kind
+from proxy.background import Background
 from proxy.config.keys import ApiKey, ApiKeys, digest
 from proxy.config.limits import AdmissionLimits, MediaLimits, MigrationLimits, PoisonLimits, RetryLimits, Timeouts
 from proxy.config.settings import ModelIdentity, ProxySettings
@@ -38,7 +39,7 @@ from proxy.registry.pause import Pause
 from proxy.registry.table import InstanceTable
 from proxy.request.client_sink import ClientSink
 from proxy.request.parse import ParsedRequest
-from proxy.stages.circuits import Circuits
+from proxy.stages.circuits import Circuits, StallWatchdog
 from proxy.stages.history import HistoryRoom, TokenHistory
 from proxy.stages.poison import Poison
 from proxy.stages.retries import RetryBudget
@@ -410,7 +411,7 @@ def context(request: ParsedRequest, items: Collection[LoadedItem] = (), request_
 def services(table: InstanceTable, stages: Any, config: ProxySettings | None = None) -> Services:
     """What steps share, over stages that are called through `stages`. Nobody announces anything."""
     metrics, directory = Metrics(), FeatureDirectory(64)
-    dispatcher, watchdog = SimpleNamespace(directory=directory), SimpleNamespace()
+    dispatcher, watchdog = SimpleNamespace(directory=directory), StallWatchdog(table, 60.0, Background())
     circuits, budget = Circuits(table, metrics), RetryBudget(RetryLimits(), now=0.0)
     return Services(config or settings(), metrics, table, stages, circuits, budget, watchdog, dispatcher)  # type: ignore[arg-type]
 
