@@ -19,7 +19,7 @@ from proxy.config.settings import ProxySettings
 from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
 from proxy.records.record import Record
-from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
+from proxy.registry.announcements import AnnouncementDispatcher
 from proxy.registry.feature_directory import Metadata
 from proxy.registry.table import InstanceTable
 from proxy.request.client_sink import ClientSink

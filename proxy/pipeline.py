@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 import httpx
 from msgspec import structs
@@ -32,13 +33,10 @@ from proxy.generate.tokenize import TokenizeStep
 from proxy.media.fetch import Resolver, UrlFetcher, resolve
 from proxy.media.loader import MediaLoader, source_bytes
 from proxy.metrics import Metrics
-from proxy.records.access_log import AccessLog
-from proxy.records.lines_file import LinesFile
-from proxy.records.recording import Recording
+from proxy.records.lines import AccessLog, LinesFile, Recording
 from proxy.records.records import Records
-from proxy.records.request_metrics import RequestMetrics
 from proxy.records.stamps import stamps
-from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
+from proxy.registry.announcements import AnnouncementDispatcher
 from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable
@@ -54,7 +52,9 @@ from proxy.stages.retries import RetryBudget
 from proxy.tenants.auth import DEFAULT_TENANT, Caller, Callers
 from proxy.tenants.fair_share import FairShare
 from proxy.tenants.key_limits import KeyGate
-from proxy.traces.exporter import SpanExport
+
+if TYPE_CHECKING:
+    from proxy.traces import SpanExport
 
 
 class Pipeline:
@@ -86,9 +86,7 @@ class Pipeline:
         register_stage_metrics(self.metrics.registry, table)
         failed = partial(self.background.skipped, "Record")
         self.records = Records(settings.records, failed, settings.slo, settings.planned)
-        requests = RequestMetrics(settings.slo)
-        self.metrics.registry.register(requests)
-        self.records.ended.append(requests.ended)
+        self.metrics.registry.register(self.records.counts)
         self._files: list[LinesFile] = []
         if settings.access_log:
             self._files.append(LinesFile(settings.access_log, "access_log", self.metrics.access_log_dropped.inc))
@@ -101,6 +99,8 @@ class Pipeline:
             self.records.ended.append(self._recording.ended)
         self._spans: SpanExport | None = None
         if settings.otlp_traces_endpoint:
+            from proxy.traces import SpanExport
+
             self._spans = SpanExport(settings.otlp_traces_endpoint, dropped=self.metrics.traces_dropped.inc)
             self.records.ended.append(self._spans.ended)
         self._trace = Trace(settings.trace_path, PROXY)

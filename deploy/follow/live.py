@@ -29,7 +29,7 @@ from epd_serve.errors import EpdError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.wire import StageReport
-from proxy.records.minute import Counts, KindCounts
+from proxy.records.counts import Counts, KindCounts
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import InstanceView
 from proxy.registry.load import reported_rate

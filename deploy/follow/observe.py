@@ -19,7 +19,7 @@ from deploy.planner.workload import Work
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.roles import Role
-from proxy.records.minute import KindCounts
+from proxy.records.counts import KindCounts
 from proxy.registry.load import Reported
 
 WARM_S = 10.0

@@ -28,7 +28,7 @@ from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.placement import InstancePlan
 from epd_serve.roles import Role
-from proxy.records.minute import KindCounts
+from proxy.records.counts import KindCounts
 
 TICK_S = 1.0
 WINDOW_S = 10.0

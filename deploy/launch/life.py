@@ -372,7 +372,7 @@ def _routes() -> Callable[[Controller, Fronts], APIRouter]:
     import proxy.http.admin  # noqa: F401
     from deploy.control.routes import control_routes
     from deploy.front.trace_routes import trace_routes
-    from proxy.http.requests import request_routes
+    from proxy.http.admin import request_routes
 
     def routes(controller: Controller, doors: Fronts) -> APIRouter:
         both = APIRouter()

@@ -23,7 +23,7 @@ from proxy.config.limits import AdmissionLimits, KeyLimits
 from proxy.errors import DrainingError
 from proxy.metrics import Metrics
 from proxy.records.record import Record
-from proxy.registry.pause import Pause
+from proxy.registry.table import Pause
 from proxy.request.deadline import DeadlineUnreachable
 from proxy.request.parse import Endpoint, ParsedRequest
 

@@ -31,12 +31,11 @@ from proxy.errors import (
     response_error_event,
 )
 from proxy.http.body import ClientLeft, read_body
-from proxy.http.message_form import CountForm, MessageForm
+from proxy.http.message_form import MessageForm
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
-from proxy.records.record import Record
-from proxy.records.trace_context import TraceContext
-from proxy.request.client_sink import CHOICE, DELTA, AnswerForm, ClientSink
+from proxy.records.record import Record, TraceContext
+from proxy.request.client_sink import CHOICE, DELTA, ClientSink
 from proxy.request.deadline import CancelScope, DeadlineLapsed, deadline_s
 from proxy.request.parse import Endpoint
 from proxy.server.http_protocol import BODY_IS_HERE, DisconnectWatch
@@ -49,7 +48,6 @@ long as it keeps its connection."""
 EXPLAIN = "x-epd-explain"
 CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 T = TypeVar("T")
-_FORMS: dict[Endpoint, type[AnswerForm]] = {Endpoint.MESSAGES: MessageForm, Endpoint.COUNT_TOKENS: CountForm}
 
 
 def client_request_id(headers: Headers) -> str | None:
@@ -136,7 +134,7 @@ class Exchange:
             record.headers if settings.explain and is_explained(headers) else dict,
             gap_limit_s=settings.slo.limits_s[1],
             content=DELTA if endpoint is Endpoint.RESPONSES else CHOICE,
-            form=_FORMS[endpoint]() if endpoint in _FORMS else None,
+            form=MessageForm() if endpoint.is_anthropic else None,
         )
         return RequestContext(request_id, endpoint, sink, record)
 

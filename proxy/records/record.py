@@ -7,6 +7,7 @@ from that is worked out when somebody asks. No content: names, counts, times, co
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 from msgspec import Struct, field
 
 from epd_serve.errors import EpdError, RequestError
-from proxy.records.trace_context import TraceContext, new_span_id
 from proxy.routing.plan import Plan
 from proxy.routing.policy import Candidate, predictions_s
 
@@ -33,6 +33,46 @@ MOMENTS = frozenset({
 
 Event = tuple[float, str, dict[str, Any]]
 """Seconds since the arrival, a name, and details. `s` among them: for how long that has taken until then."""
+
+
+class TraceContext(Struct, frozen=True):
+    """Where a request belongs in a distributed trace: W3C Trace Context, from its headers and for those of its calls.
+
+    Attributes:
+        trace_id: 32 hex digits. span_id: 16, of the request's own span.
+        parent_id: of its client's span, or "" where the trace begins here.
+        sampled: the trace is wanted, as the client says; one that begins here is.
+        state: `tracestate`, which is passed on as it came.
+    """
+
+    trace_id: str
+    span_id: str
+    parent_id: str = ""
+    sampled: bool = True
+    state: str = ""
+
+    @classmethod
+    def of(cls, traceparent: str, tracestate: str = "") -> TraceContext:
+        """From a client's headers; what is malformed counts as not there."""
+        from opentelemetry import trace  # only where there is a collector
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        headers = {"traceparent": traceparent.strip(), "tracestate": tracestate}
+        parent = trace.get_current_span(TraceContextTextMapPropagator().extract(headers)).get_span_context()
+        if not parent.is_valid:
+            return cls(secrets.token_hex(16), new_span_id())
+        ids = trace.format_trace_id(parent.trace_id), new_span_id(), trace.format_span_id(parent.span_id)
+        return cls(*ids, parent.trace_flags.sampled, parent.trace_state.to_header())
+
+    def headers(self, span_id: str) -> dict[str, str]:
+        """Of a call whose span is this one, or "" where it has none of its own."""
+        headers = {"traceparent": f"00-{self.trace_id}-{span_id or self.span_id}-{int(self.sampled):02x}"}
+        return headers | {"tracestate": self.state} if self.state else headers
+
+
+def new_span_id() -> str:
+    """One that nobody else has; all zeros would mean none."""
+    return secrets.token_hex(8).replace("0" * 16, "0" * 15 + "1")
 
 
 class Choice(Struct, frozen=True, array_like=True):

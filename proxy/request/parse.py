@@ -1,7 +1,7 @@
 """Makes a `ParsedRequest` of a body of OpenAI's API or Anthropic's: what the proxy must know, and what it must not let
 through.
 
-Only fields that are known go on (`proxy/fields/sieve.py`); those that could kill an engine or fetch another tenant's
+Only fields that are known go on (`proxy/fields/rules.py`); those that could kill an engine or fetch another tenant's
 feature are refused by name. Checked here are the fields that the proxy acts on; their values otherwise
 are vLLM's to judge. No I/O.
 """
@@ -20,9 +20,7 @@ from proxy import strict_json
 from proxy.config.settings import ProxySettings
 from proxy.fields.messages import chat_of, tokenized_chat_of
 from proxy.fields.parts import MediaRef, media_refs
-from proxy.fields.response_parts import response_refs
-from proxy.fields.rules import TEMPLATE_KWARGS_REFUSED
-from proxy.fields.sieve import MEDIA_OPTIONS, Sieve, anthropic_rules, rules_of
+from proxy.fields.rules import MEDIA_OPTIONS, MESSAGES_MODEL, TEMPLATE_KWARGS_REFUSED, Sieve, rules_of
 
 _GRAMMARS = frozenset({"json_object", "json_schema", "structural_tag"})
 
@@ -132,7 +130,7 @@ def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -
     sieve = Sieve(settings.strict_fields)
     called: Mapping[tuple[int, int], str] = {}
     if endpoint.is_anthropic:
-        sieve.body(body, anthropic_rules(media_options=settings.trust_request_mm_kwargs))
+        sieve.body(body, rules_of(MESSAGES_MODEL, media_options=settings.trust_request_mm_kwargs))
         generates = endpoint.generates
         body, called = chat_of(body) if generates else tokenized_chat_of(body)
         endpoint = Endpoint.CHAT if generates else Endpoint.TOKENIZE
@@ -187,7 +185,7 @@ def _media(endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[MediaRef, ...]:
         raise RequestError(f"{name} is required.", param=name)
     if name == "messages":
         return media_refs(prompt)
-    return response_refs(prompt) if name == "input" and not isinstance(prompt, str) else ()
+    return media_refs(prompt, "input") if name == "input" and not isinstance(prompt, str) else ()
 
 
 def _decode(raw: bytes | bytearray) -> dict[str, Any]:

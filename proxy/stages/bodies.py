@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from epd_serve.instances import Instance
 from epd_serve.wire import ENCODE_AGAIN_XARG, FIRST_TOKEN, GOES_ON_AFTER, PROMPT_XARG, REPLAY
-from proxy.fields.parts import MediaRef, placeholder_part, rewritten_part
-from proxy.fields.response_parts import as_chat_part, placeholder_response_part, rewritten_response_part
+from proxy.fields.parts import MediaRef, as_chat_part, placeholder_part, rewritten_part
 from proxy.media.loader import LoadedItem
 from proxy.registry.feature_directory import Metadata
 from proxy.request.parse import Endpoint, ParsedRequest
@@ -58,7 +57,7 @@ def placeholder_body(
     base: Mapping[str, Any], items: Sequence[LoadedItem], metadata: Mapping[str, Metadata]
 ) -> dict[str, Any]:
     """`base` with every item's metadata in place of its media. `metadata` has all of their keys."""
-    return _with_parts(base, items, lambda item, _: _placeholder(item, metadata[item.key]))
+    return _with_parts(base, items, lambda item, _: placeholder_part(item.ref, metadata[item.key], uuid=item.key))
 
 
 def renamed_body(base: Mapping[str, Any], items: Sequence[LoadedItem]) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem], again: Col
     Args:
         again: keys that the encoder must encode even where it believes that they are there.
     """
-    parts = [_for_encoder(item, part_of(base, item.ref)) for item in items]
+    parts = [as_chat_part(part_of(base, item.ref), item.ref) for item in items]
     copied_fields = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt")
     body = {
         "model": base["model"],
@@ -198,16 +197,4 @@ def part_of(body: Mapping[str, Any], ref: MediaRef) -> Mapping[str, Any]:
 
 
 def _rewritten(item: LoadedItem, part: Mapping[str, Any]) -> Mapping[str, Any]:
-    if item.ref.messages == "input":
-        return rewritten_response_part(part, source=item.source, uuid=item.key)
     return rewritten_part(part, item.ref, source=item.source, uuid=item.key)
-
-
-def _placeholder(item: LoadedItem, metadata: Metadata) -> Mapping[str, Any]:
-    if item.ref.messages == "input":
-        return placeholder_response_part(metadata, uuid=item.key)
-    return placeholder_part(item.ref, metadata, uuid=item.key)
-
-
-def _for_encoder(item: LoadedItem, part: Mapping[str, Any]) -> Mapping[str, Any]:
-    return as_chat_part(part) if item.ref.messages == "input" else part

@@ -35,8 +35,7 @@ from proxy.metrics import Metrics
 from proxy.pipeline import Pipeline
 from proxy.records.record import Record
 from proxy.registry.feature_directory import FeatureDirectory
-from proxy.registry.pause import Pause
-from proxy.registry.table import InstanceTable
+from proxy.registry.table import InstanceTable, Pause
 from proxy.request.client_sink import ClientSink
 from proxy.request.parse import ParsedRequest
 from proxy.stages.circuits import Circuits, StallWatchdog
@@ -49,6 +48,11 @@ MODEL = "demo"
 QUICK = Timeouts(  # but for instances that are missing: a test that means another deadline names it
     connect_s=20.0, encode_s=60.0, first_byte_s=60.0, idle_s=60.0, total_s=90.0, instance_wait_s=0.3
 )  # fmt: skip
+
+
+def document(config: ProxySettings) -> dict[str, Any]:
+    """What a proxy with these settings has at /openapi.json."""
+    return create_app(config, InstanceTable()).openapi()
 
 
 @dataclass(frozen=True)

@@ -210,11 +210,11 @@ class FakeDoors:
             one = view.instance
             running, items = self.busy.get(one.id, 0), self.item_budgets.get(one.id, 0)
             report = StageReport(one.id, one.incarnation, self._seq, running=running, item_budget=items)
-            self.table.report_stage(report)
+            self.table.report(report)
             self.table.report(StoreReport(one.id, one.incarnation, 0, 0, 0))
             if one.kv_news:
                 transfers = self.open_transfers.get(one.id, 0)
-                self.table.report_kv(KvReport(one.id, one.incarnation, 0, "", 0.0, [], open=transfers))
+                self.table.report(KvReport(one.id, one.incarnation, 0, "", 0.0, [], open=transfers))
 
     def view(self, name: str) -> InstanceView:
         return next(view for view in self.table.snapshot() if view.instance.id == name)

@@ -24,7 +24,7 @@ from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.slo import Slo
-from proxy.records.minute import Counts, KindCounts
+from proxy.records.counts import Counts, KindCounts
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import Work
 from tests.deploy.control.test_commands import Commanded

@@ -16,7 +16,7 @@ from proxy.config.limits import AdmissionLimits
 from proxy.config.settings import ProxySettings
 from proxy.metrics import Metrics
 from proxy.records.record import Record
-from proxy.registry.pause import Pause
+from proxy.registry.table import Pause
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import (
     QUICK,

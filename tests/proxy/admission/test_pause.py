@@ -17,7 +17,7 @@ from proxy.admission.queue import Capacity, Kind, Ticket
 from proxy.config.limits import AdmissionLimits, Timeouts
 from proxy.metrics import Metrics
 from proxy.records.record import Record
-from proxy.registry.pause import Pause
+from proxy.registry.table import Pause
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import Cluster, answer, cluster, image_body, once, settings, text_body
 from tests.waiting import PATIENCE_S, until

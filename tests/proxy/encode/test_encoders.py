@@ -241,7 +241,7 @@ async def test_an_encoder_that_says_it_is_slow_gets_less() -> None:
     stages = Stages([])
     under_test, table = encoders(stages, 3)
     for name, rate in (("E0", 100.0), ("E1", 1000.0), ("E2", 1000.0)):
-        table.report_stage(StageReport(name, "1", 1, item_tokens_per_s=rate))
+        table.report(StageReport(name, "1", 1, item_tokens_per_s=rate))
     work = job([300] * 10)
     await under_test.encode(seated(work), work.items)
     assert stages.items.get("E0", 0) == 0 and stages.items["E1"] + stages.items["E2"] == 10

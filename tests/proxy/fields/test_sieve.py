@@ -15,8 +15,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedTokenizerBase
 
 from epd_serve.errors import ConfigError, RequestError
-from proxy.fields.rules import IGNORED, PASSED, REFUSED, TEMPLATE_KWARGS_REFUSED, names_of
-from proxy.fields.sieve import MEDIA_OPTIONS, OTHER, known_release, rules_of
+from proxy.fields.rules import (
+    IGNORED,
+    MEDIA_OPTIONS,
+    OTHER,
+    PASSED,
+    REFUSED,
+    TEMPLATE_KWARGS_REFUSED,
+    known_release,
+    names_of,
+    rules_of,
+)
 from proxy.fields.vllm_fields import FIELDS, RELEASES
 from proxy.request.parse import Endpoint, parse
 from proxy.stages.bodies import NOT_FOR_PREFILL

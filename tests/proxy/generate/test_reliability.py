@@ -148,14 +148,14 @@ async def test_an_instance_that_falls_silent_loses_its_requests_to_others(monkey
     async with cluster("PD0", "PD1", config=settings(timeouts=replace(QUICK, stage_silence_s=0.2))) as c:
         for name in ("PD0", "PD1"):
             c["PD0"].script.append(hangs)
-            c.table.report_stage(StageReport(name, c.instances[name].incarnation, 1))
+            c.table.report(StageReport(name, c.instances[name].incarnation, 1))
         c["PD0"].usual = hangs
         requests = asyncio.create_task(c.client.post(CHAT, json=text_body()))
         await c["PD0"].until(lambda stage: stage.active == 1)
         seq = 1
         while not requests.done():  # only the other one still reports
             seq += 1
-            c.table.report_stage(StageReport("PD1", c.instances["PD1"].incarnation, seq))
+            c.table.report(StageReport("PD1", c.instances["PD1"].incarnation, seq))
             await asyncio.sleep(0.02)
         assert (await requests).status_code == 200
         await c["PD0"].until(lambda stage: stage.cancelled == 1)
@@ -215,7 +215,7 @@ async def test_an_instance_that_is_said_to_be_down_and_still_reports_keeps_its_r
         begun, seq = time.monotonic(), 0
         while time.monotonic() < begun + 0.5 and not c["PD0"].cancelled:
             seq += 1
-            c.table.report_stage(StageReport("PD0", c.instances["PD0"].incarnation, seq))
+            c.table.report(StageReport("PD0", c.instances["PD0"].incarnation, seq))
             await asyncio.sleep(0.02)
         released.set()
         assert (await request).status_code == 200

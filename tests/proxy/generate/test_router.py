@@ -248,7 +248,7 @@ def cached_at(c: Cluster, name: str, messages: list[dict[str, str]], blocks: int
     nodes = prompt_nodes({**text_body(), "messages": messages}, {}).nodes
     told = PromptBlocks(packed(nodes), packed(range(blocks)))
     instance = c.instances[name]
-    c.table.report_cache(CacheReport(name, instance.incarnation, seq, 16, stored=packed(range(blocks)), prompts=[told]))
+    c.table.report(CacheReport(name, instance.incarnation, seq, 16, stored=packed(range(blocks)), prompts=[told]))
 
 
 async def test_a_later_turn_goes_where_the_earlier_ones_are_cached_until_that_is_busier_than_it_is_worth() -> None:

@@ -330,3 +330,16 @@ async def test_unknown_fields_are_counted_and_what_changes_nothing_is_not() -> N
     async with cluster("PD0", config=settings(strict_fields=True)) as c:
         refused = await c.client.post("/v1/messages", json=body)
         assert refused.status_code == 400 and "unheard_of" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+async def test_another_method_is_refused_in_anthropic_s_form(method: str, path: str) -> None:
+    async with sdk("PD0") as (_, c):
+        answer = await c.client.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+        assert answer.json() == {
+            "type": "error",
+            "error": {"type": "invalid_request_error", "message": f"{method} {path}: Method Not Allowed"},
+        }
+        assert (await c.client.get("/v1/completions")).json()["error"]["code"] == "method_not_allowed"

@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from epd_serve.errors import ConfigError
-from proxy.config.domains import DomainRules
-from proxy.config.limits import MediaLimits
+from proxy.config.limits import DomainRules, MediaLimits
 from tests.proxy.fakes import Cluster, cluster, data_url, image_file, settings, text_body
 from tests.proxy.media import clips
 

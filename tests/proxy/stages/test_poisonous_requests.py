@@ -288,7 +288,7 @@ async def test_a_stage_that_hangs_of_a_body_dies_of_it_too(monkeypatch: pytest.M
         hanging: set[str] = set()  # a call that has not arrived yet hangs nobody
         monkeypatch.setattr(c.table, "silence_s", lambda name, _: 11.0 if name in hanging else 0.0)
         for name, instance in c.instances.items():
-            c.table.report_stage(StageReport(name, instance.incarnation, 1))
+            c.table.report(StageReport(name, instance.incarnation, 1))
 
         async def hangs_unheard(stage: FakeStage, call: Call, receive: Any, send: Any) -> None:
             hanging.add(stage.id)

@@ -12,8 +12,8 @@ import pytest
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.wire import KvLink, KvReport
+from proxy.registry.instance_state import why_cold
 from proxy.registry.table import InstanceTable
-from proxy.registry.warm_links import why_cold
 from tests.waiting import until
 
 FOREVER_S = 3600.0
@@ -85,11 +85,11 @@ async def test_a_sender_that_is_last_serves_once_its_links_are_up() -> None:
     table.mark_up("D0")
     table.mark_up("P0")
     assert up(table) == {"D0"} and "has not reported" in reason(table, "P0")
-    table.report_kv(report(OPENING))
+    table.report(report(OPENING))
     assert up(table) == {"D0"} and "is opening" in reason(table, "P0")
     waiting = asyncio.create_task(table.changed(5))
     await asyncio.sleep(0)
-    table.report_kv(report(UP))
+    table.report(report(UP))
     assert up(table) == {"D0", "P0"} and reason(table, "P0") == ""
     assert await waiting, "who waits for a prefill instance is told"
 
@@ -97,18 +97,18 @@ async def test_a_sender_that_is_last_serves_once_its_links_are_up() -> None:
 async def test_a_sender_that_is_first_waits_for_nobody_and_the_receiver_for_its_links() -> None:
     table = tabled(P0, D0)
     table.mark_up("P0")
-    table.report_kv(report(OPENING))
+    table.report(report(OPENING))
     assert up(table) == {"P0"}
     table.mark_up("D0")
     assert up(table) == {"P0"} and "to D0" in reason(table, "D0")
-    table.report_kv(report(UP))
+    table.report(report(UP))
     assert up(table) == {"P0", "D0"}
 
 
 async def test_only_the_one_that_is_not_reached_waits() -> None:
     table = tabled(P0, D0, D1)
     for name in ("P0", "D0", "D1"):
-        table.report_kv(report(OPENING, KvLink("D1", 0, "up")))
+        table.report(report(OPENING, KvLink("D1", 0, "up")))
         table.mark_up(name)
     assert up(table) == {"P0", "D1"}
 
@@ -131,10 +131,10 @@ async def test_a_receiver_that_is_taken_away_meanwhile_is_not_waited_for() -> No
 
 async def test_a_link_that_breaks_later_takes_nobody_out_of_service() -> None:
     table = tabled(P0, D0)
-    table.report_kv(report(UP))
+    table.report(report(UP))
     for name in ("P0", "D0"):
         table.mark_up(name)
-    table.report_kv(report(DOWN))
+    table.report(report(DOWN))
     assert up(table) == {"P0", "D0"}
     table.mark_down("P0", "no beat for 5 s")
     table.mark_up("P0")
@@ -143,21 +143,21 @@ async def test_a_link_that_breaks_later_takes_nobody_out_of_service() -> None:
 
 async def test_every_incarnation_begins_with_cold_links() -> None:
     table = tabled(P0, D0)
-    table.report_kv(report(UP))
+    table.report(report(UP))
     for name in ("P0", "D0"):
         table.mark_up(name)
     table.apply(replace(P0, incarnation="p2"), up=False)
     table.mark_up("P0")
-    table.report_kv(report(UP, incarnation="p1"))
+    table.report(report(UP, incarnation="p1"))
     assert up(table) == {"D0"}, "a late word of the former incarnation"
-    table.report_kv(report(UP, incarnation="p2"))
+    table.report(report(UP, incarnation="p2"))
     assert up(table) == {"P0", "D0"}
 
 
 async def test_a_receiver_that_the_sender_does_not_know_yet_is_met_with_its_first_transfer() -> None:
     table = tabled(P0, D0)
     table.mark_up("P0")
-    table.report_kv(report())
+    table.report(report())
     table.mark_up("D0")
     assert up(table) == {"P0", "D0"}
 
@@ -167,13 +167,13 @@ async def test_after_the_grace_a_stage_serves_anyhow_and_the_link_is_named_once(
 ) -> None:
     table = tabled(P0, D0, grace_s=0.05)
     table.mark_up("P0")
-    table.report_kv(report(OPENING))
+    table.report(report(OPENING))
     with caplog.at_level(logging.WARNING, logger="proxy.registry.table"):
         table.mark_up("D0")
         table.mark_up("D0")
         assert up(table) == {"P0"}
         assert await table.changed(5)
-        table.report_kv(report(OPENING))
+        table.report(report(OPENING))
         table.mark_up("D0")
     assert up(table) == {"P0", "D0"}
     assert [record.getMessage() for record in caplog.records] == [

@@ -14,8 +14,8 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.wire import KvLink, KvReport
 from proxy.background import Background
-from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
-from proxy.registry.kv_links import link_views
+from proxy.registry.announcements import AnnouncementDispatcher
+from proxy.registry.stage_metrics import link_fields, link_views
 from proxy.registry.table import InstanceTable
 from tests.proxy.fakes import cluster, hangs, replies, settings, text_body
 from tests.waiting import PATIENCE_S
@@ -53,7 +53,7 @@ def reported(*reports: KvReport) -> InstanceTable:
     for one in (P0, D0):
         table.apply(one)
     for one in reports:
-        table.report_kv(one)
+        table.report(one)
     return table
 
 
@@ -71,13 +71,13 @@ def test_a_link_is_named_after_the_instance_it_leads_to_before_that_has_answered
 
 
 def test_the_figures_of_a_link_are_those_of_the_design() -> None:
-    [busy] = link_views(reported(report(0, BUSY)).snapshot())
-    assert (busy.layers_per_packet, busy.bytes_per_s, busy.exposed_s) == (4.0, 2e9, 0.05)
-    assert busy.overlap == pytest.approx(0.75)
-    late = replace(busy, link=KvLink("D0", 0, "up", transfers=1, exposed_s=3.0, transfer_s=1.0))
-    assert late.overlap == 0.0
-    [fresh] = link_views(reported(report(0, FRESH)).snapshot())
-    assert fresh.layers_per_packet is fresh.bytes_per_s is fresh.exposed_s is fresh.overlap is None
+    def figures(link: KvLink) -> list[float | None]:
+        [one] = link_views(reported(report(0, link)).snapshot())
+        return [link_fields(one)[name] for name in ("layers_per_packet", "gb_per_s", "exposed_ms", "overlap")]
+
+    assert figures(BUSY) == [4.0, 2.0, 50.0, 0.75]
+    assert figures(KvLink("D0", 0, "up", transfers=1, exposed_s=3.0, transfer_s=1.0))[3] == 0.0
+    assert figures(FRESH) == [None] * 4
 
 
 def test_words_of_strangers_past_incarnations_and_ranks_that_are_not_there_are_ignored() -> None:
@@ -99,7 +99,7 @@ def test_a_new_incarnation_begins_without_the_counters_of_the_last() -> None:
 
 def test_a_sender_that_has_fallen_silent_says_nothing_about_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
     table = reported(report(0, BUSY))
-    monkeypatch.setattr("proxy.registry.instance_state.KV_TRUST_S", -1.0)
+    monkeypatch.setattr("proxy.registry.table.KV_TRUST_S", -1.0)
     assert not list(link_views(table.snapshot()))
 
 
@@ -108,8 +108,8 @@ async def test_instances_and_metrics_show_the_links() -> None:
         sender, receiver = c.table.instance("P0"), c.table.instance("D0")
         c.table.apply(replace(sender, kv_news=P0.kv_news))
         c.table.apply(replace(receiver, kv_workers=D0.kv_workers))
-        c.table.report_kv(report(0, BUSY, incarnation=sender.incarnation))
-        c.table.report_kv(report(1, FRESH, incarnation=sender.incarnation))
+        c.table.report(report(0, BUSY, incarnation=sender.incarnation))
+        c.table.report(report(1, FRESH, incarnation=sender.incarnation))
         p, d = (await c.client.get("/instances")).json()["instances"]
         text = (await c.client.get("/metrics")).text
     assert d["kv_links"] == []

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Callable
 
 import pytest
 
-from deploy.options.config import build_config
-from deploy.plan.proxy_settings import settings_with
 from epd_serve.errors import ConfigError
-from proxy.records.record import Record
+from proxy.records.record import Record, TraceContext
 from proxy.records.records import Question
-from proxy.records.trace_context import TraceContext
-from proxy.traces.exporter import AT_ONCE, HELD, SpanExport
+from proxy.traces import AT_ONCE, HELD, SpanExport
 from tests.otlp import Collector, Spanned, collector
 from tests.proxy.fakes import Call, cluster, encodes, image_body, replies, settings, text_body
 from tests.waiting import PATIENCE_S, wait_for
@@ -158,9 +154,3 @@ def test_what_is_no_url_of_a_collector_is_refused_by_name(endpoint: str) -> None
     with pytest.raises(ConfigError) as refused:
         settings(otlp_traces_endpoint=endpoint)
     assert refused.value.param == "otlp_traces_endpoint"
-
-
-def test_without_opentelemetry_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"pip install 'epd-serve\[otel\]'"):
-        settings_with(build_config({"otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces"}))
