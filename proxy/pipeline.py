@@ -26,9 +26,7 @@ from proxy.admission.gate import Drain, Gate, kind_of, priority_of, sequences_of
 from proxy.background import Background
 from proxy.config.settings import ProxySettings
 from proxy.context import RequestContext, Services
-from proxy.encode.encoders import Encoders
-from proxy.encode.host_arena import HostArena
-from proxy.encode.step import EncodeStep
+from proxy.encode.step import EncodeStep, HostArena
 from proxy.generate.router import Router
 from proxy.generate.step import GenerateStep
 from proxy.generate.tokenize import TokenizeStep
@@ -72,7 +70,7 @@ class Pipeline:
         background: Background | None = None,
     ) -> None:
         """`background`: of the process, where it runs more than this pipeline's tasks."""
-        timeouts, retries = settings.timeouts, settings.retries
+        timeouts = settings.timeouts
         self.settings = settings
         self.table = table
         self.drain = Drain()
@@ -126,11 +124,7 @@ class Pipeline:
         services = Services(
             settings, self.metrics, table, self._stages, self.circuits, budget, watchdog, self.dispatcher
         )
-        encoders = Encoders(
-            table, self._stages, self.metrics, timeouts, retries=retries, circuits=self.circuits, budget=budget
-        )
-        follow_s = timeouts.encode_s * (retries + 1)
-        self._encode = EncodeStep(encoders, self.directory, self.metrics, follow_s=follow_s)
+        self._encode = EncodeStep(services)
         self._router = Router(services)
         self._generate = GenerateStep(services, self._router, self._encode)
         self._tokenize = TokenizeStep(services)

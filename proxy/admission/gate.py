@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
@@ -39,71 +40,42 @@ class Gate:
     Args:
         capacity: what may be with the stages now.
         pause: lets nobody through while it lasts; its clock is that of the lines.
+
+    Attributes:
+        waiters: who stands in a line. True: its turn has come, False: that took too long.
     """
 
     def __init__(
         self, settings: AdmissionLimits, capacity: Callable[[], Capacity], metrics: Metrics, pause: Pause
     ) -> None:
-        self.queue = AdmissionQueue(settings, pause.now, capacity)
-        self.queue.room_made = self.pump
+        self.queue = queue = AdmissionQueue(settings, pause.now, capacity)
+        queue.room_made = self.pump
         self.pause = pause
-        self.queue_s = {
-            (kind, line): metrics.queue_seconds.labels(kind.value, line) for kind in Kind for line in (ENCODE, SERVE)
-        }
-        self._refused = metrics.refused
-        self.waiters: dict[Ticket, asyncio.Future[bool]] = {}  # True: its turn has come, False: that took too long
-        self._max_wait_s = settings.max_wait_s
+        self.max_wait_s = settings.max_wait_s
+        self.refused = metrics.refused
+        self.waiters: dict[Ticket, asyncio.Future[bool]] = {}
         self._relook: asyncio.TimerHandle | None = None
-        metrics.queue_encoding.set_function(lambda: self.queue.encoding)
+        self.waited_s = {}
         for kind in Kind:
-            metrics.queue_waiting.labels(kind.value).set_function(partial(self.queue.waiting, kind))
-            metrics.queue_served.labels(kind.value).set_function(partial(self.queue.served, kind))
+            metrics.queue_waiting.labels(kind.value).set_function(partial(queue.waiting, kind))
+            metrics.queue_served.labels(kind.value).set_function(partial(queue.served, kind))
+            for line in (ENCODE, SERVE):
+                self.waited_s[kind, line] = metrics.queue_seconds.labels(kind.value, line)
+        metrics.queue_encoding.set_function(lambda: queue.encoding)
         for of in Capacity.__slots__:
             metrics.capacity.labels(of).set_function(lambda of=of: getattr(capacity(), of))  # type: ignore[misc]
 
     def admitted(
         self, kind: Kind, record: Record, *, priority: int = 0, sequences: int = 1, until: float | None = None
     ) -> Pass:
-        """Let a request in for the time of the context that the pass is.
+        """What lets a request in for the time of its context.
 
         Args:
             record: of the request, where its waits are noted.
             until: loop time, which is that of `time.monotonic`, at which the client wants its whole answer.
-
-        Raises:
-            OverloadedError: too many wait, or it would wait too long. DeadlineUnreachable: longer than `until`.
         """
-        queue = self.queue
-        due = queue.due(kind, priority)
-        wait_s = queue.predicted_wait_s(kind, due, at_least=True) or 0.0
-        best_s = min(queue.begun_s[kind], default=0.0)
-        if until is not None and time.monotonic() + wait_s + best_s > until:
-            self._note_refusal("deadline", kind, record, predicted_wait_s=wait_s, best_s=best_s)
-            raise DeadlineUnreachable(
-                f"an answer would begin in {wait_s + best_s:.1f} s at best, later than the deadline of the request"
-            )
-        if wait_s > self._max_wait_s:
-            likely_s = queue.predicted_wait_s(kind, due)
-            message = f"a request with {kind} would wait about {likely_s or wait_s:.0f} s now"
-            raise self._overloaded("wait", kind, due, record, message, predicted_wait_s=wait_s)
-        if queue.is_full(kind):
-            message = f"{queue.waiting(kind)} requests with {kind} wait already"
-            raise self._overloaded("queue_full", kind, due, record, message)
-        return Pass(queue, kind, due, sequences, gate=self, record=record)
-
-    async def turn(self, ticket: Ticket, record: Record, line: str) -> None:
-        """Wait in line for its turn. Raises OverloadedError after `max_wait_s`, if nothing was done for it yet."""
-        record.note("waits", line=line, paused=bool(self.pause.left_s), **self._others(ticket.kind))
-        ticket.enqueue(encode=line == ENCODE)
-        turn = self.waiters[ticket] = asyncio.get_running_loop().create_future()
-        try:
-            self.pump()
-            if not await turn:
-                message = f"a request with {ticket.kind} has waited {self._max_wait_s:g} s in vain"
-                raise self._overloaded("wait", ticket.kind, ticket.due, record, message)
-        finally:
-            del self.waiters[ticket]
-            ticket.step_back()  # what else the request began may take a while to end
+        due = self.queue.due(kind, priority)
+        return Pass(self.queue, kind, due, sequences, gate=self, record=record, until=until)
 
     def pump(self) -> None:
         """Let through whoever may go now."""
@@ -117,43 +89,43 @@ class Gate:
 
     def _look_again(self) -> None:
         self._relook = None
-        since = self.pause.now() - self._max_wait_s
+        since = self.pause.now() - self.max_wait_s
         for ticket, turn in self.waiters.items():
             if ticket.queued_at <= since and not (ticket.encoding or ticket.served_at):
                 _tell(turn, False)
         self.pump()
 
-    def _overloaded(
-        self, reason: str, kind: Kind, due: float, record: Record, message: str, **details: float
-    ) -> OverloadedError:
-        self._note_refusal(reason, kind, record, **details)
-        # Spread: clients that are refused together must not come back together.
-        retry_after_s = (self.queue.predicted_wait_s(kind, due) or 1.0) * random.uniform(1.0, 1.25)
-        return OverloadedError(f"{message}; try again later", retry_after_s=retry_after_s)
-
-    def _note_refusal(self, reason: str, kind: Kind, record: Record, **details: float) -> None:
-        self._refused.labels(reason).inc()
-        record.note("refused", reason=reason, **self._others(kind), **details)
-
-    def _others(self, kind: Kind) -> dict[str, object]:
-        """Who else is about, for records."""
-        return {"kind": kind.value, "waiting": self.queue.waiting(kind), "with_stages": self.queue.served(kind)}
-
 
 class Pass(Ticket, kw_only=True):
-    """A ticket whose request waits for its turns, until the context that it is ends.
+    """A ticket whose request waits for its turns. It is let in, and leaves, with the context that it is.
 
     Attributes:
-        record: of the request, where its waits are noted.
-        cut: ends an attempt that went ahead, where its place is given back; None while there is none.
+        record, until: as in `Gate.admitted`.
+        cut: ends an attempt that went ahead; None while there is none.
     """
 
     gate: Gate
     record: Record
+    until: float | None = None
     cut: Callable[[], None] | None = None
     one_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __enter__(self) -> Self:
+        """Raises OverloadedError: too many wait, or it would wait too long. DeadlineUnreachable: beyond `until`."""
+        wait_s = self.queue.predicted_wait_s(self, at_least=True) or 0.0
+        soonest_s = wait_s + min(self.queue.begun_s[self.kind], default=0.0)
+        if self.until is not None and time.monotonic() + soonest_s > self.until:
+            self._refused("deadline", predicted_s=soonest_s)
+            raise DeadlineUnreachable(
+                f"an answer would begin in {soonest_s:.1f} s at best, later than the deadline of the request"
+            )
+        if wait_s > self.gate.max_wait_s:
+            raise self._overloaded("wait", f"a request with {self.kind} would wait {wait_s:.0f} s or more now")
+        if self.queue.is_full(self.kind):
+            raise self._overloaded(
+                "queue_full", f"{self.queue.waiting(self.kind)} requests with {self.kind} wait already"
+            )
+        self.enter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -166,28 +138,39 @@ class Pass(Ticket, kw_only=True):
         return round((time.time() + self.due - self.queue.now()) * 1000)
 
     async def to_encoders(self) -> None:
-        """Wait until encoders take it, unless it has a place. Several may at the same time."""
+        """Wait until encoders take it, unless it has a place. Several may at the same time. Raises as `to_stages`."""
         async with self.one_turn:
             if not (self.encoding or self.served):
                 await self._turn(ENCODE)
 
     async def to_stages(self) -> None:
-        """Wait until the instances that prefill and decode take it, unless it has a place there."""
+        """Wait until the instances that prefill and decode take it, unless it has a place there.
+
+        Raises:
+            OverloadedError: after `max_wait_s`, if nothing was done for it yet.
+        """
         if not self.served:
             await self._turn(SERVE)
-
-    async def _turn(self, line: str) -> None:
-        begun = time.monotonic()
-        if self.gate.pause.left_s or not self.goes_at_once(encode=line == ENCODE):
-            try:
-                await self.gate.turn(self, self.record, line)
-            finally:
-                self.record.took("queued", begun, line=line)
-        self.gate.queue_s[self.kind, line].observe(time.monotonic() - begun)
 
     def goes_ahead(self) -> bool:
         """Take a place with the stages while its items are being encoded, if that can be had at once."""
         return not self.gate.pause.left_s and self.goes_at_once(ahead=True)
+
+    @contextmanager
+    def cut_by(self, cut: Callable[[], None]) -> Iterator[None]:
+        """The time of an attempt that went ahead. `cut` is called where it has to end: items were given up or refused,
+        or its place was given back."""
+        self.cut = cut
+        try:
+            yield
+        finally:
+            self.cut = None
+
+    def encoded(self, *, well: bool = True) -> None:
+        """Its items are encoded, or some of them not."""
+        super().encoded()
+        if not well and self.cut is not None:
+            self.cut()
 
     def give_back(self) -> None:
         """Give a place back, at the encoders or with the stages: something has to be encoded first, or others are
@@ -201,6 +184,40 @@ class Pass(Ticket, kw_only=True):
         places at the encoders, so it gives its own with the stages back if it went ahead."""
         if self.ahead:
             self.give_back()
+
+    async def _turn(self, line: str) -> None:
+        gate, begun, encode = self.gate, time.monotonic(), line == ENCODE
+        if (paused := bool(gate.pause.left_s)) or not self.goes_at_once(encode=encode):
+            self.record.note("waits", line=line, paused=paused, **self._others())
+            self.enqueue(encode=encode)
+            turn = gate.waiters[self] = asyncio.get_running_loop().create_future()
+            try:
+                gate.pump()
+                if not await turn:
+                    raise self._overloaded(
+                        "wait", f"a request with {self.kind} has waited {gate.max_wait_s:g} s in vain"
+                    )
+            finally:
+                del gate.waiters[self]
+                self.step_back()  # what else the request began may take a while to end
+                self.record.took("queued", begun, line=line)
+        gate.waited_s[self.kind, line].observe(time.monotonic() - begun)
+
+    def _overloaded(self, reason: str, message: str) -> OverloadedError:
+        likely_s = self.queue.predicted_wait_s(self)
+        self._refused(reason, predicted_s=likely_s)
+        # Spread: clients that are refused together must not come back together.
+        spread_s = (likely_s or 1.0) * random.uniform(1.0, 1.25)
+        return OverloadedError(f"{message}; try again later", retry_after_s=spread_s)
+
+    def _refused(self, reason: str, **details: float | None) -> None:
+        self.gate.refused.labels(reason).inc()
+        self.record.note("refused", reason=reason, **self._others(), **details)
+
+    def _others(self) -> dict[str, object]:
+        """Who else is about, for its record."""
+        kind, queue = self.kind, self.queue
+        return {"kind": kind.value, "waiting": queue.waiting(kind), "with_stages": queue.served(kind)}
 
 
 def _tell(turn: asyncio.Future[bool], comes: bool) -> None:

@@ -71,7 +71,7 @@ class Capacity:
 
 
 class Ticket(Struct, eq=False):
-    """One request that has been let in, from when it is made to `leave`. What it is told twice counts once.
+    """One request, which counts from `enter` to `leave`. What it is told twice counts once.
 
     Attributes:
         due: when it is to go (`AdmissionQueue.due`); `number` tells equals apart.
@@ -96,7 +96,8 @@ class Ticket(Struct, eq=False):
     queued_at: float = 0.0
     served_at: float = 0.0
 
-    def __post_init__(self) -> None:
+    def enter(self) -> None:
+        """It is let in. To be called once, as `leave`."""
         self.number = next(self.queue.numbers)
         self.queue.arrived[self.kind] += 1
         self.queue.active_at[self.kind] = self.queue.now()
@@ -158,7 +159,7 @@ class Ticket(Struct, eq=False):
             self._free(served=True)
 
     def leave(self) -> None:
-        """The request has ended, however it did. To be called once."""
+        """The request has ended, however it did."""
         self.step_back()
         if self.served:
             self.queue.active_at[self.kind] = self.queue.now()
@@ -291,14 +292,14 @@ class AdmissionQueue:
         priority = max(-settings.priority_limit, min(settings.priority_limit, priority))
         return now + priority * settings.priority_step_s + settings.media_yields_s * (kind is Kind.MEDIA)
 
-    def predicted_wait_s(self, kind: Kind, due: float, *, at_least: bool = False) -> float | None:
-        """How long a newcomer would wait, or would at least (`Pace.wait_s`); 0 where nobody is ahead, None while nobody
-        can tell."""
+    def predicted_wait_s(self, ticket: Ticket, *, at_least: bool = False) -> float | None:
+        """How long a ticket would wait if it came now, or would at least (`Pace.wait_s`); 0 where nobody is ahead, None
+        while nobody can tell."""
         if not any(self.lines):
             return 0.0
-        to_encode, *to_serve = (bisect_left(line, (due, math.inf), key=ORDER) for line in self.lines)
+        to_encode, *to_serve = (bisect_left(line, (ticket.due, math.inf), key=ORDER) for line in self.lines)
         serve_s = self._serve_pace.wait_s(sum(to_serve), self.now(), at_least=at_least)
-        if kind is Kind.TEXT or serve_s is None:
+        if ticket.kind is Kind.TEXT or serve_s is None:
             return serve_s
         encode_s = self._encode_pace.wait_s(to_encode, self.now(), at_least=at_least)
         return None if encode_s is None else serve_s + encode_s

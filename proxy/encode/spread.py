@@ -39,8 +39,8 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
     is idle.
 
     Args:
-        keys, costs: of the items; keys differ. workers: at least one; their ids, present loads in the unit of the
-            costs, and speeds.
+        keys, costs: of the items; keys differ.
+        workers: at least one; their ids, present loads in the unit of the costs, and speeds.
 
     Returns:
         For each worker the indices of its items, ascending.
@@ -52,33 +52,23 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
     ranks = [owners(key, [worker.id for worker in workers]) for key in keys]
     longest_s = min((load + max(costs, default=0.0)) / speed for load, speed in zip(loads, speeds, strict=True))
     bound_s = max(TOLERANCE * longest_s, (SLACK * sum(loads) + TOLERANCE * sum(costs)) / sum(speeds))
-    while True:
-        for tight in (False, True):
-            if (shares := _fitted(ranks, costs, list(loads), speeds, bound_s, tight=tight)) is not None:
-                return shares
+
+    def fitted(*, tight: bool) -> list[list[int]] | None:
+        """Each item at the first of its owners that is done within the bound, or, `tight`, at the one that is done
+        last; None where one has none."""
+        totals, shares = list(loads), [list[int]() for _ in workers]
+        for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+            fit = [one for one in ranks[item] if totals[one] + costs[item] <= bound_s * speeds[one]]
+            if not fit:
+                return None
+            worker = max(fit, key=lambda one: totals[one] / speeds[one]) if tight else fit[0]
+            totals[worker] += costs[item]
+            shares[worker].append(item)
+        return [sorted(share) for share in shares]
+
+    while (shares := fitted(tight=False) or fitted(tight=True)) is None:
         bound_s *= STEP
-
-
-def _fitted(
-    ranks: Sequence[Sequence[int]],
-    costs: Sequence[float],
-    totals: list[float],
-    speeds: Sequence[float],
-    bound_s: float,
-    *,
-    tight: bool,
-) -> list[list[int]] | None:
-    """Each item at the first of its workers that is done within the bound, or, `tight`, at the one that is done last;
-    None where one has none."""
-    shares: list[list[int]] = [[] for _ in totals]
-    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
-        fit = [worker for worker in ranks[item] if totals[worker] + costs[item] <= bound_s * speeds[worker]]
-        if not fit:
-            return None
-        worker = max(fit, key=lambda worker: totals[worker] / speeds[worker]) if tight else fit[0]
-        totals[worker] += costs[item]
-        shares[worker].append(item)
-    return [sorted(share) for share in shares]
+    return shares
 
 
 def share_of(costs: Sequence[float], workers: int) -> float:

@@ -124,7 +124,7 @@ class GenerateStep:
 
         first_stored = partial(self._encode.first_stored, ctx) if route.decode_waits else None
         try:
-            with scope, self._encode.attempted(ctx, cut):
+            with scope, ctx.passed.cut_by(cut):
                 await Attempt(self._services, ctx, base, route, first_stored).run()
                 outcome = "answered"
                 return True

@@ -223,13 +223,20 @@ class StallWatchdog:
         self._table = table
         self._silence_s = silence_s
         self._background = background
-        self._watched: dict[CancelScope[StageError], tuple[ClientSink, Sequence[StageCall]]] = {}
+        self._watched: dict[CancelScope[StageError], tuple[ClientSink, Sequence[StageCall], float]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, cancel_scope: CancelScope[StageError], sink: ClientSink, calls: Sequence[StageCall]) -> None:
+    def watch(
+        self,
+        cancel_scope: CancelScope[StageError],
+        sink: ClientSink,
+        calls: Sequence[StageCall],
+        silence_s: float | None = None,
+    ) -> None:
         """An attempt makes these calls, until `unwatch`: cancel it, while another one could follow, with the error
-        about a silent one. Once the last of these calls is answered, nothing hangs on the others."""
-        self._watched[cancel_scope] = (sink, calls)
+        about a silent one. Once the last of these calls is answered, nothing hangs on the others. `silence_s`: where
+        it is another one than usual."""
+        self._watched[cancel_scope] = (sink, calls, self._silence_s if silence_s is None else silence_s)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._check)
 
@@ -238,20 +245,20 @@ class StallWatchdog:
 
     def _check(self) -> None:
         self._timer = None
-        for cancel_scope, (sink, calls) in self._watched.items():
+        for cancel_scope, (sink, calls, silence_s) in self._watched.items():
             with self._background.handling("look at a stage"):
                 for call in calls[-1:] if calls[-1].judged else calls:
                     if sink.repeatable and not call.ended:
-                        self._judge(cancel_scope, call)
+                        self._judge(cancel_scope, call, silence_s)
         if self._watched:
             self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._check)
 
-    def _judge(self, cancel_scope: CancelScope[StageError], call: StageCall) -> None:
+    def _judge(self, cancel_scope: CancelScope[StageError], call: StageCall, limit_s: float) -> None:
         stage, silent_s = call.incarnation_id[0], self._table.silence_s(*call.incarnation_id)
         down_s = self._table.down_s(*call.incarnation_id)
-        if max(silent_s, down_s) > self._silence_s:
+        if max(silent_s, down_s) > limit_s:
             call.failed()
-            what = "has stopped to report" if silent_s > self._silence_s else "is down"
+            what = "has stopped to report" if silent_s > limit_s else "is down"
             ago_s = max(silent_s, down_s) if down_s < math.inf else 0.0
             cancel_scope.cancel(StageDied(f"stage {stage} {what}", stage=stage, ago_s=ago_s))
 

@@ -128,21 +128,27 @@ async def test_a_queue_that_stood_still_is_not_taken_for_a_slow_one() -> None:
     gate = Gate(AdmissionLimits(max_wait_s=10.0), lambda: room, Metrics(), pause)
     queue = gate.queue
     queue.room_made = lambda: None  # nobody waits here in earnest
-    first = Ticket(queue, Kind.TEXT, pause.now())
+
+    def admitted() -> Ticket:
+        ticket = Ticket(queue, Kind.TEXT, pause.now())
+        ticket.enter()
+        return ticket
+
+    first = admitted()
     assert first.goes_at_once()
     for _ in range(8):  # four a second
-        ticket = Ticket(queue, Kind.TEXT, pause.now())
+        ticket = admitted()
         ticket.enqueue()
         now += 0.25
         first.leave()
         assert queue.grants() == [ticket]
         first = ticket
-    waiting = [Ticket(queue, Kind.TEXT, pause.now()) for _ in range(10)]
+    waiting = [admitted() for _ in range(10)]
     for one in waiting:
         one.enqueue()
-    before = queue.predicted_wait_s(Kind.TEXT, pause.now())
+    before = queue.predicted_wait_s(waiting[-1])
     pause.begin(100.0)
     now += 60.0
-    assert before is not None and queue.predicted_wait_s(Kind.TEXT, pause.now()) == before
+    assert before is not None and queue.predicted_wait_s(waiting[-1]) == before
     with gate.admitted(Kind.TEXT, Record("")):
         pass

@@ -25,7 +25,9 @@ class Queue:
 
     def admit(self, kind: Kind, now: float, *, priority: int = 0, **more: int) -> Ticket:
         self.now = now
-        return Ticket(self.all, kind, self.all.due(kind, priority), **more)
+        ticket = Ticket(self.all, kind, self.all.due(kind, priority), **more)
+        ticket.enter()
+        return ticket
 
     def enqueue(self, ticket: Ticket, now: float, *, encode: bool = False) -> None:
         self.now = now
@@ -41,7 +43,7 @@ class Queue:
 
     def predicted_wait_s(self, kind: Kind, due: float, now: float) -> float | None:
         self.now = now
-        return self.all.predicted_wait_s(kind, due)
+        return self.all.predicted_wait_s(Ticket(self.all, kind, due))
 
 
 def stands(queue: Queue, kind: Kind, now: float = 0.0, **more: int) -> Ticket:
