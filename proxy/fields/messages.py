@@ -139,11 +139,11 @@ _Asked = TypeVar("_Asked", bound=CountTokensRequest)
 
 class ChatOf(NamedTuple):
     """Attributes:
-    body: the chat. media: what errors call its media, by (message, part) in it.
+    body: the chat. media: what errors call its media, in order.
     """
 
     body: dict[str, Any]
-    media: dict[tuple[int, int], str]
+    media: list[str]
 
 
 def chat_of(body: dict[str, Any]) -> ChatOf:
@@ -187,7 +187,7 @@ def tokenized_chat_of(body: dict[str, Any]) -> ChatOf:
 
 def _prompt(body: dict[str, Any], asked: CountTokensRequest) -> ChatOf:
     """All that the prompt is made from. System texts are one message, wherever they stand."""
-    chat = ChatOf(_given(body, _OF_PROMPTS) | {"messages": []}, {})
+    chat = ChatOf(_given(body, _OF_PROMPTS) | {"messages": []}, [])
     contents = [asked.system or "", *(one.content for one in asked.messages if isinstance(one, SystemMessage))]
     texts = [text for content in contents for text in _texts(content) if not text.startswith(BILLING)]
     if texts:
@@ -236,9 +236,8 @@ def _add_parts(chat: ChatOf, blocks: Iterable[tuple[str, Text | Image]]) -> None
     parts: list[dict[str, Any]] = []
     for where, block in blocks:
         if isinstance(block, Image):
-            source = f"{where}.source"
-            chat.media[len(chat.body["messages"]), len(parts)] = source
-            parts.append({"type": "image_url", "image_url": {"url": _url(block.source, source)}})
+            chat.media.append(f"{where}.source")
+            parts.append({"type": "image_url", "image_url": {"url": _url(block.source, chat.media[-1])}})
         elif block.text:
             parts.append({"type": "text", "text": block.text})
     if parts:

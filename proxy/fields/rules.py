@@ -333,21 +333,17 @@ class Sieve(Struct):
             if value not in refusal.harmless:
                 raise RequestError(f"{name} {refusal.reason}", param=name)
             return
+        shown = _path(where)[:SHOWN_CHARS]
         if name.endswith("_embeds"):  # tensors; those that have a place in a part, `proxy/fields/parts.py` refuses
-            shown = _path(where)[:SHOWN_CHARS]
             raise RequestError(f"{shown} is not accepted from clients.", param=shown)
-        label = ".".join(one for one in where[:-1] if isinstance(one, str)) or (name if name in _NAMED else OTHER)
-        self._drop(where, label, level.allowed)
-
-    def _drop(self, where: tuple[str | int, ...], label: str, allowed: Collection[str]) -> None:
         if self.strict:
-            near = difflib.get_close_matches(str(where[-1])[:SHOWN_CHARS], sorted(allowed), n=1, cutoff=0.6)
+            near = difflib.get_close_matches(name[:SHOWN_CHARS], sorted(level.allowed), n=1, cutoff=0.6)
             meant = f"; did you mean {near[0]}?" if near else ""
-            shown = _path(where)[:SHOWN_CHARS]
             raise RequestError(
                 f"{shown} is not a field that this server knows{meant}", param=shown, code="unknown_field"
             )
-        self.dropped.append(label)
+        place = ".".join(one for one in where[:-1] if isinstance(one, str))
+        self.dropped.append(place or (name if name in _NAMED else OTHER))
 
 
 def _path(where: tuple[str | int, ...]) -> str:

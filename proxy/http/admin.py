@@ -91,11 +91,11 @@ def create_admin(
         more: routes that want `key`, too.
     """
 
-    def check_page(request: Request) -> None:
+    async def check_page(request: Request) -> None:
         if not trusted:
             check_sender(request, key)
 
-    def check(request: Request) -> None:
+    async def check(request: Request) -> None:
         check_key(request.headers, key)
 
     app = FastAPI(title="EPD-Serve admin", dependencies=[Depends(check_page)], **WITHOUT_PAGES)
@@ -105,7 +105,7 @@ def create_admin(
     async def health(request: Request, role: str | None = None) -> Response:
         if role is None:
             return json_answer(status.Health("ok"))
-        check(request)
+        await check(request)
         code, body = status.health_of(role, table)
         return json_answer(body, code)
 

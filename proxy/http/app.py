@@ -74,7 +74,7 @@ def create_app(
         background=background,
     )
 
-    def check_key(request: Request) -> None:
+    async def check_key(request: Request) -> None:  # in no thread of its own
         pipeline.callers.tenant_of(request.headers)
 
     async def counted() -> bytes:

@@ -128,7 +128,7 @@ def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -
     """
     body = _decode(raw)
     sieve = Sieve(settings.strict_fields)
-    called: Mapping[tuple[int, int], str] = {}
+    called: list[str] = []
     if endpoint.is_anthropic:
         sieve.body(body, rules_of(MESSAGES_MODEL, media_options=settings.trust_request_mm_kwargs))
         generates = endpoint.generates
@@ -153,7 +153,7 @@ def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -
     _one_choice_of_tokens(body)
     media = _media(endpoint, body)
     if called:
-        media = tuple(replace(ref, param=called[ref.message, ref.part]) for ref in media)
+        media = tuple(replace(ref, param=name) for ref, name in zip(media, called, strict=True))
     _check_modalities(media, settings)
     stream = bool(checked.stream) and endpoint.generates
     return ParsedRequest(endpoint, body, model, stream, media, _needs_fused(endpoint, body), tuple(sieve.dropped))
