@@ -122,15 +122,17 @@ def _box(data: bytes, at: int, end: int) -> tuple[bytes, int, int]:
 
 
 def _element(data: bytes, at: int, end: int) -> tuple[int, int, int]:
-    """Of Matroska: two numbers of up to eight bytes, each of which has its length in front. An identifier keeps that; a
-    size of nothing but ones means the rest (a live stream)."""
+    """Of Matroska: two numbers, of which an identifier keeps the mark of its length; a size of nothing but ones means
+    the rest (a live stream)."""
+    name, at, _ = _number(data, at)
+    size, at, mark = _number(data, at)
+    return name, at, end if size == 2 * mark - 1 else size - mark
+
+
+def _number(data: bytes, at: int) -> tuple[int, int, int]:
+    """(value with the mark of its length, where it ends, that mark): as many bytes as zeros lead it, and one more."""
     length = 9 - data[at].bit_length()
-    name = int.from_bytes(data[at : at + length], "big")
-    at += length
-    length = 9 - data[at].bit_length()
-    most = (1 << 7 * length) - 1
-    size = int.from_bytes(data[at : at + length], "big") & most
-    return name, at + length, end if size == most else size
+    return int.from_bytes(data[at : at + length], "big"), at + length, 1 << 7 * length
 
 
 def _chunk(data: bytes, at: int, end: int) -> tuple[bytes, int, int]:
@@ -181,12 +183,17 @@ def _matroska(data: bytes) -> Clip:
         elif name == CLUSTER:  # its first element says when it begins; a header may say less
             first, begin, size = _element(data, at, end)
             if first == TIMESTAMP:
-                ticks.append(int.from_bytes(data[begin : begin + size], "big"))
+                ticks.append(_unsigned(data, begin, begin + size))
         elif isinstance(name, int) and name in known:
-            number = int.from_bytes(data[at:end], "big")
+            number = _unsigned(data, at, end)
             known[name] = number if name == TIMESTAMP_SCALE else max(known[name], number)
     seconds = max(ticks) * known[TIMESTAMP_SCALE] / 1e9
     return Clip(seconds if seconds > 0 else None, known[WIDTH] * known[HEIGHT] or None)
+
+
+def _unsigned(data: bytes, at: int, end: int) -> int:
+    """Of at most eight bytes, as the standard has it: one of millions of digits is more than anybody can print."""
+    return int.from_bytes(data[at : min(end, at + 8)], "big")
 
 
 def _wav(data: bytes) -> Clip:
