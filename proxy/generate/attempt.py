@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import Instance
 from epd_serve.trace import Trace
+from proxy import strict_json
 from proxy.background import Background
 from proxy.config.limits import Timeouts
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
@@ -315,8 +316,13 @@ class Attempt:
                                 opening=opening,
                             )
                     else:
-                        answer = await self._stages.fields(
-                            instance, request.endpoint, body, job.headers(span), timeout_s=None
+                        answer = await self._stages.post(
+                            instance,
+                            request.endpoint,
+                            body,
+                            job.headers(span),
+                            timeout_s=None,
+                            decode=strict_json.fields,
                         )
                         call.succeeded()
                         job.watched.answered()
