@@ -52,10 +52,9 @@ from proxy.request.parse import Endpoint, ParsedRequest, parse
 from proxy.stages.bodies import base_body, with_xargs
 from proxy.stages.circuits import Circuits
 from proxy.stages.client import StageClient
-from proxy.stages.cost import prompt_tokens
 from proxy.stages.job import Job
 from proxy.stages.poison import Poison, WatchedBody
-from proxy.stages.prompt_nodes import NO_NODES, prompt_nodes
+from proxy.stages.prompt import NO_NODES, prompt_nodes, prompt_tokens
 from proxy.stages.retries import RetryBudget
 from proxy.tenants.auth import DEFAULT_TENANT, Caller, Callers
 from proxy.tenants.fair_share import FairShare

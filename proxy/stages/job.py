@@ -14,7 +14,7 @@ from proxy.records.record import Record
 from proxy.registry.feature_directory import Metadata
 from proxy.request.parse import ParsedRequest
 from proxy.stages.poison import WatchedBody
-from proxy.stages.prompt_nodes import NO_NODES, PromptNodes
+from proxy.stages.prompt import NO_NODES, PromptNodes
 from proxy.stages.retries import Faults
 
 
@@ -39,8 +39,8 @@ class Job(msgspec.Struct, frozen=True):
         id: sent to every stage as `X-Request-Id`.
         base: the client's body with media inlined and keyed (`proxy.stages.bodies.base_body`).
         items: the media items behind it.
-        tokens: of the whole prompt, estimated (`proxy/stages/cost.py`).
-        prompt: how its beginnings are recognised (`proxy.stages.prompt_nodes.py`).
+        tokens: of the whole prompt, estimated (`proxy/stages/prompt.py`).
+        prompt: how its beginnings are recognised (`proxy.stages.prompt.py`).
         features: what the encoders have made of the items; None where no encoder was to be asked.
         passed: its place with the stages.
         watched: its body, which may be what instances die of.
