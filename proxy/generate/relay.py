@@ -12,7 +12,7 @@ what `may_be_shown` lets pass only that is shown with which D's stream is sure t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from epd_serve.errors import EpdError, StageError
@@ -212,28 +212,21 @@ def first_token(event: Event, body: Mapping[str, Any], *, stage: str) -> Event |
         return None
     if said.startswith(KV_NOT_SENT):
         raise KvNotDelivered(said.removeprefix(KV_NOT_SENT), stage=stage)
-    told = choice.get("delta", choice)
-    name = TEXT if told is choice else "content"
-    text = told.get(name)
-    parsed = told is not choice and any(value for key, value in told.items() if key not in (name, ROLE))
-    if parsed or not said.startswith(TOKEN_SENT) or not isinstance(text, str) or not text:
+    told = {name: value for name, value in choice.get("delta", {TEXT: choice.get(TEXT)}).items() if value}
+    told.pop(ROLE, None)
+    text = told.pop("content" if "delta" in choice else TEXT, None)
+    if told or not isinstance(text, str) or not said.startswith(TOKEN_SENT):
         return None
-    if any(text.endswith(stop[:length]) for stop in _stop_strings(body) for length in range(1, len(stop))):
+    stop = () if body.get("include_stop_str_in_output") else body.get("stop") or ()
+    stops = (stop,) if isinstance(stop, str) else stop  # which vLLM keeps out of the text
+    if any(text.endswith(one[:length]) for one in stops for length in range(1, len(one))):
         return None
     choice["finish_reason"] = choice["stop_reason"] = None
-    if told is not choice:
+    if "delta" in choice:
         del choice["stop_reason"]
     answer.pop("system_fingerprint", None)  # stands in last events
     choice["token_ids"] = [int(said.removeprefix(TOKEN_SENT))]
     return Event(written(answer))
-
-
-def _stop_strings(body: Mapping[str, Any]) -> Collection[str]:
-    """Those that vLLM keeps out of the text."""
-    stop = body.get("stop") or ()
-    if body.get("include_stop_str_in_output"):
-        return ()
-    return (stop,) if isinstance(stop, str) else stop
 
 
 def _read(several: bytes) -> tuple[list[Event], bytes | None]:
