@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
 from time import monotonic
 from typing import Any
 
@@ -28,7 +27,7 @@ Channel = str | tuple[int, str]
 TEXT = "text"
 TOOL_CALLS = "tool_calls"
 _CREATED = re.compile(rb'"created"\s*:\s*\d+')
-_UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
+_UNREADABLE = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 
 
 class HistoryRoom:
@@ -80,7 +79,7 @@ class TokenHistory:
             self.begun = True
             self._hold(STREAM_BYTES)
 
-    def add(self, chunk: Chunk | None, *, at_any_rate: bool = False) -> None:
+    def add(self, chunk: Chunk | None, at_any_rate: bool = False) -> None:
         """The client has been sent this, here with the ids of its tokens.
 
         Args:
@@ -91,11 +90,10 @@ class TokenHistory:
         self.last_at = monotonic()
         try:
             size_bytes = self._read(chunk)
-        except (*_UNREADABLE, OverflowError):
-            self.give_up("its events say something that cannot be cut")
-        else:
-            if not at_any_rate:
-                self._hold(size_bytes)
+        except _UNREADABLE:
+            return self.give_up("its events say something that cannot be cut")
+        if not at_any_rate:
+            self._hold(size_bytes)
 
     def give_up(self, why: str) -> None:
         """Keep nothing more of it. The first reason counts."""
@@ -109,11 +107,12 @@ class TokenHistory:
         self.tokens, self.texts = array("Q"), defaultdict(bytearray)
 
     def _hold(self, size_bytes: int) -> None:
-        self._room.held_bytes += size_bytes
+        room, limits = self._room, self._room.limits
+        room.held_bytes += size_bytes
         self._held_bytes += size_bytes
-        if self._held_bytes > STREAM_BYTES + self._room.limits.stream_bytes:
+        if self._held_bytes > STREAM_BYTES + limits.stream_bytes:
             self.give_up("it is longer than what is kept of one")
-        elif self._room.held_bytes > self._room.limits.process_bytes:
+        elif room.held_bytes > limits.process_bytes:
             self.give_up("as many answers are kept as may be")
 
     def _read(self, chunk: Chunk | None) -> int:
@@ -139,19 +138,21 @@ class TokenHistory:
             if name == TOOL_CALLS:
                 size += sum(map(self._add_call, value or ()))
             elif value and name != ROLE:
-                size += self._say(name, value)
+                said = value.encode()
+                self.texts[name] += said
+                size += len(said)
         return size
 
     def _add_call(self, call: dict[str, Any]) -> int:
         index, function = call["index"], call.get("function") or {}
         if call.get("id"):
             self.calls.add(index)
-        return sum(self._say((index, name), function[name]) for name in ("name", "arguments") if function.get(name))
-
-    def _say(self, channel: Channel, text: str) -> int:
-        said = text.encode()
-        self.texts[channel] += said
-        return len(said)
+        size = 0
+        for part in ("name", "arguments"):
+            said = (function.get(part) or "").encode()
+            self.texts[(index, part)] += said
+            size += len(said)
+        return size
 
 
 class Continuation:
@@ -171,13 +172,19 @@ class Continuation:
         self._stage = stage
         self._done = self._is_done()
 
-    def rest(self, events: Iterable[Event]) -> list[Event]:
-        """What of these is news, with the first stage's time of creation.
+    def rest(self, events: list[Event]) -> list[Event]:
+        """What of these is news.
 
         Raises:
             StageError: the stage says something else than the one before did.
         """
+        if self._done and not self._opening:
+            return events
         return [news for event in events if (news := self._rest(event)) is not None]
+
+    def dated(self, news: bytes) -> bytes:
+        """It with the first stage's time of creation."""
+        return _CREATED.sub(self._created, news) if self._created else news
 
     def _rest(self, event: Event) -> Event | None:
         if self._opening and event.opening:
@@ -201,8 +208,6 @@ class Continuation:
             if not (news or ends) or (known and ends):
                 return None
             event = Event(written(answer))
-        if self._created:
-            event.raw = _CREATED.sub(self._created, event.raw)
         return event
 
     def _is_done(self) -> bool:

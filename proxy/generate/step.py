@@ -220,7 +220,7 @@ class GenerateStep:
             self._metrics.migrated(way.value, time.monotonic() - history.last_at)
             history.lost_at = None
             job.record.went_on("", way=way.value, tokens=len(history.tokens), gap_s=0.0)
-            await Client(sink, history).write([Event(DONE_EVENT)])
+            await sink.finish(Client(sink, history).take([Event(DONE_EVENT)]))
             return True
         if way is Way.FAST:
             progress.job = structs.replace(progress.job, tokens=progress.prompt_tokens + len(history.tokens))
