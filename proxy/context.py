@@ -29,7 +29,7 @@ from proxy.stages.circuits import Circuits, StallWatchdog
 from proxy.stages.client import StageClient
 from proxy.stages.history import TokenHistory
 from proxy.stages.poison import WatchedBody
-from proxy.stages.prompt_nodes import NO_NODES, PromptNodes
+from proxy.stages.prompt import NO_NODES, PromptNodes
 from proxy.stages.retries import Faults, RetryBudget
 from proxy.tenants.auth import Caller
 from proxy.tenants.fair_share import MemoryReservation
@@ -93,8 +93,8 @@ class RequestContext:
         passed: its place with the stages.
 
         items: the media items. base: the client's body with media inlined and keyed (`proxy.stages.bodies.base_body`).
-        tokens: of the whole prompt, estimated (`proxy/stages/cost.py`). answer_tokens: those of a stream that are part
-            of the prompt where it goes on. prompt: how its beginnings are recognised (`proxy/stages/prompt_nodes.py`).
+        tokens: of the whole prompt, estimated. answer_tokens: those of a stream that are part of the prompt where it
+            goes on. prompt: how its beginnings are recognised (`proxy/stages/prompt.py`).
 
         plan: of the next attempt, unless it is out of date by then. because: why a next plan is made.
 

@@ -45,9 +45,8 @@ from proxy.request.payload import weighed
 from proxy.stages.bodies import base_body, with_xargs
 from proxy.stages.circuits import Circuits, StallWatchdog
 from proxy.stages.client import StageClient
-from proxy.stages.cost import prompt_tokens
 from proxy.stages.poison import Poison
-from proxy.stages.prompt_nodes import prompt_nodes
+from proxy.stages.prompt import prompt_nodes, prompt_tokens
 from proxy.stages.retries import RetryBudget
 from proxy.tenants.auth import DEFAULT_TENANT, Caller, Callers
 from proxy.tenants.fair_share import FairShare

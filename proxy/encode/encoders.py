@@ -28,7 +28,7 @@ from proxy.encode.spread import calls, share_of, spread
 from proxy.errors import StageDied, StageFault, most_telling
 from proxy.media.loader import LoadedItem
 from proxy.registry.instance_state import Lease, Work
-from proxy.request.deadline import CancelScope
+from proxy.request.client import CancelScope
 from proxy.request.parse import Endpoint
 from proxy.request.payload import encoded
 from proxy.routing.policy import Candidate, preferred, with_neighbours

@@ -14,10 +14,12 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import Instance
+from proxy import strict_json
 from proxy.context import RequestContext, Services
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
 from proxy.generate.migration import Way, alike, is_one_token, may_be_shown, way_on
@@ -213,9 +215,8 @@ class Attempt:
             try:
                 if ctx.request.stream:
                     return await self._relay(lease.instance, body, call, span)
-                answer = await self._services.stages.fields(
-                    lease.instance, ctx.request.endpoint, body, ctx.headers(span), timeout_s=None
-                )
+                post = partial(self._services.stages.post, decode=strict_json.fields)
+                answer = await post(lease.instance, ctx.request.endpoint, body, ctx.headers(span), timeout_s=None)
             except DeadlineError as error:
                 # Before P has answered, it is P for whom D waits.
                 late = next(one for one in self.calls if one is call or not one.judged)

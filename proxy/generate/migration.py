@@ -35,11 +35,7 @@ _REPLAYED = (
 )  # fmt: skip
 """Fields that look at the tokens of the answer apart from those of the prompt, or may. A seed of 0 is one."""
 _DECODE_ALONE = ("tools", "thinking_token_budget", "watermarking")
-_LIMITS = {
-    Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
-    Endpoint.COMPLETIONS: ("max_tokens",),
-    Endpoint.RESPONSES: ("max_output_tokens",),
-}
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 class Way(StrEnum):
@@ -59,9 +55,9 @@ def alike(route: Route) -> bool:
 
 
 def is_one_token(request: ParsedRequest) -> bool:
-    """Whether the client wants no more than one token, so that P can answer alone. Where two fields say how many, vLLM
-    heeds the first that is there."""
-    limits = (request.body.get(name) for name in _LIMITS.get(request.endpoint, ()))
+    """Whether the client wants no more than one token, so that P can answer alone. Where two of the fields that its
+    endpoint has say how many, vLLM heeds the first."""
+    limits = (request.body.get(name) for name in _LIMITS)
     return next((limit for limit in limits if limit is not None), None) == 1
 
 

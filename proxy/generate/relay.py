@@ -12,7 +12,7 @@ what `may_be_shown` lets pass only that is shown with which D's stream is sure t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from epd_serve.errors import EpdError, StageError
@@ -21,7 +21,7 @@ from proxy import strict_json
 from proxy.errors import KvNotDelivered, stage_answer_error
 from proxy.request.client import ClientSink
 from proxy.stages.history import TEXT, Continuation, TokenHistory, read, written
-from proxy.stages.sse import DONE, ROLE, Event, is_plain, split
+from proxy.stages.sse import DONE, ROLE, Event, is_plain, split, without_ids
 
 
 def _nothing() -> None: ...
@@ -55,28 +55,28 @@ class Client:
                     raise StageError(f"stage {stage} makes another prompt of the request", stage=stage)
                 self.history.prompt = hash(prompt)
 
-    async def write(self, events: Iterable[Event], *, ahead: bool = False) -> None:
-        """Send the client what it is to have of these events of a stage, which may be the last of its answer.
+    def take(self, events: Iterable[Event], *, ahead: bool = False) -> bytes:
+        """What it is to be sent of these events of a stage, which is kept as sent.
 
         Args:
             ahead: of another stage, which goes on after them whether or not what that one says is kept.
         """
-        public, history, ends = b"", self.history, False
-        history.begin()
+        public, history = list[bytes](), self.history
+        keeps, hides = self.keeps or ahead, self.hides
+        if not history.begun:
+            history.begin()
+        if not keeps and not history.why_not:
+            history.give_up("its stage was not asked for ids of tokens")
         for event in events:
             if event.done:
-                ends = True
-                public += b": x-epd-migrations: %d\n\n" % history.migrations if history.migrations else b""
-            elif not (self.keeps or ahead):
-                if not history.why_not:
-                    history.give_up("its stage was not asked for ids of tokens")
-            elif not event.comment:
-                history.add(event.chunk, at_any_rate=ahead)
-            public += event.without_ids if self.hides else event.raw
-        if ends:
-            await self.sink.finish(public)
-        elif public:
-            await self.sink.write(public)
+                if history.migrations:
+                    public.append(b": x-epd-migrations: %d\n\n" % history.migrations)
+            elif keeps and not event.comment:
+                history.add(event.chunk, ahead)
+            if event.goes_on or not (hides and event.only_ids):
+                public.append(event.raw)
+        said = b"".join(public)
+        return without_ids(said) if hides else said
 
 
 async def relay(
@@ -134,11 +134,14 @@ async def relay(
                 on_news()
                 if not sink.committed:
                     await sink.start_stream()
-                await client.write(news)
-        else:
-            await client.write(going_on.rest(news) if going_on is not None else news)
-        if sink.finished:
-            return
+        elif going_on is not None:
+            news = going_on.rest(news)
+        said = client.take(news)
+        said = going_on.dated(said) if going_on is not None else said
+        if news and news[-1].done:
+            return await sink.finish(said)
+        if said:
+            await sink.write(said)
         if failure is not None:
             raise _failed(failure, stage)
     raise StageError(f"stage {stage} ended its stream early", stage=stage)
@@ -186,7 +189,7 @@ async def show(
                 else:
                     on_first()
                     await sink.start_stream()
-                    await client.write([*held, shown], ahead=True)
+                    await sink.write(client.take([*held, shown], ahead=True))
             if shown is event:
                 whole = b"".join(one.raw for one in (*held, *news[number:]))
                 return await relay(_following(whole, events), client, stage=stage, on_first=on_first)
@@ -212,28 +215,21 @@ def first_token(event: Event, body: Mapping[str, Any], *, stage: str) -> Event |
         return None
     if said.startswith(KV_NOT_SENT):
         raise KvNotDelivered(said.removeprefix(KV_NOT_SENT), stage=stage)
-    told = choice.get("delta", choice)
-    name = TEXT if told is choice else "content"
-    text = told.get(name)
-    parsed = told is not choice and any(value for key, value in told.items() if key not in (name, ROLE))
-    if parsed or not said.startswith(TOKEN_SENT) or not isinstance(text, str) or not text:
+    told = {name: value for name, value in choice.get("delta", {TEXT: choice.get(TEXT)}).items() if value}
+    told.pop(ROLE, None)
+    text = told.pop("content" if "delta" in choice else TEXT, None)
+    if told or not isinstance(text, str) or not said.startswith(TOKEN_SENT):
         return None
-    if any(text.endswith(stop[:length]) for stop in _stop_strings(body) for length in range(1, len(stop))):
+    stop = () if body.get("include_stop_str_in_output") else body.get("stop") or ()
+    stops = (stop,) if isinstance(stop, str) else stop  # which vLLM keeps out of the text
+    if any(text.endswith(one[:length]) for one in stops for length in range(1, len(one))):
         return None
     choice["finish_reason"] = choice["stop_reason"] = None
-    if told is not choice:
+    if "delta" in choice:
         del choice["stop_reason"]
     answer.pop("system_fingerprint", None)  # stands in last events
     choice["token_ids"] = [int(said.removeprefix(TOKEN_SENT))]
     return Event(written(answer))
-
-
-def _stop_strings(body: Mapping[str, Any]) -> Collection[str]:
-    """Those that vLLM keeps out of the text."""
-    stop = body.get("stop") or ()
-    if body.get("include_stop_str_in_output"):
-        return ()
-    return (stop,) if isinstance(stop, str) else stop
 
 
 def _read(several: bytes) -> tuple[list[Event], bytes | None]:
@@ -241,7 +237,7 @@ def _read(several: bytes) -> tuple[list[Event], bytes | None]:
     events: list[Event] = []
     for raw in split(several):
         event = Event(raw)
-        if (failure := event.failure) is not None:
+        if not event.goes_on and (failure := event.failure) is not None:
             return events, failure
         events.append(event)
         if event.done:

@@ -182,7 +182,7 @@ class GenerateStep:
         history.migrations += 1
         self._metrics.migrated(Way.NONE.value, time.monotonic() - history.last_at)
         ctx.record.went_on("", way=Way.NONE.value, tokens=len(history.tokens), gap_s=0.0)
-        await Client(ctx.sink, history).write([Event(DONE_EVENT)])
+        await ctx.sink.finish(Client(ctx.sink, history).take([Event(DONE_EVENT)]))
 
     async def _moves(self, ctx: RequestContext) -> None:
         """Another stage is to go on with the stream. The client got something: what failed before counts no more."""

@@ -57,7 +57,7 @@ class KindCounts(Struct):
         requests: that have come, before anything of their kind is refused.
         known_prompts: of requests whose media have been loaded, which those that were refused before have not.
             items: of those. item_tokens: of them. prompt_tokens: of their prompts, items included. Tokens are
-            estimated, as loads are (`proxy/stages/cost.py`).
+            estimated, as loads are (`proxy/stages/prompt.py`).
         ended: requests, refused ones included. known_outputs: of those whose output is known. output_tokens: of it.
     """
 

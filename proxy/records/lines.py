@@ -202,7 +202,7 @@ class Recording:
         """What is known of a request before it is answered.
 
         Args:
-            items: with their own keys. nodes: of its prompt (`proxy/stages/prompt_nodes.py`).
+            items: with their own keys. nodes: of its prompt (`proxy/stages/prompt.py`).
         """
         own = tuple(replace(item, key=self._hash(item.key.encode())) for item in items)
         session = self._hash(repr(nodes[:FIRST_NODES]).encode()) if len(nodes) >= FIRST_NODES else ""

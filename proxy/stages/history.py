@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
 from time import monotonic
 from typing import Any
 
@@ -28,7 +27,7 @@ Channel = str | tuple[int, str]
 TEXT = "text"
 TOOL_CALLS = "tool_calls"
 _CREATED = re.compile(rb'"created"\s*:\s*\d+')
-_UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
+_UNREADABLE = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 
 
 class HistoryRoom:
@@ -80,7 +79,7 @@ class TokenHistory:
             self.begun = True
             self._hold(STREAM_BYTES)
 
-    def add(self, chunk: Chunk | None, *, at_any_rate: bool = False) -> None:
+    def add(self, chunk: Chunk | None, at_any_rate: bool = False) -> None:
         """The client has been sent this, here with the ids of its tokens.
 
         Args:
@@ -91,11 +90,10 @@ class TokenHistory:
         self.last_at = monotonic()
         try:
             size_bytes = self._read(chunk)
-        except (*_UNREADABLE, OverflowError):
-            self.give_up("its events say something that cannot be cut")
-        else:
-            if not at_any_rate:
-                self._hold(size_bytes)
+        except _UNREADABLE:
+            return self.give_up("its events say something that cannot be cut")
+        if not at_any_rate:
+            self._hold(size_bytes)
 
     def give_up(self, why: str) -> None:
         """Keep nothing more of it. The first reason counts."""
@@ -109,11 +107,12 @@ class TokenHistory:
         self.tokens, self.texts = array("Q"), defaultdict(bytearray)
 
     def _hold(self, size_bytes: int) -> None:
-        self._room.held_bytes += size_bytes
+        room, limits = self._room, self._room.limits
+        room.held_bytes += size_bytes
         self._held_bytes += size_bytes
-        if self._held_bytes > STREAM_BYTES + self._room.limits.stream_bytes:
+        if self._held_bytes > STREAM_BYTES + limits.stream_bytes:
             self.give_up("it is longer than what is kept of one")
-        elif self._room.held_bytes > self._room.limits.process_bytes:
+        elif room.held_bytes > limits.process_bytes:
             self.give_up("as many answers are kept as may be")
 
     def _read(self, chunk: Chunk | None) -> int:
@@ -139,24 +138,25 @@ class TokenHistory:
             if name == TOOL_CALLS:
                 size += sum(map(self._add_call, value or ()))
             elif value and name != ROLE:
-                size += self._say(name, value)
+                said = value.encode()
+                self.texts[name] += said
+                size += len(said)
         return size
 
     def _add_call(self, call: dict[str, Any]) -> int:
         index, function = call["index"], call.get("function") or {}
         if call.get("id"):
             self.calls.add(index)
-        return sum(self._say((index, name), function[name]) for name in ("name", "arguments") if function.get(name))
-
-    def _say(self, channel: Channel, text: str) -> int:
-        said = text.encode()
-        self.texts[channel] += said
-        return len(said)
+        size = 0
+        for part in ("name", "arguments"):
+            said = (function.get(part) or "").encode()
+            self.texts[(index, part)] += said
+            size += len(said)
+        return size
 
 
 class Continuation:
-    """The answer of a stage after `history`, made when it begins. `done`: all that the client has has passed; the rest
-    is news.
+    """The answer of a stage after `history`, made when it begins.
 
     The stage may hold text back for a stop string, or give several tokens at once, so each channel is cut by itself.
     Ids of tool calls and the time of creation are this stage's own: the client goes on reading the first one's.
@@ -166,108 +166,90 @@ class Continuation:
         self._texts = {channel: said.decode() for channel, said in history.texts.items()}
         self._tokens = history.tokens.tolist()
         self._calls = set(history.calls)
-        self._known_calls = frozenset(history.calls)
         self._finish = history.finished
         self._created = b'"created":%d' % history.created if history.created is not None else b""
         self._opening = True  # which the client has, whatever else
         self._stage = stage
+        self._done = self._is_done()
 
-    @property
-    def done(self) -> bool:
-        return not (self._texts or self._calls or self._finish or self._tokens)
-
-    def rest(self, events: Iterable[Event]) -> list[Event]:
-        """What of these is news, with the first stage's time of creation.
+    def rest(self, events: list[Event]) -> list[Event]:
+        """What of these is news.
 
         Raises:
             StageError: the stage says something else than the one before did.
         """
+        if self._done and not self._opening:
+            return events
         return [news for event in events if (news := self._rest(event)) is not None]
+
+    def dated(self, news: bytes) -> bytes:
+        """It with the first stage's time of creation."""
+        return _CREATED.sub(self._created, news) if self._created else news
 
     def _rest(self, event: Event) -> Event | None:
         if self._opening and event.opening:
             return None
         self._opening = False
-        if not self.done:
+        if not self._done:
             if event.comment:
                 return None
             if event.done:
                 raise self._another()
             answer, choice = read(event, self._stage)
             try:
-                if not self._cut_choice(choice):
-                    return None
+                news = self._cut_choice(choice)
             except _UNREADABLE as error:
                 raise self._another() from error
+            ends, known = bool(choice.get("finish_reason")), self._finish
+            self._finish = known and not ends
+            self._done = self._is_done()
+            if ends and not (known or self._done):
+                raise self._another()
+            if not (news or ends) or (known and ends):
+                return None
             event = Event(written(answer))
-        if self._created:
-            event.raw = _CREATED.sub(self._created, event.raw)
         return event
 
-    def _cut_choice(self, choice: dict[str, Any]) -> bool:
-        """Whether anything of it is news."""
-        self._cut_texts(choice)
-        self._cut_tokens(choice)
-        if choice.get("finish_reason"):
-            if self._finish:
-                self._finish = False
-                return False
-            if not self.done:
-                raise self._another()
-        said = any(choice["delta"].values()) if choice.get("delta") is not None else choice.get(TEXT)
-        return bool(
-            said
-            or choice.get("finish_reason")
-            or choice.get("token_ids")
-            or any((choice.get("logprobs") or {}).values())
-        )
+    def _is_done(self) -> bool:
+        return not (any(self._texts.values()) or self._calls or self._finish or self._tokens)
 
-    def _cut_texts(self, choice: dict[str, Any]) -> None:
+    def _cut_choice(self, choice: dict[str, Any]) -> bool:
+        """Whether there is news in it. What the client has is taken out."""
+        news = self._cut_tokens(choice)
         delta = choice.get("delta")
         if delta is None:
-            self._cut(choice, TEXT, TEXT)
-            return
-        delta.pop(ROLE, None)
-        for name in [name for name, value in delta.items() if isinstance(value, str)]:
-            self._cut(delta, name, name)
-        if news := [call for call in delta.pop(TOOL_CALLS, None) or () if self._cut_call(call)]:
-            delta[TOOL_CALLS] = news
+            return self._cut(choice, TEXT, TEXT) or news
+        for name, value in delta.items():
+            if name == TOOL_CALLS:
+                for call in value or ():
+                    index, function = call["index"], call.get("function") or {}
+                    if index in self._calls and call.get("id"):
+                        self._calls.remove(index)
+                        del call["id"]
+                        call.pop("type", None)
+                    said = [self._cut(function, part, (index, part)) for part in ("name", "arguments")]
+                    news = news or any(said) or bool(call.get("id"))
+            elif name != ROLE:
+                news = self._cut(delta, name, name) or news
+        return news
 
-    def _cut_call(self, call: dict[str, Any]) -> bool:
-        """Whether anything of it is news."""
-        index, function = call["index"], call.get("function") or {}
-        if index in self._known_calls and call.get("id"):
-            self._calls.discard(index)
-            del call["id"]
-            call.pop("type", None)
-        for name in ("name", "arguments"):
-            self._cut(function, name, (index, name))
-        if not function.get("name"):
-            function.pop("name", None)
-        return bool(call.get("id") or any(function.values()))
-
-    def _cut(self, holder: dict[str, Any], name: str, channel: Channel) -> None:
-        """Take what the client has out of `holder[name]`."""
+    def _cut(self, holder: dict[str, Any], name: str, channel: Channel) -> bool:
+        """Whether there is something left of `holder[name]`."""
         left, text = self._texts.get(channel, ""), holder.get(name) or ""
-        if not left or not text:
-            return
-        if not (left.startswith(text) or text.startswith(left)):
-            raise self._another()
-        holder[name] = text[len(left) :]
-        self._texts[channel] = left[len(text) :]
-        if not self._texts[channel]:
-            del self._texts[channel]
+        if left and text:
+            if not (left.startswith(text) or text.startswith(left)):
+                raise self._another()
+            holder[name], self._texts[channel] = text[len(left) :], left[len(text) :]
+        return bool(holder.get(name))
 
-    def _cut_tokens(self, choice: dict[str, Any]) -> None:
-        """Take tokens out of all lists of tokens. Where there are none, only the text tells what the client has."""
-        ids, logprobs = choice.get("token_ids"), choice.get("logprobs") or {}
+    def _cut_tokens(self, choice: dict[str, Any]) -> bool:
+        """Whether there are some left in its lists of tokens. Where there are no lists, only the text tells what the
+        client has."""
+        logprobs = choice.get("logprobs") or {}
         lists = [(logprobs, name) for name, value in logprobs.items() if isinstance(value, list)]
-        if ids is not None:
+        if (ids := choice.get("token_ids")) is not None:
             lists.append((choice, "token_ids"))
-        if not lists:
-            self._tokens = []
-            return
-        many = len(ids) if ids is not None else max(len(holder[name]) for holder, name in lists)
+        many = max([len(holder[name]) for holder, name in lists], default=len(self._tokens))
         known, self._tokens = self._tokens[:many], self._tokens[many:]
         if ids is not None and ids[: len(known)] != known:
             raise self._another()
@@ -275,6 +257,7 @@ class Continuation:
             holder[name] = holder[name][len(known) :]
         if "prompt_token_ids" in choice:  # said with the first token
             choice["prompt_token_ids"] = None
+        return bool(lists) and many > len(known)
 
     def _another(self) -> StageError:
         return StageError(f"stage {self._stage} went on after another answer than was given", stage=self._stage)

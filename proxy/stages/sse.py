@@ -59,6 +59,13 @@ def is_plain(events: bytes) -> bool:
     return not (DONE in events or b'"error"' in events or b'"abort"' in events or b"event:" in events)
 
 
+def without_ids(events: bytes) -> bytes:
+    """Whole events as vLLM writes them for a client that does not ask for ids of tokens, but for those that it does not
+    write then (`Event.only_ids`)."""
+    public = _IDS.sub(b'"token_ids":null', events)
+    return _PROMPT_IDS.sub(b'"prompt_token_ids":null', public) if b'"prompt_token_ids"' in public else public
+
+
 class Choice(Struct, gc=False):
     """One of the answers that a chunk adds to. What is `Raw` is as it was written, empty where it is not there."""
 
@@ -94,7 +101,14 @@ class Chunk(Struct, gc=False):
         return b""
 
 
-_CHUNK = msgspec.json.Decoder(Chunk)
+_DECODER = msgspec.json.Decoder(Chunk)
+
+
+def _chunk(data: bytes) -> Chunk | None:
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None  # what it is then, its lines say
 
 
 class Event:
@@ -103,30 +117,31 @@ class Event:
     Attributes:
         raw: as it came. name, data: what it is called, b"" for most, and what it says.
         chunk: its JSON; None where it is none of an answer, as of a comment, of [DONE] or of a named event.
-        done: the stream ends with it.
+        done: the stream ends with it. goes_on: it is one of many that add to an answer, neither an error nor the end of
+            anything, and says more than ids of tokens.
     """
 
-    __slots__ = ("chunk", "data", "done", "name", "raw")
+    __slots__ = ("chunk", "data", "done", "goes_on", "name", "raw")
 
     def __init__(self, raw: bytes) -> None:
-        self.raw, self.name, self.done = raw, b"", False
-        self.chunk: Chunk | None = None
-        if raw.startswith(b"data:") and raw.find(b"\n") == len(raw) - len(BLANK_LINE):
-            self.data = raw[5:]
-        else:
+        self.raw = raw
+        self.name = b""
+        self.done = self.goes_on = False
+        self.chunk = chunk = _chunk(data := raw[5:]) if raw.startswith(b"data:") else None
+        if chunk is None:
             lines = [line.partition(b":") for line in raw.splitlines()]
-            self.data = b"\n".join(value.strip() for field, _, value in lines if field == b"data")
-            for field, _, value in lines:
-                if field == b"event":
-                    self.name = value.strip()
-        if self.name:
-            self.done = self.name in RESPONSE_ENDS
-            return
-        try:
-            self.chunk = _CHUNK.decode(self.data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # as `chunk` tells
-            self.data = self.data.strip()
-            self.done = self.data == DONE
+            names = [value.strip() for field, _, value in lines if field == b"event"]
+            data = b"\n".join(value.strip() for field, _, value in lines if field == b"data")
+            self.name = names[-1] if names else b""
+            self.done = data == DONE or self.name in RESPONSE_ENDS
+            self.chunk = _chunk(data) if not (self.name or self.done) else None
+        elif chunk.choices and not chunk.error:
+            for choice in chunk.choices:
+                if choice.finish_reason or choice.delta == {}:
+                    break
+            else:
+                self.goes_on = True
+        self.data = data
 
     @property
     def comment(self) -> bool:
@@ -158,14 +173,9 @@ class Event:
         return None
 
     @property
-    def without_ids(self) -> bytes:
-        """It as vLLM writes it for a client that does not ask for ids of tokens. Empty where it is there for them
-        alone, as where a parser holds the text back."""
-        if self.chunk is None:
-            return self.raw
-        if (choices := self.chunk.choices) and choices[0].delta == {}:
-            alone = [not one.finish_reason and bytes(one.logprobs) in _NULL and one.delta == {} for one in choices]
-            if all(alone):
-                return b""
-        public = _IDS.sub(b'"token_ids":null', self.raw)
-        return _PROMPT_IDS.sub(b'"prompt_token_ids":null', public) if b'"prompt_token_ids"' in public else public
+    def only_ids(self) -> bool:
+        """Whether vLLM writes it for ids of tokens alone, as where a parser holds the text back."""
+        choices = self.chunk.choices if self.chunk is not None else None
+        return bool(choices) and all(
+            one.delta == {} and not one.finish_reason and bytes(one.logprobs) in _NULL for one in choices or ()
+        )

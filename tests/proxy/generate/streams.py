@@ -29,8 +29,10 @@ def given_of(*events: bytes) -> TokenHistory:
 
 def rest_of(given: TokenHistory, stream: bytes) -> bytes:
     """What a client lacks of another stage's stream."""
-    news = Continuation(given, stage="D1").rest(map(Event, split(stream)))
-    return b"".join(event.raw for event in news)
+    going_on, news = Continuation(given, stage="D1"), b""
+    for event in split(stream):  # so that each is a read of its own
+        news += b"".join(one.raw for one in going_on.rest([Event(event)]))
+    return going_on.dated(news)
 
 
 class Reader:

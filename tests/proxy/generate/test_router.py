@@ -15,7 +15,7 @@ from proxy.records.record import Record
 from proxy.registry.instance_state import Work
 from proxy.routing.plan import Plan, Question, View, make_plan
 from proxy.routing.policy import POLICIES
-from proxy.stages.prompt_nodes import prompt_nodes
+from proxy.stages.prompt import prompt_nodes
 from tests.proxy.fakes import (
     Cluster,
     breaks,
