@@ -33,6 +33,7 @@ from proxy.stages.job import Features, Job
 
 logger = logging.getLogger(__name__)
 LINGER_S = 5.0
+END_BYTES = 512
 
 
 class EncodeStep:
@@ -86,6 +87,8 @@ class EncodeStep:
         """
         items = _distinct(job)
         to_encode = [item for item in items if not self._knows(item.key)]
+        for item in to_encode:
+            self._metrics.encoded_once.ordered(item.key, _content(job, item))
         self._metrics.encode_skipped.inc(len(items) - len(to_encode))
         job.record.note("features", items=len(items), in_store=len(items) - len(to_encode))
         missing = await self._obtain(to_encode, EncodeOrder(job, self._done, self._knows))
@@ -103,6 +106,7 @@ class EncodeStep:
         items = [item for item in items if item.key in lost] or items
         keys = {item.key for item in items}
         self._metrics.encoded_again.inc(len(items))
+        self._metrics.encoded_once.lost(keys)
         job.record.note("encodes_again", items=len(items))
         # What the directory knows of these is what has just proved wrong.
         order = EncodeOrder(job, self._done, again=frozenset(keys | set(lost)), shunned=self._directory.makers(keys))
@@ -189,6 +193,12 @@ class EncodeStep:
         by_key = {item.key: self._directory.metadata(item.key) for item in job.items}
         metadata = {key: fields for key, fields in by_key.items() if fields is not None}
         return structs.replace(job, features=Features(tuple(missing), metadata, self._directory.has_had_metadata))
+
+
+def _content(job: Job, item: LoadedItem) -> int:
+    """Tells media apart without regard to their key: by who sent them, how they are processed, and their end."""
+    options = str(job.request.processor_options)
+    return hash((job.record.tenant, options, item.ref.modality, item.size_bytes, bytes(item.source.data[-END_BYTES:])))
 
 
 def _distinct(job: Job) -> list[LoadedItem]:

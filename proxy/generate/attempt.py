@@ -23,6 +23,7 @@ from epd_serve.trace import Trace
 from proxy.background import Background
 from proxy.config.limits import Timeouts
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
+from proxy.generate.continuation import AnotherAnswerError
 from proxy.generate.first_token import alike, is_one_token, may_be_shown
 from proxy.generate.migration import Way, way_on
 from proxy.generate.relay import Client, relay, show
@@ -298,6 +299,8 @@ class Attempt:
         def news() -> None:
             client.history.answers += 1
             job.watched.answered()
+            if prefilling is not None and client.history.answers == 1:
+                self._metrics.first_token_streams.labels("kept" if sink.committed else "decode").inc()
             if not sink.committed:
                 self._first_byte(job, instance)
             elif client.history.lost_at is not None:
@@ -334,6 +337,8 @@ class Attempt:
             outcome = "ok"
         except EpdError as error:
             outcome = error.code or type(error).__name__
+            if isinstance(error, AnotherAnswerError) and not client.history.answers:
+                self._metrics.first_token_streams.labels("other").inc()
             raise
         finally:
             lease.release()

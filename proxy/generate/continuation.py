@@ -18,6 +18,10 @@ Answer = dict[str, Any]
 _CREATED = re.compile(rb'"created"\s*:\s*\d+')
 
 
+class AnotherAnswerError(StageError):
+    """A stage does not go on after what the client has."""
+
+
 class Continuation:
     """Made when the new stage's answer begins. `done`: all that the client has has passed; the rest is news."""
 
@@ -138,7 +142,7 @@ class Continuation:
             choice["prompt_token_ids"] = None
 
     def _another(self) -> StageError:
-        return StageError(f"stage {self._stage} went on after another answer than was given", stage=self._stage)
+        return AnotherAnswerError(f"stage {self._stage} went on after another answer than was given", stage=self._stage)
 
 
 def read(event: bytes, stage: str) -> tuple[Answer, Answer]:

@@ -254,6 +254,12 @@ class RequestCounts(Collector):
         self._total = LabelledHistogram(
             "epd_proxy_request_seconds", "From the arrival to the end of the answer, of requests with status 200.", BY
         )
+        self._prefix = LabelledCounter(
+            "epd_proxy_prefix_effect_tokens",
+            "Tokens of prompts of which the stage said how many it found in its prefix cache: those that it found "
+            "(`cached`), those that it was to have (`predicted`), and all of them where that is known (`prompt`).",
+            ("which",),
+        )
         self._codes: set[str] = set()
         self._windowed = (
             self._requests, self._errors, self._retried, self._tokens, self._kinds, self._attained, self._ttft,
@@ -284,6 +290,7 @@ class RequestCounts(Collector):
             self._errors.counts[record.outcome, self._known(record.code)] += 1
         for stage, code in record.failures:
             self._failures.counts[stage, self._known(code)] += 1
+        self._count_prefix(record)
         if record.retried:
             self._retried.counts[()] += 1
         if record.kind:
@@ -305,6 +312,17 @@ class RequestCounts(Collector):
             self._tpot.observe(by, token_s)
         if record.outcome == "200":
             self._total.observe(by, record.total_s)
+
+    def _count_prefix(self, record: Record) -> None:
+        """What the index of prefixes predicted beside what the stage that took the prompt says that it found."""
+        heads = [one for one in record.choices if one.work == "prompt"]
+        if record.cached_tokens is None or not heads:
+            return
+        taken = record.prefill or record.decode
+        predicted = sum(one.cached for one in heads[-1].candidates if one.id == taken)
+        tokens = {"predicted": predicted, "cached": record.cached_tokens, "prompt": record.prompt_tokens or 0}
+        for which, count in tokens.items():
+            self._prefix.counts[which,] += count
 
     def counts(self, now: float, window_s: float = MINUTE_S) -> Counts:
         """Of the last `window_s` seconds, a minute at most, and of less than one before them, since seconds are whole.
@@ -339,7 +357,7 @@ class RequestCounts(Collector):
         )
 
     def collect(self) -> Iterator[Metric]:
-        for family in (*self._windowed, self._failures, self._phases, self._total):
+        for family in (*self._windowed, self._failures, self._prefix, self._phases, self._total):
             yield from family.collect()
 
     def _totals(self) -> list[Mapping[Any, float]]:

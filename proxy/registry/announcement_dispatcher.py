@@ -66,10 +66,13 @@ class AnnouncementDispatcher:
             case FeatureExpected():
                 self.directory.expected(message, time.monotonic())
             case FeatureReady():
+                self._metrics.encoded_once.announced(message.key, time.monotonic())
                 self.directory.announced(message, time.monotonic())
             case FeatureFailed():
+                self._metrics.encoded_once.lost([message.key])
                 self.directory.lost([message.key])
             case FeatureMissing():
+                self._metrics.encoded_once.lost(message.keys)
                 self.directory.lost(message.keys)
                 self._missing.announced(message)
             case StoreReport():

@@ -81,6 +81,18 @@ class StageMetrics(Collector):
             for named, view in views:
                 gauge.add_metric(named, value(view))
             yield gauge
+        spread = GaugeMetricFamily(
+            "epd_stage_spread",
+            "Requests that run or wait at the fullest instance of a role beyond those at the emptiest, as they report.",
+            labels=("role",),
+        )
+        held: dict[str, list[int]] = {}
+        for (_, role), view in views:
+            if view.up and view.stage is not None and view.stage_age_s < REPORT_TRUST_S:
+                held.setdefault(role, []).append(view.stage.running + view.stage.waiting)
+        for role, counts in held.items():
+            spread.add_metric((role,), max(counts) - min(counts))
+        yield spread
         for name, text in LOAD_GAUGES.items():
             gauge = GaugeMetricFamily(f"epd_stage_{name}", text, labels=labels)
             for named, view in views:
