@@ -266,23 +266,16 @@ class RequestCounts(Collector):
             self._tpot,
         )  # fmt: skip
 
-    def arrived(self, kind: str, now: float) -> None:
-        """A request of this kind has come."""
+    def asked(self, kind: str, now: float, **counts: float) -> None:
+        """So many more of what `KindCounts` has, of this kind."""
         self._at(now)
-        self._kinds.counts[kind, "requests"] += 1
-
-    def prompt_known(self, kind: str, items: int, item_tokens: float, prompt_tokens: float, now: float) -> None:
-        """One that came before has so many items, tokens of them, and of its prompt with them."""
-        self._at(now)
-        counts = self._kinds.counts
-        counts[kind, "known_prompts"] += 1
-        counts[kind, "items"] += items
-        counts[kind, "item_tokens"] += round(item_tokens)
-        counts[kind, "prompt_tokens"] += round(prompt_tokens)
+        for of, count in counts.items():
+            self._kinds.counts[kind, of] += round(count)
 
     def ended(self, record: Record) -> None:
         """Count it."""
-        self._at(record.clock + record.total_s)
+        now = record.clock + record.total_s
+        self._at(now)
         by, tokens = (record.path or NO_PATH, record.modality), record.tokens_sent
         token_s = record.token_s(tokens)
         self._requests.counts[record.endpoint, record.outcome] += 1
@@ -294,17 +287,14 @@ class RequestCounts(Collector):
         if record.retried:
             self._retried.counts[()] += 1
         if record.kind:
-            counts = self._kinds.counts
-            counts[record.kind, "ended"] += 1
-            counts[record.kind, "known_outputs"] += tokens is not None
-            counts[record.kind, "output_tokens"] += tokens or 0
+            self.asked(record.kind, now, ended=1, known_outputs=tokens is not None, output_tokens=tokens or 0)
         for kind, count in (("prompt", record.prompt_tokens), ("cached", record.cached_tokens), ("answer", tokens)):
             if count:
                 self._tokens.counts[kind, *by] += count
         if is_judged(record):
             for slo in self._objectives:
                 self._attained.counts[slo.judge, "yes" if attains(record, token_s, slo) else "no"] += 1
-        for phase, phase_s in record.phases_s().items():
+        for phase, phase_s in record.phases_s.items():
             self._phases.observe((phase, *by), phase_s)
         if record.first_byte_s is not None:
             self._ttft.observe(by, record.first_byte_s)
