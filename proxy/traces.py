@@ -118,7 +118,8 @@ class SpanExport:
         ending = threading.Thread(target=self._processor.shutdown, daemon=True)
         ending.start()
         ending.join(LAST_S)
-        self.shutdown()
+        if ending.is_alive():
+            self.shutdown()
         self._dropped(self._given - self._taken)
 
     def export(self, requests: Sequence[_Ended]) -> SpanExportResult:
