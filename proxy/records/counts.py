@@ -291,9 +291,9 @@ class RequestCounts(Collector):
         for kind, count in (("prompt", record.prompt_tokens), ("cached", record.cached_tokens), ("answer", tokens)):
             if count:
                 self._tokens.counts[kind, *by] += count
-        if is_judged(record):
-            for slo in self._objectives:
-                self._attained.counts[slo.judge, "yes" if attains(record, token_s, slo) else "no"] += 1
+        for slo in self._objectives:
+            if (within := attained(record, token_s, slo)) is not None:
+                self._attained.counts[slo.judge, "yes" if within else "no"] += 1
         for phase, phase_s in record.phases_s.items():
             self._phases.observe((phase, *by), phase_s)
         if record.first_byte_s is not None:
@@ -320,10 +320,9 @@ class RequestCounts(Collector):
         since = math.floor(now - min(window_s, MINUTE_S))
         before = next((counts for second, counts in self._past if second >= since), None)
         # Where nothing has come since then, nothing was gained.
-        requests, errors, retried, tokens, kinds, attained, ttft, tpot = (
+        requests, errors, retried, tokens, kinds, judged, ttft, tpot = (
             _gained(family.counts, then) for family, then in zip(self._windowed, before or self._totals(), strict=True)
         )
-        judged = _by(attained, 0)
         return Counts(
             now - max(since, self._began),
             outcomes=_by(requests, 1),
@@ -333,9 +332,9 @@ class RequestCounts(Collector):
             tokens=_by(tokens, 0).get("answer", 0),
             first_byte=_by(ttft, -1),
             token=_by(tpot, -1),
-            judged=judged.get(self._slo.judge, 0),
-            attained=attained.get((self._slo.judge, "yes"), 0),
-            by_mean=attained.get((MEAN, "yes"), 0),
+            judged=_by(judged, 0).get(self._slo.judge, 0),
+            attained=judged.get((self._slo.judge, "yes"), 0),
+            by_mean=judged.get((MEAN, "yes"), 0),
             slo=self._slo,
             planned=self._planned,
             kinds={
@@ -379,17 +378,18 @@ def _by(counts: Mapping[Any, int], label: int) -> dict[Any, int]:
     return dict(sums)
 
 
-def is_judged(record: Record) -> bool:
-    """Whether an objective is about it: not where its client has left or was wrong, or an answer was not streamed."""
-    if record.outcome == "200":
-        return record.first_byte_s is not None
+def failed_here(record: Record) -> bool:
+    """Whether it ended in an error of ours, a refusal, or an answer cut off."""
     return record.outcome == "broken" or record.status >= 500 or record.status in SERIOUS
 
 
-def attains(record: Record, token_s: float | None, slo: Objective) -> bool:
-    """Whether it was answered whole within both limits. Of several answers at once the first token alone counts."""
-    if record.outcome != "200" or record.first_byte_s is None:
-        return False
+def attained(record: Record, token_s: float | None, slo: Objective) -> bool | None:
+    """Whether it was answered whole within both limits; of several answers at once the first token alone counts. None
+    where no objective is about it: its client has left or was wrong, or an answer was not streamed."""
+    if record.outcome != "200":
+        return False if failed_here(record) else None
+    if record.first_byte_s is None:
+        return None
     gaps = (record.gaps, record.gaps_within) if record.answers == 1 else (0, 0)
     return slo.attained(record.first_byte_s, token_s, *gaps)
 

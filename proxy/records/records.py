@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from proxy.config.limits import Planned, RecordLimits, Slo
 from proxy.records.answer_end import answer_end
-from proxy.records.counts import SERIOUS, SLO, UNPLANNED, Counts, RequestCounts, together
+from proxy.records.counts import SLO, UNPLANNED, Counts, RequestCounts, failed_here, together
 from proxy.records.record import Record
 from proxy.records.report import report, summary
 
@@ -134,7 +134,7 @@ class KeptRecords:
         if self._none:
             return
         ended = record.clock + record.total_s
-        failed, packed = is_failed(record), _encoder.encode(record)
+        failed, packed = failed_here(record) or record.retried, _encoder.encode(record)
         kept = Kept(record.total_s, ended, failed, record.id, record.client_id, record.tenant, packed)
         if ended >= self._look_at:
             self._look_at = ended + LOOK_S
@@ -177,11 +177,6 @@ class _Share:
         self.ones = [kept for kept in self.ones if kept.ended > until]
         heapify(self.ones)
         self.size_bytes = sum(kept.size_bytes for kept in self.ones)
-
-
-def is_failed(record: Record) -> bool:
-    """Whether it says that something is wrong here: an error of ours, a refusal, an answer cut off, a retry."""
-    return record.status >= 500 or record.status in SERIOUS or record.outcome == "broken" or record.retried
 
 
 class Records:
