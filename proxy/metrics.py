@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -23,9 +23,6 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 3
 CANCELLED = "cancelled"
 MAX_FEATURES, AGAIN_S = 8192, 30.0
 """Features of which it is remembered that they were announced, and for how long one is not to be made again."""
-
-T = TypeVar("T")
-V = TypeVar("V")
 
 
 class LabelledCounter(Collector):
@@ -133,27 +130,23 @@ class EncodedOnce(LabelledCounter):
 
     def ordered(self, key: str, content: int) -> None:
         """An encoder is asked for this key, of media with this content."""
-        _put(self._content_of, key, content)
+        self._content_of[key] = content
+        if len(self._content_of) > MAX_FEATURES:
+            del self._content_of[next(iter(self._content_of))]
 
     def announced(self, key: str, now: float) -> None:
         """An encoder has stored it."""
         content = self._content_of.get(key, key)
-        before = self._announced.get(content)
+        before = self._announced.pop(content, None)
         self.labels("new" if before is None or now - before > AGAIN_S else "again").inc()
-        _put(self._announced, content, now)
+        self._announced[content] = now  # behind all others: the first is the oldest
+        if len(self._announced) > MAX_FEATURES:
+            del self._announced[next(iter(self._announced))]
 
     def lost(self, keys: Iterable[str]) -> None:
         """These are not there any more: whoever needs them has them encoded again."""
         for key in keys:
             self._announced.pop(self._content_of.get(key, key), None)
-
-
-def _put(last: dict[T, V], key: T, value: V) -> None:
-    """As the newest of not too many."""
-    last.pop(key, None)
-    last[key] = value
-    if len(last) > MAX_FEATURES:
-        del last[next(iter(last))]
 
 
 class Metrics:

@@ -9,10 +9,12 @@ from contextlib import suppress
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Send
 
 from epd_serve.cache_ledger import packed
 from epd_serve.wire import CacheReport, FeatureMissing, FeatureReady, PromptBlocks, StageReport
+from proxy import metrics
 from proxy.generate import attempt
 from proxy.media import loader
 from proxy.registry.feature_directory import FeatureDirectory
@@ -197,3 +199,14 @@ async def test_streams_that_no_longer_begin_with_prefill_s_token_show(monkeypatc
     async with alike("P0", "D0") as c:
         c["P0"].usual = replies(200, {"choices": [], "kv_transfer_params": {"ok": True}})
         assert await first_tokens(c, goes_on("a", "b")) == {"kept": 0, "other": 0, "decode": 2}
+
+
+def test_no_more_features_are_remembered_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MAX_FEATURES", 4)
+    registry = CollectorRegistry()
+    once = metrics.EncodedOnce(registry)
+    for now, key in enumerate(("a", "b", "c", "d", "a", "e", "f", "b")):
+        once.ordered(key, hash(key))
+        once.announced(key, float(now))
+    told = {of: registry.get_sample_value("epd_proxy_features_announced_total", {"of": of}) for of in ("new", "again")}
+    assert told == {"new": 7, "again": 1}, "b is the oldest when there is no room for f"
