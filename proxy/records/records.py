@@ -87,7 +87,7 @@ def merged(question: Question, several: Iterable[RecordsAnswer]) -> RecordsAnswe
 
 
 class Kept(Struct, frozen=True, order=True):
-    """A request that has ended. `ended`: moment of the process's clock."""
+    """A request that has ended. `ended`: moment of the process's clock. The slower one ranks higher."""
 
     total_s: float
     ended: float
@@ -96,10 +96,7 @@ class Kept(Struct, frozen=True, order=True):
     client_id: str
     tenant: str
     packed: bytes
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.packed) + OWN_BYTES
+    size_bytes: int
 
     def record(self) -> Record:
         return _decoder.decode(self.packed)
@@ -135,7 +132,8 @@ class KeptRecords:
             return
         ended = record.clock + record.total_s
         failed, packed = failed_here(record) or record.retried, _encoder.encode(record)
-        kept = Kept(record.total_s, ended, failed, record.id, record.client_id, record.tenant, packed)
+        names = record.id, record.client_id, record.tenant
+        kept = Kept(record.total_s, ended, failed, *names, packed, len(packed) + OWN_BYTES)
         if ended >= self._look_at:
             self._look_at = ended + LOOK_S
             self._slow.forget(ended - SLOW_FOR_S)
