@@ -6,7 +6,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -21,6 +21,8 @@ MAX_CAUSES = 32
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 """Ends of buckets; 2 s is the usual objective for a first token."""
 CANCELLED = "cancelled"
+MAX_FEATURES, AGAIN_S = 8192, 30.0
+"""Features of which it is remembered that they were announced, and for how long one is not to be made again."""
 
 
 class LabelledCounter(Collector):
@@ -113,6 +115,40 @@ class Series(NamedTuple):
         self.family.observe(self.values, seconds)
 
 
+class EncodedOnce(LabelledCounter):
+    """Whether encoders are asked for a thing once, by what they announce and not by what was decided: `again` are
+    features of media whose feature was announced shortly before and not lost since, under this key or another one.
+
+    Known are the media that this process had encoded; of others' features the key stands for them.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        help = "Features that encoders announced: `again` where one of the same media was announced within 30 s before."
+        super().__init__("epd_proxy_features_announced", help, ("of",), registry=registry)
+        self._content_of: dict[str, int] = {}
+        self._announced: dict[int | str, float] = {}
+
+    def ordered(self, key: str, content: int) -> None:
+        """An encoder is asked for this key, of media with this content."""
+        self._content_of[key] = content
+        if len(self._content_of) > MAX_FEATURES:
+            del self._content_of[next(iter(self._content_of))]
+
+    def announced(self, key: str, now: float) -> None:
+        """An encoder has stored it."""
+        content = self._content_of.get(key, key)
+        before = self._announced.pop(content, None)
+        self.labels("new" if before is None or now - before > AGAIN_S else "again").inc()
+        self._announced[content] = now  # behind all others: the first is the oldest
+        if len(self._announced) > MAX_FEATURES:
+            del self._announced[next(iter(self._announced))]
+
+    def lost(self, keys: Iterable[str]) -> None:
+        """These are not there any more: whoever needs them has them encoded again."""
+        for key in keys:
+            self._announced.pop(self._content_of.get(key, key), None)
+
+
 class Metrics:
     """Of what happens while requests run. What they tell at their end is in `proxy/records/counts.py`."""
 
@@ -134,6 +170,12 @@ class Metrics:
         )
         self.first_tokens = counter(
             "epd_proxy_first_tokens", "Streams by the role of the instance that their first token is from.", ("stage",)
+        )
+        self.first_token_streams = counter(
+            "epd_proxy_first_token_streams",
+            "Streams with a prefill and a decode instance, by what the latter said: `kept` goes on after the token of "
+            "prefill, which was the client's first; `other` began with another one; `decode` gave the first itself.",
+            ("outcome",),
         )
         self.retries = counter("epd_proxy_retries", "Attempts repeated after a stage failed.", ("stage",))
         self.retries_refused = plain("epd_proxy_retries_refused", "Retries that the retry budget did not allow.")
@@ -192,6 +234,7 @@ class Metrics:
             ("reason",),
         )
 
+        self.encoded_once = EncodedOnce(registry)
         self.encode_skipped = plain("epd_proxy_encode_skipped", "Items not encoded because the store has them.")
         self.encode_coalesced = plain("epd_proxy_encode_coalesced", "Items that another request was having encoded.")
         self.encoded_again = plain("epd_proxy_encoded_again", "Items encoded again because they got lost.")

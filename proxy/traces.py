@@ -76,25 +76,38 @@ ATTRIBUTES = {
 """Of a request's own span, by the field of the record that says it; left out where that is empty."""
 
 
+class _Ended(NamedTuple):
+    """A request, which the processor takes for the span of it: its trace is wanted."""
+
+    record: Record
+    context: SpanContext = SpanContext(1, 1, False, SAMPLED)
+
+
 class SpanExport:
-    """Args:
-    endpoint: URL of the collector's traces, such as `http://localhost:4318/v1/traces`.
-    dropped: called with a number of requests whose spans were lost.
+    """Takes ended requests, and is what its processor exports by: a `SpanExporter` of requests.
+
+    Args:
+        endpoint: URL of the collector's traces, such as `http://localhost:4318/v1/traces`.
+        dropped: called with a number of requests whose spans were lost.
     """
 
     def __init__(self, endpoint: str, dropped: Callable[[int], object]) -> None:
+        here = {"host.name": socket.gethostname(), "process.pid": os.getpid()}
+        own = {"service.name": "epd-serve", "service.version": __version__, **here}
+        self._resource = Resource(own).merge(OTELResourceDetector().detect())
         self._dropped = dropped
-        self._exporter = _RequestExporter(endpoint, dropped)
+        self._given = self._taken = 0  # into the processor's queue and out of it, each written by one thread
+        self._exporter = OTLPSpanExporter(endpoint=endpoint)
         self._processor = BatchSpanProcessor(
-            self._exporter, max_queue_size=HELD, schedule_delay_millis=1000 * GATHER_S, max_export_batch_size=AT_ONCE
+            self, max_queue_size=HELD, schedule_delay_millis=1000 * GATHER_S, max_export_batch_size=AT_ONCE
         )
-        self._given = 0
+        self.shutdown = self._exporter.shutdown  # which also ends a wait for the next try
 
     def ended(self, record: Record) -> None:
         """Send its spans, soon, if its trace is wanted."""
         if record.trace is None or not record.trace.sampled:
             return
-        if self._given - self._exporter.taken >= HELD:
+        if self._given - self._taken >= HELD:
             self._dropped(1)
             return
         self._given += 1
@@ -105,30 +118,13 @@ class SpanExport:
         ending = threading.Thread(target=self._processor.shutdown, daemon=True)
         ending.start()
         ending.join(LAST_S)
-        self._exporter.shutdown()  # which also ends a wait for the next try
-        self._dropped(self._given - self._exporter.taken)
-
-
-class _Ended(NamedTuple):
-    """A request, which the processor takes for the span of it: its trace is wanted."""
-
-    record: Record
-    context: SpanContext = SpanContext(1, 1, False, SAMPLED)
-
-
-class _RequestExporter:
-    """A `SpanExporter` of requests, in the processor's thread. `taken`: requests that have left its queue."""
-
-    def __init__(self, endpoint: str, dropped: Callable[[int], object]) -> None:
-        here = {"host.name": socket.gethostname(), "process.pid": os.getpid()}
-        own = {"service.name": "epd-serve", "service.version": __version__, **here}
-        self._resource = Resource(own).merge(OTELResourceDetector().detect())
-        self._exporter = OTLPSpanExporter(endpoint=endpoint)
-        self._dropped = dropped
-        self.taken = 0
+        if ending.is_alive():
+            self.shutdown()
+        self._dropped(self._given - self._taken)
 
     def export(self, requests: Sequence[_Ended]) -> SpanExportResult:
-        self.taken += len(requests)
+        """In the processor's thread."""
+        self._taken += len(requests)
         sent = SpanExportResult.FAILURE
         try:
             made = [span for one in requests for span in spans_of(one.record, self._resource)]
@@ -137,9 +133,6 @@ class _RequestExporter:
             if sent is not SpanExportResult.SUCCESS:
                 self._dropped(len(requests))
         return sent
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
 
 
 def spans_of(record: Record, resource: Resource) -> Iterator[ReadableSpan]:

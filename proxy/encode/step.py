@@ -32,6 +32,7 @@ from store.errors import StoreError
 
 logger = logging.getLogger(__name__)
 LINGER_S = 5.0
+END_BYTES = 512
 LOCK_TIMEOUT_S = 0.0002
 """All requests wait while the arena is asked. Whoever changes its index has the lock for microseconds."""
 
@@ -73,6 +74,8 @@ class EncodeStep:
         begun = time.monotonic()
         items = _distinct(ctx)
         to_encode = [item for item in items if not self._directory.knows(item.key, begun)]
+        for item in to_encode:
+            self._metrics.encoded_once.ordered(item.key, _content(ctx, item))
         self._metrics.encode_skipped.inc(len(items) - len(to_encode))
         ctx.record.note("features", items=len(items), in_store=len(items) - len(to_encode))
         missing = None
@@ -94,6 +97,7 @@ class EncodeStep:
         items = _distinct(ctx)
         items = [item for item in items if item.key in lost] or items
         self._metrics.encoded_again.inc(len(items))
+        self._metrics.encoded_once.lost([item.key for item in items])
         ctx.record.note("encodes_again", items=len(items))
         # What the directory knows of these is what has just proved wrong.
         again = frozenset({*lost, *(item.key for item in items)})
@@ -222,6 +226,12 @@ class HostArena:
             except StoreError as error:
                 logger.warning("arena %s was not closed: %s", self._path, error)
             self._arena = None
+
+
+def _content(ctx: RequestContext, item: LoadedItem) -> int:
+    """Tells media apart without regard to their key: by who sent them, how they are processed, and their end."""
+    options = str(ctx.request.processor_options)
+    return hash((ctx.record.tenant, options, item.ref.modality, item.size_bytes, bytes(item.source.data[-END_BYTES:])))
 
 
 def _distinct(ctx: RequestContext) -> list[LoadedItem]:

@@ -30,6 +30,7 @@ from proxy.request.client import CancelScope
 from proxy.request.payload import Pieces, encoded
 from proxy.stages.bodies import After, decode_body, first_token_body, fused_body, prefill_body, public_answer, with_ids
 from proxy.stages.circuits import StageCall
+from proxy.stages.history import AnotherAnswerError
 
 logger = logging.getLogger(__name__)
 PREFILL_LINGER_S = 5.0
@@ -228,10 +229,13 @@ class Attempt:
 
     async def _relay(self, instance: Instance, body: bytes | Pieces, call: StageCall, span: str) -> None:
         ctx, history = self._ctx, self._ctx.history
+        first_tokens = self._services.metrics.first_token_streams
 
         def news() -> None:
             history.answers += 1
             ctx.watched.answered()
+            if self._answer is not None and history.answers == 1:
+                first_tokens.labels("kept" if ctx.sink.committed else "decode").inc()
             if not ctx.sink.committed:
                 self._first_byte(instance)
             elif history.lost_at is not None:
@@ -239,14 +243,19 @@ class Attempt:
 
         stream = self._services.stages.events(instance, ctx.request.endpoint, body, ctx.headers(span))
         async with aclosing(stream) as events:
-            await relay(
-                events,
-                self._client,
-                stage=instance.id,
-                on_first=call.succeeded,
-                on_news=news,
-                opening=self._opening,
-            )
+            try:
+                await relay(
+                    events,
+                    self._client,
+                    stage=instance.id,
+                    on_first=call.succeeded,
+                    on_news=news,
+                    opening=self._opening,
+                )
+            except AnotherAnswerError:
+                if not history.answers:
+                    first_tokens.labels("other").inc()
+                raise
 
     @contextmanager
     def _called(self, event: str, lease: Lease) -> Iterator[str]:

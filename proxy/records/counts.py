@@ -254,29 +254,28 @@ class RequestCounts(Collector):
         self._total = LabelledHistogram(
             "epd_proxy_request_seconds", "From the arrival to the end of the answer, of requests with status 200.", BY
         )
+        self._prefix = LabelledCounter(
+            "epd_proxy_prefix_effect_tokens",
+            "Tokens of prompts of which the stage said how many it found in its prefix cache: those that it found "
+            "(`cached`), those that it was to have (`predicted`), and all of them where that is known (`prompt`).",
+            ("which",),
+        )
         self._codes: set[str] = set()
         self._windowed = (
             self._requests, self._errors, self._retried, self._tokens, self._kinds, self._attained, self._ttft,
             self._tpot,
         )  # fmt: skip
 
-    def arrived(self, kind: str, now: float) -> None:
-        """A request of this kind has come."""
+    def asked(self, kind: str, now: float, **counts: float) -> None:
+        """So many more of what `KindCounts` has, of this kind."""
         self._at(now)
-        self._kinds.counts[kind, "requests"] += 1
-
-    def prompt_known(self, kind: str, items: int, item_tokens: float, prompt_tokens: float, now: float) -> None:
-        """One that came before has so many items, tokens of them, and of its prompt with them."""
-        self._at(now)
-        counts = self._kinds.counts
-        counts[kind, "known_prompts"] += 1
-        counts[kind, "items"] += items
-        counts[kind, "item_tokens"] += round(item_tokens)
-        counts[kind, "prompt_tokens"] += round(prompt_tokens)
+        for of, count in counts.items():
+            self._kinds.counts[kind, of] += round(count)
 
     def ended(self, record: Record) -> None:
         """Count it."""
-        self._at(record.clock + record.total_s)
+        now = record.clock + record.total_s
+        self._at(now)
         by, tokens = (record.path or NO_PATH, record.modality), record.tokens_sent
         token_s = record.token_s(tokens)
         self._requests.counts[record.endpoint, record.outcome] += 1
@@ -284,20 +283,18 @@ class RequestCounts(Collector):
             self._errors.counts[record.outcome, self._known(record.code)] += 1
         for stage, code in record.failures:
             self._failures.counts[stage, self._known(code)] += 1
+        self._count_prefix(record)
         if record.retried:
             self._retried.counts[()] += 1
         if record.kind:
-            counts = self._kinds.counts
-            counts[record.kind, "ended"] += 1
-            counts[record.kind, "known_outputs"] += tokens is not None
-            counts[record.kind, "output_tokens"] += tokens or 0
+            self.asked(record.kind, now, ended=1, known_outputs=tokens is not None, output_tokens=tokens or 0)
         for kind, count in (("prompt", record.prompt_tokens), ("cached", record.cached_tokens), ("answer", tokens)):
             if count:
                 self._tokens.counts[kind, *by] += count
-        if is_judged(record):
-            for slo in self._objectives:
-                self._attained.counts[slo.judge, "yes" if attains(record, token_s, slo) else "no"] += 1
-        for phase, phase_s in record.phases_s().items():
+        for slo in self._objectives:
+            if (within := attained(record, token_s, slo)) is not None:
+                self._attained.counts[slo.judge, "yes" if within else "no"] += 1
+        for phase, phase_s in record.phases_s.items():
             self._phases.observe((phase, *by), phase_s)
         if record.first_byte_s is not None:
             self._ttft.observe(by, record.first_byte_s)
@@ -306,16 +303,26 @@ class RequestCounts(Collector):
         if record.outcome == "200":
             self._total.observe(by, record.total_s)
 
+    def _count_prefix(self, record: Record) -> None:
+        """What the index of prefixes predicted beside what the stage that took the prompt says that it found."""
+        heads = [one for one in record.choices if one.work == "prompt"]
+        if record.cached_tokens is None or not heads:
+            return
+        taken = record.prefill or record.decode
+        predicted = sum(one.cached for one in heads[-1].candidates if one.id == taken)
+        tokens = {"predicted": predicted, "cached": record.cached_tokens, "prompt": record.prompt_tokens or 0}
+        for which, count in tokens.items():
+            self._prefix.counts[which,] += count
+
     def counts(self, now: float, window_s: float = MINUTE_S) -> Counts:
         """Of the last `window_s` seconds, a minute at most, and of less than one before them, since seconds are whole.
         How long that is together, or how long this process has counted if it is younger, is in `seconds`."""
         since = math.floor(now - min(window_s, MINUTE_S))
         before = next((counts for second, counts in self._past if second >= since), None)
         # Where nothing has come since then, nothing was gained.
-        requests, errors, retried, tokens, kinds, attained, ttft, tpot = (
+        requests, errors, retried, tokens, kinds, judged, ttft, tpot = (
             _gained(family.counts, then) for family, then in zip(self._windowed, before or self._totals(), strict=True)
         )
-        judged = _by(attained, 0)
         return Counts(
             now - max(since, self._began),
             outcomes=_by(requests, 1),
@@ -325,9 +332,9 @@ class RequestCounts(Collector):
             tokens=_by(tokens, 0).get("answer", 0),
             first_byte=_by(ttft, -1),
             token=_by(tpot, -1),
-            judged=judged.get(self._slo.judge, 0),
-            attained=attained.get((self._slo.judge, "yes"), 0),
-            by_mean=attained.get((MEAN, "yes"), 0),
+            judged=_by(judged, 0).get(self._slo.judge, 0),
+            attained=judged.get((self._slo.judge, "yes"), 0),
+            by_mean=judged.get((MEAN, "yes"), 0),
             slo=self._slo,
             planned=self._planned,
             kinds={
@@ -339,7 +346,7 @@ class RequestCounts(Collector):
         )
 
     def collect(self) -> Iterator[Metric]:
-        for family in (*self._windowed, self._failures, self._phases, self._total):
+        for family in (*self._windowed, self._failures, self._prefix, self._phases, self._total):
             yield from family.collect()
 
     def _totals(self) -> list[Mapping[Any, float]]:
@@ -371,17 +378,18 @@ def _by(counts: Mapping[Any, int], label: int) -> dict[Any, int]:
     return dict(sums)
 
 
-def is_judged(record: Record) -> bool:
-    """Whether an objective is about it: not where its client has left or was wrong, or an answer was not streamed."""
-    if record.outcome == "200":
-        return record.first_byte_s is not None
+def failed_here(record: Record) -> bool:
+    """Whether it ended in an error of ours, a refusal, or an answer cut off."""
     return record.outcome == "broken" or record.status >= 500 or record.status in SERIOUS
 
 
-def attains(record: Record, token_s: float | None, slo: Objective) -> bool:
-    """Whether it was answered whole within both limits. Of several answers at once the first token alone counts."""
-    if record.outcome != "200" or record.first_byte_s is None:
-        return False
+def attained(record: Record, token_s: float | None, slo: Objective) -> bool | None:
+    """Whether it was answered whole within both limits; of several answers at once the first token alone counts. None
+    where no objective is about it: its client has left or was wrong, or an answer was not streamed."""
+    if record.outcome != "200":
+        return False if failed_here(record) else None
+    if record.first_byte_s is None:
+        return None
     gaps = (record.gaps, record.gaps_within) if record.answers == 1 else (0, 0)
     return slo.attained(record.first_byte_s, token_s, *gaps)
 

@@ -7,6 +7,7 @@ from that is worked out when somebody asks. No content: names, counts, times, co
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -128,6 +129,7 @@ class Record(Struct, array_like=True):
         finish: the model's reason. Token counts are None where no stage has said them.
         events_sent: of a stream. first_byte_s: of a stream, since the arrival.
         gaps: between events of a stream with content. gaps_within: those of them within `gap_limit_s`.
+        phases_s: how long each of `PHASES` took, in all of the request's life; they overlap.
         retried: something of it was done again. migrations: how often its stream went on at another instance.
         events, choices: in order; lost: how many found no place.
         failures: instance and code of each call that failed, also where another one helped.
@@ -167,6 +169,7 @@ class Record(Struct, array_like=True):
     gap_limit_s: float = 0.0
     first_byte_s: float | None = None
     total_s: float = 0.0
+    phases_s: dict[str, float] = {}
     events: list[Event] = []
     choices: list[Choice] = []
     retried: bool = False
@@ -197,7 +200,10 @@ class Record(Struct, array_like=True):
         if span:
             details["span"] = span
         now = time.monotonic()
-        details["s"] = now - since
+        took_s = details["s"] = now - since
+        if event in PHASES:
+            phase = PHASES[event]
+            self.phases_s[phase] = self.phases_s.get(phase, 0.0) + took_s
         self._add(now, event, details)
 
     def call_span(self) -> str:
@@ -305,31 +311,18 @@ class Record(Struct, array_like=True):
 
     def _predicted_ms(self) -> str:
         """Of the last choice of each kind, of a head where there was one: the shortest times."""
-        heads = (one for one in self.choices if one.work == "prompt" and len(one.candidates) > 1)
-        encoders = (one for one in self.choices if one.work == "encode")
-        last = {one.work: one for one in (*encoders, *heads)}
+        told = {"encode": 1, "prompt": 2}
+        last = {one.work: one for one in self.choices if len(one.candidates) >= told.get(one.work, math.inf)}
         parts = []
         for work in sorted(last):
             shortest = sorted(last[work].predicted_s().items(), key=lambda pair: pair[1])[:MAX_PREDICTIONS]
             parts += [f"{work}@{name}={1000 * s:.1f}" for name, s in shortest]
         return ", ".join(parts)
 
-    def phases_s(self) -> dict[str, float]:
-        """How long each of `PHASES` took, in all of the request's life; they overlap."""
-        phases: dict[str, float] = {}
-        for _, name, details in self.events:
-            phase = PHASES.get(name)
-            if phase is not None and "s" in details:
-                phases[phase] = phases.get(phase, 0.0) + details["s"]
-        return phases
-
     def phases_ms(self) -> Mapping[str, float]:
-        """The same for people, with the times of the first byte and of all."""
-        phases = self.phases_s()
-        if self.first_byte_s is not None:
-            phases["first_byte"] = self.first_byte_s
-        phases["total"] = self.total_s
-        return {name: round(1000 * s, 1) for name, s in phases.items()}
+        """How long each phase took, for people, with the times of the first byte and of all."""
+        phases = {**self.phases_s, "first_byte": self.first_byte_s, "total": self.total_s}
+        return {name: round(1000 * s, 1) for name, s in phases.items() if s is not None}
 
 
 PHASES = {

@@ -10,6 +10,7 @@ is remembered.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, nlargest
 from typing import Any
@@ -19,7 +20,7 @@ from msgspec import Struct
 
 from proxy.config.limits import Planned, RecordLimits, Slo
 from proxy.records.answer_end import answer_end
-from proxy.records.counts import SERIOUS, SLO, UNPLANNED, Counts, RequestCounts, together
+from proxy.records.counts import SLO, UNPLANNED, Counts, RequestCounts, failed_here, together
 from proxy.records.record import Record
 from proxy.records.report import report, summary
 
@@ -85,20 +86,17 @@ def merged(question: Question, several: Iterable[RecordsAnswer]) -> RecordsAnswe
     return RecordsAnswer(requests[: question.limit or MOST], together(counts) if counts else None)
 
 
-class Kept(Struct, frozen=True):
-    """A request that has ended. `ended`: moment of the process's clock."""
+class Kept(Struct, frozen=True, order=True):
+    """A request that has ended. `ended`: moment of the process's clock. The slower one ranks higher."""
 
-    ended: float
     total_s: float
+    ended: float
     failed: bool
     id: str
     client_id: str
     tenant: str
     packed: bytes
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.packed) + OWN_BYTES
+    size_bytes: int
 
     def record(self) -> Record:
         return _decoder.decode(self.packed)
@@ -109,9 +107,10 @@ class KeptRecords:
 
     def __init__(self, limits: RecordLimits) -> None:
         quarter, quarter_bytes = limits.requests // 4, limits.size_bytes // 4
-        self._newest = _Share(limits.requests - 2 * quarter, limits.size_bytes // 2)
-        self._failed = _Share(quarter, quarter_bytes)
-        self._slow = _Share(quarter, quarter_bytes)
+        first = deque.append, deque.popleft
+        self._newest = _Share(limits.requests - 2 * quarter, limits.size_bytes // 2, deque(), *first)
+        self._failed = _Share(quarter, quarter_bytes, deque(), *first)
+        self._slow = _Share(quarter, quarter_bytes, [], heappush, heappop)
         self._look_at = 0.0  # through the slow ones
         self._none = not limits.requests or not limits.size_bytes
 
@@ -125,57 +124,57 @@ class KeptRecords:
     def __iter__(self) -> Iterator[Kept]:
         """In no order."""
         for share in (self._newest, self._failed, self._slow):
-            yield from (kept for _, _, kept in share.heap)
+            yield from share.ones
 
     def add(self, record: Record) -> None:
         """It has ended."""
         if self._none:
             return
         ended = record.clock + record.total_s
-        failed, packed = is_failed(record), _encoder.encode(record)
-        kept = Kept(ended, record.total_s, failed, record.id, record.client_id, record.tenant, packed)
+        failed, packed = failed_here(record) or record.retried, _encoder.encode(record)
+        names = record.id, record.client_id, record.tenant
+        kept = Kept(record.total_s, ended, failed, *names, packed, len(packed) + OWN_BYTES)
         if ended >= self._look_at:
             self._look_at = ended + LOOK_S
             self._slow.forget(ended - SLOW_FOR_S)
-        for old in self._newest.add(ended, kept):
+        for old in self._newest.add(kept):
             if old.failed:
-                self._failed.add(old.ended, old)
+                self._failed.add(old)
             elif old.ended > ended - SLOW_FOR_S:
-                self._slow.add(old.total_s, old)
+                self._slow.add(old)
 
 
 class _Share:
-    """One part of the room: of those that were added the ones with the highest rank."""
+    """One part of the room, and `ones` in it. `put` and `take`: how one comes there, and the next to leave goes."""
 
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
-        self._added = 0  # of equals the later one ranks higher
-        self.heap: list[tuple[float, int, Kept]] = []
+    def __init__(
+        self,
+        most: int,
+        most_bytes: int,
+        ones: Any,
+        put: Callable[[Any, Kept], object],
+        take: Callable[[Any], Kept],
+    ) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._put, self._take = put, take
+        self.ones = ones
         self.size_bytes = 0
 
-    def add(self, rank: float, kept: Kept) -> list[Kept]:
+    def add(self, kept: Kept) -> list[Kept]:
         """Returns those for which there is no room any more."""
-        self._added += 1
-        heappush(self.heap, (rank, self._added, kept))
+        self._put(self.ones, kept)
         self.size_bytes += kept.size_bytes
         gone = []
-        while len(self.heap) > self._most or self.size_bytes > self._most_bytes:
-            _, _, lowest = heappop(self.heap)
-            self.size_bytes -= lowest.size_bytes
-            gone.append(lowest)
+        while len(self.ones) > self._most or self.size_bytes > self._most_bytes:
+            gone.append(self._take(self.ones))
+            self.size_bytes -= gone[-1].size_bytes
         return gone
 
     def forget(self, until: float) -> None:
         """Those that ended by then."""
-        self.heap = [entry for entry in self.heap if entry[2].ended > until]
-        heapify(self.heap)
-        self.size_bytes = sum(kept.size_bytes for _, _, kept in self.heap)
-
-
-def is_failed(record: Record) -> bool:
-    """Whether it says that something is wrong here: an error of ours, a refusal, an answer cut off, a retry."""
-    return record.status >= 500 or record.status in SERIOUS or record.outcome == "broken" or record.retried
+        self.ones = [kept for kept in self.ones if kept.ended > until]
+        heapify(self.ones)
+        self.size_bytes = sum(kept.size_bytes for kept in self.ones)
 
 
 class Records:
@@ -210,11 +209,12 @@ class Records:
     def arrived(self, record: Record, kind: str) -> None:
         """It asks stages for something, `text` or `media`, and has not been refused yet."""
         record.kind = kind
-        self.counts.arrived(kind, time.monotonic())
+        self.counts.asked(kind, time.monotonic(), requests=1)
 
     def prompt_known(self, record: Record, items: int, item_tokens: float, prompt_tokens: float) -> None:
         """How much it asks for is known: tokens of its items, and of its prompt with them."""
-        self.counts.prompt_known(record.kind, items, item_tokens, prompt_tokens, time.monotonic())
+        sizes = {"items": items, "item_tokens": item_tokens, "prompt_tokens": prompt_tokens}
+        self.counts.asked(record.kind, time.monotonic(), known_prompts=1, **sizes)
 
     def end(self, record: Record, last: bytes) -> None:
         """It has ended, with its outcome; an answer with these bytes."""

@@ -194,12 +194,15 @@ class AnnouncementDispatcher(Announcements):
             case wire.FeatureExpected():
                 self.directory.expected(message, time.monotonic())
             case wire.FeatureReady():
+                self._metrics.encoded_once.announced(message.key, time.monotonic())
                 self.directory.announced(message, time.monotonic())
             case wire.FeaturePending():
                 self.directory.renewed(message.keys, time.monotonic())
             case wire.FeatureFailed():
+                self._metrics.encoded_once.lost([message.key])
                 self.directory.lost([message.key])
             case wire.FeatureMissing():
+                self._metrics.encoded_once.lost(message.keys)
                 self.directory.lost(message.keys)
                 self._missing.announced(message)
             case _:

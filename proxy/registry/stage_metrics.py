@@ -143,6 +143,17 @@ def stage_metrics(table: InstanceTable, views: Sequence[InstanceView]) -> Iterat
     for name, text in STATE_GAUGES.items():
         yield _gauge(f"epd_stage_{name}", text, labels, [(names, getattr(view, name)) for names, view in named])
     fresh = [(names, view.stage) for names, view in named if view.stage and view.stage_age_s < REPORT_TRUST_S]
+    up = {view.instance.id for view in views if view.up}
+    held: dict[str, list[int]] = {}
+    for (name, role), report in fresh:
+        if name in up:
+            held.setdefault(role, []).append(report.running + report.waiting)
+    yield _gauge(
+        "epd_stage_spread",
+        "Requests that run or wait at the fullest instance of a role beyond those at the emptiest, as they report.",
+        ("role",),
+        [((role,), max(counts) - min(counts)) for role, counts in held.items()],
+    )
     for name, text in LOAD_GAUGES.items():
         yield _gauge(f"epd_stage_{name}", text, labels, [(names, getattr(report, name)) for names, report in fresh])
 

@@ -155,6 +155,10 @@ class TokenHistory:
         return size
 
 
+class AnotherAnswerError(StageError):
+    """A stage does not go on after what the client has."""
+
+
 class Continuation:
     """The answer of a stage after `history`, made when it begins.
 
@@ -260,7 +264,7 @@ class Continuation:
         return bool(lists) and many > len(known)
 
     def _another(self) -> StageError:
-        return StageError(f"stage {self._stage} went on after another answer than was given", stage=self._stage)
+        return AnotherAnswerError(f"stage {self._stage} went on after another answer than was given", stage=self._stage)
 
 
 def read(event: Event, stage: str) -> tuple[dict[str, Any], dict[str, Any]]:
