@@ -113,12 +113,13 @@ class Pass(Ticket, kw_only=True):
     def __enter__(self) -> Self:
         """Raises OverloadedError: too many wait, or it would wait too long. DeadlineUnreachable: beyond `until`."""
         wait_s = self.queue.predicted_wait_s(self, at_least=True) or 0.0
-        soonest_s = wait_s + min(self.queue.begun_s[self.kind], default=0.0)
-        if self.until is not None and time.monotonic() + soonest_s > self.until:
-            self._refused("deadline", predicted_s=soonest_s)
-            raise DeadlineUnreachable(
-                f"an answer would begin in {soonest_s:.1f} s at best, later than the deadline of the request"
-            )
+        if self.until is not None:
+            soonest_s = wait_s + min(self.queue.begun_s[self.kind], default=0.0)
+            if time.monotonic() + soonest_s > self.until:
+                self._refused("deadline", predicted_s=soonest_s)
+                raise DeadlineUnreachable(
+                    f"an answer would begin in {soonest_s:.1f} s at best, later than the deadline of the request"
+                )
         if wait_s > self.gate.max_wait_s:
             raise self._overloaded("wait", f"a request with {self.kind} would wait {wait_s:.0f} s or more now")
         if self.queue.is_full(self.kind):

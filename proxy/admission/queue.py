@@ -14,9 +14,9 @@ the moment at which they could be prefilled, so that nobody waits for those who 
 Text and media share the instances that prefill and decode, and only those, so only there the two compete. Each ticket
 has a time at which it is *due*: its arrival, later for media (`media_yields_s`) and by what the client asks
 (`priority`). Whoever is due first goes first (`ORDER`). As nobody who comes later than that time is due earlier, nobody
-starves: that is the aging. Where the head of the lines does not fit yet (`_has_room`), nobody smaller overtakes it.
-Beyond that each modality has a share that the other cannot take while both are about, so that neither waits for the
-other to end.
+starves: that is the aging. Where the head of the lines does not fit yet (`AdmissionQueue.has_room`), nobody smaller
+overtakes it. Beyond that each modality has a share that the other cannot take while both are about, so that neither
+waits for the other to end.
 """
 
 from __future__ import annotations
@@ -331,9 +331,10 @@ class AdmissionQueue:
     def _next(self) -> Ticket | None:
         if (to_encode := self.lines[0]) and self.has_room(to_encode[0], encode=True):
             return to_encode[0]
-        heads = [line[0] for line in self.lines[1:] if line and self._within_share(line[0])]
-        first = min(heads, key=ORDER, default=None)
-        return first if first is not None and self._within_all(first) else None
+        for head in sorted((line[0] for line in self.lines[1:] if line), key=ORDER):
+            if self._within_share(head):
+                return head if self._within_all(head) else None  # nobody smaller overtakes it
+        return None
 
     def _within_all(self, ticket: Ticket) -> bool:
         text, media = self.use.values()
