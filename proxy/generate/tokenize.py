@@ -62,14 +62,13 @@ class TokenizeStep:
         while len(tried) <= self._services.settings.retries:
             live = [one for role in Role if role.has_language_model for one in self._table.live(role)]
             untried = [one for one in live if one.incarnation_id not in tried]
-            if not untried and self._table.pause.left_s:
+            if not untried:
+                if not self._table.pause.left_s:
+                    break
                 await self._table.changed(self._table.pause.left_s)
                 continue
-            if not untried:
-                break
-            chosen = random.choice(preferred(untried))
-            tried.add(chosen.incarnation_id)
-            instance = self._table.instance(chosen.id)
+            instance = self._table.instance(random.choice(preferred(untried)).id)
+            tried.add(instance.incarnation_id)
             try:
                 return await self._services.stages.post(
                     instance, ctx.request.endpoint, payload, headers, timeout_s=TIMEOUT_S

@@ -129,14 +129,13 @@ class Circuits:
             if self._circuits.pop(incarnation_id, None) is not None:
                 self._tell(incarnation_id)
 
-    def _began(self, call: StageCall) -> None:
+    def _note(self, call: StageCall) -> None:
+        """It has begun, or ended."""
         if (circuit := self._circuits.get(call.incarnation_id)) is not None:
-            circuit.began(call, _now())
-            self._tell(call.incarnation_id)
-
-    def _ended(self, call: StageCall) -> None:
-        if (circuit := self._circuits.get(call.incarnation_id)) is not None:
-            circuit.ended(call)
+            if call.ended:
+                circuit.ended(call)
+            else:
+                circuit.began(call, _now())
             self._tell(call.incarnation_id)
 
     def _failed(self, incarnation_id: IncarnationId) -> None:
@@ -151,9 +150,8 @@ class Circuits:
             asyncio.get_running_loop().call_later(open_s + CLOCK_S, self._tell, incarnation_id)
         self._tell(incarnation_id)
 
-    def _died(self, incarnation_id: IncarnationId) -> None:
-        if self._table.is_alive(*incarnation_id):
-            name, incarnation = incarnation_id
+    def _died(self, name: str, incarnation: str) -> None:
+        if self._table.is_alive(name, incarnation):
             self._table.mark_down(name, "its engine is dead", incarnation=incarnation)
 
     def _tell(self, incarnation_id: IncarnationId) -> None:
@@ -172,7 +170,7 @@ class StageCall:
         self.judged = self.ended = False
         self._failed = False
         self._circuits = circuits
-        circuits._began(self)
+        circuits._note(self)
 
     def succeeded(self) -> None:
         """It answers: for a stream that is known at the first event."""
@@ -189,7 +187,7 @@ class StageCall:
     def over(self) -> None:
         """Nothing more comes of it. Any number of times."""
         self.ended = True
-        self._circuits._ended(self)
+        self._circuits._note(self)
 
     def __enter__(self) -> Self:
         return self
@@ -199,11 +197,11 @@ class StageCall:
     ) -> None:
         if error is None or isinstance(error, RequestError):
             self.succeeded()
-        elif isinstance(error, StageError):
-            if error.stage == self.incarnation_id[0] and not isinstance(error, KvNotDelivered):
+        elif isinstance(error, StageError) and not isinstance(error, KvNotDelivered):
+            if error.stage == self.incarnation_id[0]:
                 self.failed()
                 if isinstance(error, StageDied) and error.for_good:
-                    self._circuits._died(self.incarnation_id)
+                    self._circuits._died(*self.incarnation_id)
         elif isinstance(error, DeadlineError):
             self.failed()
         self.over()
@@ -256,10 +254,10 @@ class StallWatchdog:
     def _judge(self, cancel_scope: CancelScope[StageError], call: StageCall, limit_s: float) -> None:
         stage, silent_s = call.incarnation_id[0], self._table.silence_s(*call.incarnation_id)
         down_s = self._table.down_s(*call.incarnation_id)
-        if max(silent_s, down_s) > limit_s:
+        if (ago_s := max(silent_s, down_s)) > limit_s:
             call.failed()
             what = "has stopped to report" if silent_s > limit_s else "is down"
-            ago_s = max(silent_s, down_s) if down_s < math.inf else 0.0
+            ago_s = ago_s if ago_s < math.inf else 0.0
             cancel_scope.cancel(StageDied(f"stage {stage} {what}", stage=stage, ago_s=ago_s))
 
 
