@@ -23,6 +23,8 @@ GAIN = 1.15
 """Who must wait anyway is to wait less by so much, or nothing is moved."""
 TRADE_S = 30.0
 """For so long a group that gave something up to another one does not get it back, unless more is needed of it."""
+SHARE_S = 30.0
+"""From one change of core shares to the next: until then reports still tell of what was before it."""
 HALF = 0.5
 """Of the devices, that are text's first."""
 HEARD = 0.5
@@ -120,8 +122,12 @@ def forbidden(move: Move, seen: Observation, need: Needs, memory: Memory, outloo
     """Why a move must not be made now; "" where it may."""
     counts = counts_of(seen.layout)
     less, more = given_up(move.counts, counts), added(move.counts, counts)
-    until_s, _ = memory.resting.get(move.layout, (0.0, 0.0))
-    if seen.changing and not (seen.own and move.before > 1 and not less):  # more is needed: what drains is taken back
+    until_s, _ = memory.resting.get(move.target, (0.0, 0.0))
+    if move.what == "share" and seen.at_s < memory.shared_s + SHARE_S * memory.calm:
+        return "core shares were changed a moment ago"
+    if seen.changing and not (
+        move.what != "share" and seen.own and move.before > 1 and not less
+    ):  # more is needed: what drains is taken back
         return "a change is under way"
     if seen.heard < HEARD:
         return f"only {seen.heard:.0%} of the front doors say what comes"
