@@ -37,8 +37,8 @@ class Held:
 
 
 def shares_of(held: Iterable[Held]) -> Mapping[str, Shares]:
-    """Of the groups whose shares can be changed by role: all its copies divide their devices alike, and none of its roles
-    shares a device in another group."""
+    """Of each group whose shares can be changed by role: all copies of it divide their devices alike, and none of its
+    roles shares a device in another group."""
     by_group: dict[str, list[Held]] = {}
     for one in held:
         by_group.setdefault(one.group, []).append(one)

@@ -53,7 +53,7 @@ def obey() -> None:
 
 
 class _CpuCores:
-    """Those of one worker. A thread moves all that compute to others; how many compute, the model's own thread changes."""
+    """Those of one worker. A thread moves all that compute to others; how many these are, the model's own changes."""
 
     def __init__(self, order: CoreOrder) -> None:
         self._order = order

@@ -170,6 +170,8 @@ async def test_cores_go_to_the_part_that_lacks_them_and_nothing_is_started(
         assert cores(world) == {"E0": 2, "P0": 2, "E1": 2, "P1": 2}
         assert {call.split()[0] for call in world.runtime.calls[begun:]} == {"share"}
         assert world.layout == "(E-P)x2-D" and world.reconciler.wanted.core_share == "E=0.5,P=0.5"
+        record = world.journal.read()
+        assert record is not None and record.core_share == "E=0.5,P=0.5", "the next life of control goes on with them"
         assert 'epd_follow_moves_total{kind="share",outcome="done"} 1.0' in metrics_of(follower)
         assert await world.says("status", "--why") == 0
         assert "share to E=0.5,P=0.5: E would be used" in capsys.readouterr().out
