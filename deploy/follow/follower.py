@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deploy.change.types import Kind
-from deploy.follow.forecast import HARDLY_EVER, above, followed, surely, upper, usual
+from deploy.follow.forecast import HARDLY_EVER, NEVER, above, followed, surely, upper, usual
 from deploy.follow.moves import TRADE_S, Outlook, added, busiest, counts_of, forbidden, given_up, in_vain, propose
 from deploy.follow.plans import Plans, consider
 from deploy.follow.shares import propose_shares
@@ -107,11 +107,16 @@ def _with_backlog(needs: Needs, seen: Observation) -> Needs:
 
 
 def _outlook(seen: Observation, before: Memory, limits: Limits) -> Outlook:
-    sure = needed({kind: surely(count, HARDLY_EVER) / seen.window_s for kind, count in seen.came.items()}, seen)
-    counts = counts_of(seen.layout)
-    late = {name for name, busy in by_group(_with_backlog(sure, seen)).items() if busy > limits.use * counts[name]}
+    late, certain = (_late(seen, limits, margin) for margin in (HARDLY_EVER, NEVER))
     rising = any(kind in before.trends and above(before.trends[kind], count) for kind, count in seen.came.items())
-    return Outlook(frozenset(late), rising)
+    return Outlook(late, certain, rising)
+
+
+def _late(seen: Observation, limits: Limits, margin: float) -> frozenset[str]:
+    """Groups that are busier than they may be, even if no more comes than with this margin."""
+    sure = needed({kind: surely(count, margin) / seen.window_s for kind, count in seen.came.items()}, seen)
+    counts, need = counts_of(seen.layout), by_group(_with_backlog(sure, seen))
+    return frozenset(name for name, busy in need.items() if busy > limits.use * counts[name])
 
 
 def _peak(seen: Observation, memory: Memory, quiet_s: float) -> Needs:

@@ -110,11 +110,13 @@ class Outlook:
     """How sure it is what is needed.
 
     Attributes:
-        late: groups that are busier than they may be, by what surely comes.
+        late: groups that are busier than they may be, by what hardly ever fewer requests come than. certain: by what
+            fewer never come than.
         rising: of some kind of request more comes than was to be expected.
     """
 
     late: frozenset[str] = frozenset()
+    certain: frozenset[str] = frozenset()
     rising: bool = False
 
 
@@ -137,7 +139,8 @@ def forbidden(move: Move, seen: Observation, need: Needs, memory: Memory, outloo
         return f"it failed, and is not tried again for {until_s - seen.at_s:.0f} s"
     if less and any(in_vain(name, need, memory, seen.at_s - TRADE_S * memory.calm) for name in more):
         return "the other way round it was decided a moment ago, and no more is needed than then"
-    if less and more and move.what != "relayout" and not outlook.late.intersection(more):
+    sure = outlook.late if move.what == "flip" else outlook.certain  # a start costs more than a flip that was in vain
+    if less and more and move.what != "relayout" and not sure.intersection(more):
         return f"more of {', '.join(more)} may be needed, but that is not sure enough to take from others"
     if less and not more and outlook.rising:
         return "nothing is given up while more comes than did"
