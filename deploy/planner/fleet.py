@@ -157,6 +157,13 @@ class Fleet:
         self._set_held({**self.held, name: one.plan})
         self._settle()
 
+    def share(self, name: str, core_share: float) -> None:
+        """Who has a share of its device's cores has this one from its next step on."""
+        one = self.instances[name]
+        assert one.plan.core_share, f"{name} has no share of its own"
+        one.plan = replace(one.plan, core_share=core_share)
+        one.stage.slow = 1.0 / core_share
+
     def remove(self, name: str) -> None:
         """It is gone, which has to be `empty`, and so are its devices, unless another one is on them."""
         self._set_held({held: plan for held, plan in self.held.items() if held != name})
