@@ -127,7 +127,7 @@ async def _serve(
 
 
 async def _answer(config: ProxyConfig, doors: FrontDoors, admin: Admin) -> None:
-    requests = await asyncio.to_thread(importlib.import_module, "proxy.http.requests")  # the web framework, too
+    requests = await asyncio.to_thread(importlib.import_module, "proxy.http.admin")  # the web framework, too
     traces = await asyncio.to_thread(importlib.import_module, "deploy.front.trace_routes")
     more = [requests.request_routes(doors.look), traces.trace_routes(doors.traced)]
     await serve_page(admin, doors, config, grace_s=GRACE_S, more=more)

@@ -4,7 +4,7 @@ vLLM reports failures inside a stream as an error event followed by [DONE], whic
 Here such an event becomes an error: retried by the caller before the commit point, fatal for the connection after.
 
 A stream may begin with P's first token (`show`): P answers the client's own request, but ends there; D, which is made
-to sample the same one (`epd_serve.engine.first_token`), goes on after it. Its client must not be able to tell, so of
+to sample the same one (`epd_serve.engine.forced_tokens`), goes on after it. Its client must not be able to tell, so of
 what `may_be_shown` lets pass only that is shown with which D's stream is sure to begin. A token with which P's answer
 *stops* is the whole answer, and D is not needed.
 """
