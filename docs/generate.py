@@ -32,13 +32,13 @@ from deploy.options.config import DeployConfig, ProxyConfig
 from proxy.background import Background
 from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.config.tree import Setting, settings_of
-from proxy.http.openapi import document
-from proxy.http.unserved import UNSERVED
-from proxy.metrics import LabelledCounter, LabelledHistogram, Metrics
-from proxy.records.request_metrics import RequestMetrics
-from proxy.registry.stage_metrics import KvMetrics, StageMetrics, StoreMetrics
+from proxy.http.app import create_app
+from proxy.http.openapi import UNSERVED
+from proxy.metrics import LabelledCounter, Metrics
+from proxy.records.counts import RequestCounts
+from proxy.registry.stage_metrics import StageMetrics, kv_metrics, stage_metrics, store_metrics
 from proxy.registry.table import InstanceTable
-from proxy.request.client_deadline import HEADER
+from proxy.request.client import HEADER
 from proxy.workers.hub import worker_metrics
 from proxy.workers.stage_scrape import StageScrape
 
@@ -207,7 +207,7 @@ def metrics() -> str:
             "Counted by the proxy. With `--workers` they are sums over its processes.",
             [
                 *_own(vars(Metrics()).values()),
-                *_families(RequestMetrics().collect()),
+                *_families(RequestCounts(0.0).collect()),
                 *_own(vars(Background()).values()),
                 *((Metric(one.name, one.help, one.kind), ()) for one in worker_metrics(0, 0)),
             ],
@@ -216,12 +216,16 @@ def metrics() -> str:
             "Stages",
             "From the status table and each instance's scheduler, at every scrape.",
             [
-                *_families(StageMetrics(table).collect()),
+                *_families(StageMetrics(table, stage_metrics).collect()),
                 *_own(vars(StageScrape(table, CollectorRegistry())).values()),
             ],
         ),
-        ("The feature store", "From each instance that has reported.", _families(StoreMetrics(table).collect())),
-        ("KV links", "From the sending worker of each link.", _families(KvMetrics(table).collect())),
+        (
+            "The feature store",
+            "From each instance that has reported.",
+            _families(StageMetrics(table, store_metrics).collect()),
+        ),
+        ("KV links", "From the sending worker of each link.", _families(StageMetrics(table, kv_metrics).collect())),
         (
             "The controller",
             "Counted in its present life. Not of `epd-serve proxy`; on several hosts at the admin listener only.",
@@ -266,7 +270,7 @@ def _own(values: Iterable[object]) -> list[tuple[Metric, Sequence[str]]]:
     for one in values:
         if isinstance(one, MetricWrapperBase):
             found.append((next(iter(one.describe())), one._labelnames))
-        elif isinstance(one, LabelledCounter | LabelledHistogram):
+        elif isinstance(one, LabelledCounter):
             found += _families(one.collect())
     return found
 
@@ -284,7 +288,7 @@ def _labels(names: Sequence[str]) -> str:
 
 def http_api() -> str:
     settings = ProxySettings(served_models=("MODEL",), identity=ModelIdentity("MODEL"))
-    api = document(settings, "")
+    api = create_app(settings, InstanceTable()).openapi()
     sections = []
     for path, operations in api["paths"].items():
         for method, operation in operations.items():
@@ -314,8 +318,8 @@ def http_api() -> str:
 
 
 def _operation(operation: Mapping[str, Any]) -> Iterator[str]:
-    if "summary" in operation:
-        yield operation["summary"]
+    if "description" in operation:
+        yield operation["description"]
     body = operation.get("requestBody")
     if body is not None:
         yield f"Body: {_type(body['content']['application/json']['schema'])}."

@@ -31,15 +31,27 @@ THREAD_FLOP = 30e6
 
 @dataclass(frozen=True)
 class CpuThreads:
-    """Of one worker: `count` threads on any of `cores`.
+    """Of one worker: `count` threads on any of `cores`, which may become others while it runs.
 
     Attributes:
-        apart: the stage's server keeps off them, where it has others.
+        worth: more threads would gain nothing; None where nobody knows.
+        tp: workers of the stage. decodes_only: nothing else is done there.
     """
 
     cores: tuple[int, ...]
-    count: int
-    apart: bool = False
+    worth: int | None = None
+    tp: int = 1
+    decodes_only: bool = False
+
+    @property
+    def count(self) -> int:
+        most = max(1, len(self.cores) // self.tp)
+        return most if self.worth is None else min(most, max(1, self.worth))
+
+    @property
+    def apart(self) -> bool:
+        """The stage's server keeps off the cores, where it has others."""
+        return self.decodes_only and self.count * self.tp >= len(self.cores)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -47,10 +59,8 @@ class CpuThreads:
 
 def cpu_threads(work: StageWork | None, role: Role, cores: tuple[int, ...], tp: int) -> CpuThreads:
     """For each of the `tp` workers of a stage. Where the model says too little of its work, all cores that it has."""
-    most = max(1, len(cores) // tp)
-    worth = most if work is None else round(smallest_step_flop(work, role) / THREAD_FLOP)
-    count = min(most, max(1, worth))
-    return CpuThreads(cores, count, apart=role is Role.D and count * tp >= len(cores))
+    worth = None if work is None else round(smallest_step_flop(work, role) / THREAD_FLOP)
+    return CpuThreads(cores, worth, tp, decodes_only=role is Role.D)
 
 
 def smallest_step_flop(work: StageWork, role: Role) -> float:

@@ -35,6 +35,8 @@ class Peer(msgspec.Struct, frozen=True):
         kv_endpoint: where its scheduler takes READY, or "".
         kv_workers: where its workers take KV, by rank.
         load: where its scheduler reports its load, or "".
+        cores: on CPU, those that it is to compute on, where it has a share of its device's; they may change while it
+            runs. core_share: that share.
     """
 
     instance: str
@@ -45,6 +47,8 @@ class Peer(msgspec.Struct, frozen=True):
     kv_endpoint: str = ""
     kv_workers: tuple[str, ...] = ()
     load: str = ""
+    cores: tuple[int, ...] = ()
+    core_share: float = 0.0
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -62,6 +66,8 @@ def peer_of(instance: Instance, role: Role | None = None) -> Peer:
         instance.kv_endpoint or "",
         instance.kv_workers,
         instance.load_news or "",
+        instance.cpu_cores if instance.core_share is not None else (),
+        instance.core_share or 0.0,
     )
 
 
@@ -97,6 +103,11 @@ class Peers:
             return fresh
         self._next_look = now + self._every_s
         return self._look(self._path) or fresh
+
+    @property
+    def me(self) -> Peer:
+        """The asking instance as it is to be now."""
+        return self._me
 
     @property
     def role(self) -> Role:

@@ -1,6 +1,6 @@
 """Traffic as data: when requests came, how large they were and how long their answers. No content, no names of people.
 
-The proxy writes it (`proxy/records/recording.py`), the load generator replays it, planner and simulator read it. The
+The proxy writes it (`proxy/records/lines.py`), the load generator replays it, planner and simulator read it. The
 file is JSON lines, one request each, in any order, since they are written as requests end; what is older is in a file
 of that name with `.1`, where there is one. What is 0, empty or unknown is left out:
 

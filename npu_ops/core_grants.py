@@ -12,6 +12,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+_FIXED = {
+    "npu": "torch.npu.set_device_limit may be called once in a process, so a share of an NPU stays that of the start",
+    "cuda": "MPS takes a share from the environment that a process starts with, so it stays that of the start",
+}
+
+
+def why_fixed(device: str) -> str:
+    """Why the share of a worker on this kind of device stays as long as it runs; "" where it may change."""
+    return _FIXED.get(device, "")
+
 
 @dataclass(frozen=True)
 class CoreOrder:

@@ -4,8 +4,8 @@
   `get_device_limit` is compared with what was set: a difference ends the worker.
 - CUDA: the MPS server (`mps.py`), by the environment that the process started with. Read back is how many SMs the
   device says it has, which MPS counts per process.
-- CPU: affinity of the OpenMP threads, which vLLM sets (`VLLM_CPU_OMP_THREADS_BIND`). That of the threads that compute
-  is read back: one that may run elsewhere ends the worker.
+- CPU: affinity of the OpenMP threads. That of the threads that compute is read back: one that may run elsewhere ends
+  the worker. It alone may become another one while a worker runs (`core_grants.why_fixed`).
 
 NPU and CUDA: written against torch_npu 2.10's sources and NVIDIA's manual; neither has run on a card.
 
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from npu_ops.core_grants import CoreGrant, CoreOrder, write_grant
 from npu_ops.core_sets import TooFewCoresError, apportion
-from npu_ops.openmp import team
+from npu_ops.openmp import move_threads, team
 
 _KINDS = {"cube": "cube_core_num", "vector": "vector_core_num"}
 _FIX = "correct or remove --core-share"
@@ -145,6 +145,17 @@ def cpu_grant(rank: int, order: CoreOrder) -> CoreGrant:
             f"computing threads run on cores {list(cores)}, not on {list(order.cores)} alone: is "
             f"VLLM_CPU_OMP_THREADS_BIND or an OpenMP variable set for this stage? Unset it, or {_FIX}"
         )
+    return CoreGrant(rank, order.share, {"cpu": len(cores)}, core_ids=cores)
+
+
+def moved_cpu_grant(rank: int, before: CoreOrder, order: CoreOrder) -> CoreGrant:
+    """Have all threads of this worker that compute on the cores of `before` compute on those of `order` from now on.
+
+    How many threads compute, the model's own thread has to change between two of its steps
+    (`npu_ops.openmp.set_team_size`). Whoever has asked for it compares what is read back here.
+    """
+    moved = move_threads(before.cores, order.cores)
+    cores = tuple(sorted({core for thread in moved for core in _affinity(thread)}))
     return CoreGrant(rank, order.share, {"cpu": len(cores)}, core_ids=cores)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import psutil
 
 _PARALLEL_ELEMENTS = 1 << 20  # torch splits an elementwise operation among threads from 32768 elements on
+_LOOKS = 2  # a thread that one of the others has begun meanwhile is seen by the second one
 
 
 @functools.cache
@@ -23,7 +25,7 @@ def team() -> tuple[int, ...]:
 
 
 def set_team_size(threads: int) -> None:
-    """What OMP_NUM_THREADS does when libgomp is loaded, later; it is preloaded. Nothing has been computed yet.
+    """What OMP_NUM_THREADS does when libgomp is loaded, later, for the teams of the calling thread; it is preloaded.
 
     `torch.set_num_threads` would make another pool of threads on the way.
     """
@@ -34,6 +36,19 @@ def bind_team(cores: Sequence[int]) -> None:
     """Each thread of the team to one of the cores, in turn."""
     for index, thread in enumerate(team()):
         os.sched_setaffinity(thread, {cores[index % len(cores)]})
+
+
+def move_threads(before: Iterable[int], cores: Iterable[int]) -> set[int]:
+    """Every thread of this process that may run on cores of `before` alone may run on `cores` from now on; those that
+    float still do. Returns the ids of those that were moved."""
+    old, new, moved = set(before), set(cores), set[int]()
+    for _ in range(_LOOKS):
+        for thread in _threads() - moved:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                if os.sched_getaffinity(thread) <= old:
+                    os.sched_setaffinity(thread, new)
+                    moved.add(thread)
+    return moved
 
 
 def _threads() -> set[int]:

@@ -7,6 +7,7 @@ Owns the shape `{"error": {"message", "type", "param", "code"}}`. The named erro
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from epd_serve.errors import EpdError, NoInstanceError, OverloadedError, PayloadTooLargeError, RequestError, StageError
@@ -15,6 +16,7 @@ from proxy.redact import redacted
 NO_INSTANCE_RETRY_AFTER_S = 5.0
 MAX_STAGE_MESSAGE_CHARS = 500
 MAX_JUDGED_CHARS = 20_000
+INTERNAL_ERROR = "internal_error"
 ENGINE_DEAD = "EngineCore encountered an issue"
 """How vLLM (0.23 to 0.32, `v1/engine/exceptions.py`) words that its engine has died; the server ends next."""
 
@@ -105,7 +107,12 @@ class KvNotDelivered(StageError):
 def internal_error() -> EpdError:
     """What a client is told of a defect of ours. Goes out with `connection: close`: the server closes the connection
     when it sees the exception, which the next request on it should not find out."""
-    return EpdError("Internal error of the proxy; its log has the details.", code="internal_error")
+    return EpdError("Internal error of the proxy; its log has the details.", code=INTERNAL_ERROR)
+
+
+def media_refused(param: str, what: str, code: str) -> RequestError:
+    """One media item is not taken."""
+    return RequestError(f"{param}: {what}.", param=param, code=code)
 
 
 def media_too_large(param: str, limit_bytes: int) -> PayloadTooLargeError:
@@ -118,26 +125,21 @@ def error_body(error: EpdError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-def error_json(error: EpdError) -> bytes:
-    return json.dumps(error_body(error)).encode()
-
-
 def error_headers(error: EpdError) -> dict[str, str]:
-    """`Retry-After` where waiting helps, and the end of the connection where there is an end of everything."""
-    if isinstance(error, SlowBodyError):  # the rest of the body is still to come
-        return {"connection": "close"}
-    if isinstance(error, OverloadedError):
-        return {"retry-after": str(max(1, round(error.retry_after_s)))}
-    if isinstance(error, DrainingError):  # the next request of this client finds another server
-        return {"retry-after": str(round(NO_INSTANCE_RETRY_AFTER_S)), "connection": "close"}
-    if isinstance(error, NoInstanceError):
-        return {"retry-after": str(round(NO_INSTANCE_RETRY_AFTER_S))}
-    return {}
+    """`Retry-After` where waiting helps, and the end of the connection where the rest of a body is still to come, where
+    the next request finds another server, or after a defect of ours, which ends it anyway."""
+    headers: dict[str, str] = {}
+    if isinstance(error, OverloadedError | NoInstanceError):
+        after_s = error.retry_after_s if isinstance(error, OverloadedError) else NO_INSTANCE_RETRY_AFTER_S
+        headers["retry-after"] = str(max(1, round(after_s)))
+    if isinstance(error, SlowBodyError | DrainingError) or error.code == INTERNAL_ERROR:
+        headers["connection"] = "close"
+    return headers
 
 
 def error_event(error: EpdError) -> bytes:
     """The single SSE event that ends a stream which failed after its first byte."""
-    return b"data: " + error_json(error) + b"\n\n"
+    return b"data: " + json.dumps(error_body(error)).encode() + b"\n\n"
 
 
 def response_error_event(error: EpdError) -> bytes:
@@ -159,46 +161,37 @@ def stage_answer_error(raw: bytes | str, *, stage: str, status: int) -> EpdError
         `StageRefusal` for 4xx; `StageError` (a retry is safe before the first byte) for everything else, of which 500
         is a `StageFault`, or `StageDied` when it is the stage's last word.
     """
-    fields: dict[str, Any] = {}
     text = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
     try:
         decoded = json.loads(text)
     except ValueError:
         decoded = None
-    if isinstance(decoded, dict):
-        inner = decoded.get("error", decoded)
-        fields = inner if isinstance(inner, dict) else {"message": str(inner)}
-    stage_message = str(fields.get("message") or text)[:MAX_JUDGED_CHARS]
-    message = redacted(stage_message)[:MAX_STAGE_MESSAGE_CHARS] or f"HTTP {status}"
+    fields = decoded.get("error", decoded) if isinstance(decoded, dict) else {}
+    if not isinstance(fields, dict):
+        fields = {"message": fields}
+    said = str(fields.get("message") or text)[:MAX_JUDGED_CHARS]
+    message = redacted(said)[:MAX_STAGE_MESSAGE_CHARS] or f"HTTP {status}"
     if 400 <= status < 500:
-        code = fields.get("code")
-        param = fields.get("param")
-        return StageRefusal(
-            message,
-            status=status,
-            error_type="invalid_request_error" if status != 429 else "rate_limit_error",
-            param=param if isinstance(param, str) else None,
-            code=code if isinstance(code, str) else None,
-        )
-    if ENGINE_DEAD in stage_message:
-        for_good = stage_message.startswith(ENGINE_DEAD)  # else some of it may be a client's own words
-        return StageDied(f"stage {stage} failed with {status}: {message}", stage=stage, for_good=for_good)
-    if status == 500:
-        return StageFault(f"{status}: {message}", stage=stage)
-    return StageError(f"stage {stage} failed with {status}: {message}", stage=stage)
+        kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+        param, code = (fields[name] if isinstance(fields.get(name), str) else None for name in ("param", "code"))
+        return StageRefusal(message, status=status, error_type=kind, param=param, code=code)
+    failed = f"stage {stage} failed with {status}: {message}"
+    if ENGINE_DEAD in said:
+        # by its own words only where they begin so: else some of it may be a client's
+        return StageDied(failed, stage=stage, for_good=said.startswith(ENGINE_DEAD))
+    return StageFault(f"{status}: {message}", stage=stage) if status == 500 else StageError(failed, stage=stage)
 
 
 def most_telling(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The one error of a failed TaskGroup to answer with: ours, the client's fault, a stage's death, its failure."""
-    flat: list[BaseException] = []
-    pending: list[BaseException] = [group]
-    while pending:
-        error = pending.pop()
-        if isinstance(error, BaseExceptionGroup):
-            pending.extend(error.exceptions)
-        else:
-            flat.append(error)
-    ours = [error for error in flat if not isinstance(error, EpdError)]
-    if ours:
-        return ours[0]
-    return min(flat, key=lambda error: (not isinstance(error, RequestError), not isinstance(error, StageDied)))
+    order = (RequestError, StageDied, EpdError)
+    flat = list(_leaves(group))
+    return min(flat, key=lambda error: next((at for at, kind in enumerate(order, 1) if isinstance(error, kind)), 0))
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        yield error
+        return
+    for inner in error.exceptions:
+        yield from _leaves(inner)

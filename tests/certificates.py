@@ -1,4 +1,4 @@
-"""Certificates for tests, each its own authority: for 127.0.0.1, in files."""
+"""Certificates for tests, each its own authority: for its name and 127.0.0.1, in files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def certificate(folder: Path, name: str = "epd") -> tuple[str, str]:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            critical=False,
+        )
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )

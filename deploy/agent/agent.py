@@ -155,6 +155,11 @@ class Agent:
                 kept.instance = replace(kept.instance, role=role)
             self._instances.note()
 
+    async def share(self, order: Order) -> None:
+        if (kept := self._instances.kept.get(order.id)) is not None:
+            self._check(order, kept)
+            await self._instances.share(kept, order.spec)
+
     async def drain(self, id: str) -> None:
         if (kept := self._instances.kept.get(id)) is not None:
             self._drains(kept, True)

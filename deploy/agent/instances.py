@@ -12,7 +12,8 @@ from deploy.agent.stage_life import Record
 from deploy.agent.supervisor import StageEvents
 from deploy.agent.wiring import Site, instance_of, wire
 from deploy.host.state import State
-from deploy.runtime.protocol import Observed, Order, Phase
+from deploy.runtime.protocol import Observed, Order, Phase, Spec
+from epd_serve.errors import ConfigError
 from epd_serve.instances import Instance
 from epd_serve.peers import Peer, peer_of, write_peers
 from epd_serve.roles import Role
@@ -21,6 +22,9 @@ from npu_ops.core_grants import read_grants
 
 INSTANCES, KNOWN = "instances", "known peers"
 """Sections of the state: of what runs here, and of those who are on other nodes."""
+
+OBEYED_S, LOOK_S = 6.0, 0.05
+"""In which a stage has to say that it computes on other cores: it looks once a second (`epd_serve.peers.LOOK_S`)."""
 
 _RECENT = 8  # starts of a role whose mean is told
 
@@ -119,6 +123,45 @@ class Instances(StageEvents):
         self._told = tuple(kept.copy() for kept in self.kept.values())
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def share(self, kept: Kept, spec: Spec) -> None:
+        """It computes on the cores of this spec from now on, in its later lives, too.
+
+        Raises:
+            ConfigError: its workers do not say that they do, and it is as it was before.
+        """
+        before = kept.order
+        if before.spec.cores == spec.cores:
+            return
+        self._reorder(kept, replace(before, spec=replace(spec, role=before.spec.role)))
+        try:
+            async with asyncio.timeout(OBEYED_S):
+                while kept.record.phase is Phase.UP:
+                    if self._obeys(kept):
+                        break
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            self._reorder(kept, before)
+            where = ", ".join(map(str, spec.cores))
+            raise ConfigError(f"{kept.order.id} does not compute on cores {where} within {OBEYED_S:g} s") from None
+        self.note()
+
+    def _reorder(self, kept: Kept, order: Order) -> None:
+        kept.order = order
+        if kept.instance is not None:
+            stage = wire(order, self._site, kept.port, kept.record.incarnation)
+            now = instance_of(stage)
+            kept.instance = replace(kept.instance, core_share=now.core_share, cpu_cores=now.cpu_cores)
+        self.note()
+
+    def _obeys(self, kept: Kept) -> bool:
+        """Whether all its workers say that they compute on its cores and nowhere else; that is told, then."""
+        assert kept.stage is not None and kept.stage.core_order is not None and kept.instance is not None
+        grants = read_grants(kept.stage.core_order.report, kept.stage.tp)
+        if len(grants) < kept.stage.tp or any(one.core_ids != kept.order.spec.cores for one in grants):
+            return False
+        kept.instance = replace(kept.instance, cores=grants)
+        return True
 
     async def watch(self) -> AsyncGenerator[tuple[Observed, ...]]:
         """All of them, at once and after each change."""

@@ -21,6 +21,7 @@ from epd_serve.placement import InstancePlan
 from epd_serve.roles import Role
 from epd_serve.stage_plan import StagePlan
 from epd_serve.wiring import StageWiring
+from npu_ops.core_grants import why_fixed
 
 _NOWHERE = Site(RunDir("", Path(), Path()), staging_bytes=0, mooncake_master="some")
 
@@ -106,7 +107,10 @@ def _digest(spec: Spec) -> str:
     if spec.both:  # which part it starts in says nothing
         spec = replace(spec, role=Role.P)
     stage = wire(Order("", spec), _NOWHERE, port=0, incarnation="")
-    if (cores := stage.core_order) is not None:  # names of neighbours say nothing, their order does
+    cores = stage.core_order
+    if cores is not None and not why_fixed(cores.device):  # other cores reach it while it runs
+        stage = replace(stage, cores=(0,), core_order=replace(cores, instance="", shares={"": 1.0}, cores=()))
+    elif cores is not None:  # names of neighbours say nothing, their order does
         numbered = {str(number): share for number, share in enumerate(cores.shares.values())}
         own = str(list(cores.shares).index(cores.instance))
         stage = replace(stage, core_order=replace(cores, instance=own, shares=numbered))

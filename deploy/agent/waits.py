@@ -62,7 +62,7 @@ class Patience:
             last.
         short_lives: so many in a row that did not settle are enough; 0: they never are.
         links_s: from its first 200 until a stage is used although its KV links are not up
-            (`proxy/registry/warm_links.py`).
+            (`proxy/registry/instance_state.py`).
     """
 
     start_s: float = 900.0

@@ -9,7 +9,7 @@ from deploy.change.types import Actual, Kind, Shortage, Wanted
 from deploy.memory.shared_memory import kv_links
 from deploy.runtime.protocol import SHARED_MEMORY, Node, Observed, Phase, Spec
 from epd_serve.roles import Role
-from proxy.routing.paths import paths
+from proxy.routing.plan import paths
 
 KINDS: dict[Kind, tuple[bool, bool]] = {"text": (False, False), "media": (True, False), "fused": (False, True)}
 """Kind -> (has media, needs one instance that prefills and decodes)."""

@@ -18,12 +18,14 @@ class Wanted:
 
     Attributes:
         specs: of those that have a place. waiting: of those that have none now. waits: what these wait for.
+        core_share: by which they share devices, as `--core-share` has it.
     """
 
     layout: str
     specs: tuple[Spec, ...]
     waiting: tuple[Spec, ...] = ()
     waits: str = ""
+    core_share: str = ""
 
     @property
     def every(self) -> tuple[Spec, ...]:
@@ -70,6 +72,14 @@ class Flip:
 
 
 @dataclass(frozen=True)
+class Share:
+    """An instance computes on the cores of this spec from now on, without a restart."""
+
+    id: str
+    spec: Spec
+
+
+@dataclass(frozen=True)
 class Leave:
     """A P with both halves gets nothing new: it will be a D once it is quiet."""
 
@@ -96,11 +106,15 @@ class Resume:
     pass
 
 
-Action = Start | Flip | Leave | Drain | Stop | Pause | Resume
+Action = Start | Flip | Share | Leave | Drain | Stop | Pause | Resume
 
 
 def in_role(one: Observed, role: Role) -> Observed:
     return replace(one, order=Order(one.order.id, replace(one.order.spec, role=role)))
+
+
+def on_cores(one: Observed, spec: Spec) -> Observed:
+    return replace(one, order=Order(one.order.id, replace(spec, role=one.order.spec.role)))
 
 
 def carried_out(action: Action, actual: Actual) -> Actual:
@@ -114,6 +128,8 @@ def carried_out(action: Action, actual: Actual) -> Actual:
         case Flip(name, role):
             there[name] = in_role(there[name], role)
             actual = replace(actual, leaving=actual.leaving - {name}, quiet=actual.quiet - {name})
+        case Share(name, spec):
+            there[name] = on_cores(there[name], spec)
         case Start(name, spec):
             order = Order(name, spec)
             taken_back = name in there

@@ -21,6 +21,7 @@ from deploy.change.types import (
     Pause,
     Plan,
     Resume,
+    Share,
     Shortage,
     Start,
     Stop,
@@ -88,13 +89,18 @@ def wave(wanted: Wanted, actual: Actual, *, may_pause: bool = False) -> tuple[Ac
 
 
 def reached(wanted: Wanted, actual: Actual) -> bool:
-    """Every wanted instance is up in its part, and no other is there. A pause may still have to end."""
+    """Every wanted instance is up in its part, on its cores, and no other is there. A pause may still have to end."""
     if len(actual.instances) != len(wanted.specs) or actual.leaving:
         return False
     found = match(wanted, actual.instances)
     return not found.missing and all(
-        one.phase is Phase.UP and one.order.spec.role is found.kept[one.order.id].role for one in actual.instances
+        one.phase is Phase.UP and _is(one.order.spec, found.kept[one.order.id]) for one in actual.instances
     )
+
+
+def _is(spec: Spec, wanted: Spec) -> bool:
+    """Of one that stands for the other, whether it has to become it."""
+    return spec.role is wanted.role and spec.cores == wanted.cores
 
 
 class _Turn:
@@ -106,7 +112,7 @@ class _Turn:
         self.surplus = [one.order.id for one in self.found.surplus]
 
     def actions(self) -> Iterator[Action]:
-        for some in (self._taken_back, self._flips, self._starts, self._ends, self._drains):
+        for some in (self._taken_back, self._flips, self._shares, self._starts, self._ends, self._drains):
             for action in some():
                 yield action
                 self.actual = carried_out(action, self.actual)
@@ -133,6 +139,13 @@ class _Turn:
                     yield Flip(name, spec.role)
             elif not leaves and self._can_spare([name]):
                 yield Leave(name)
+
+    def _shares(self) -> Iterator[Action]:
+        """Until all of a device have been told, two may compute on a core."""
+        for name, spec in self.found.kept.items():
+            one = self.present[name]
+            if one.phase is Phase.UP and one.order.spec.cores != spec.cores:
+                yield Share(name, spec)
 
     def _starts(self) -> Iterator[Action]:
         for spec in self.found.missing:

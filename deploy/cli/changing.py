@@ -302,13 +302,17 @@ def decisions_text(following: Json) -> str:
         ]
         lines += [f"  {line}" for line in table([("group", "busy", "peak", "there", "wanted"), *groups]).splitlines()]
         if (chosen := one["chosen"]) is not None:
-            lines.append(f"  {chosen['what']} to {chosen['layout']}: {chosen['why']}")
+            lines.append(f"  {chosen['what']} to {_target(chosen)}: {chosen['why']}")
         if (gain := one["gain"]) is not None:
             said = f"{gain['measured']:.0%} of its time, {gain['predicted']:.0%} was predicted"
             lines.append(f"  {gain['group']} is then busy for {said}")
-        lines += [f"  not {move['layout']}: {move['reason']}" for move in one["refused"]]
+        lines += [f"  not {_target(move)}: {move['reason']}" for move in one["refused"]]
         lines.append(f"  {one['plan']}")
     return "\n".join(lines)
+
+
+def _target(move: Json) -> str:
+    return str(move["core_share"] or move["layout"])
 
 
 def planned_lines(plan: Json) -> Iterator[tuple[str, bool]]:
@@ -361,4 +365,6 @@ def step_text(step: Json) -> str:
 
 def _words(step: Json) -> str:
     text = " ".join(str(word) for word in (step["action"], step.get("instance")) if word)
+    if step["action"] == "share":
+        return f"{text}: cores {', '.join(map(str, step['cores']))}"
     return f"{text} to {step['role']}" if step["action"] == "flip" else text

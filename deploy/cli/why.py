@@ -114,7 +114,8 @@ def _way(request: Json) -> str:
 def _choice(choice: Json) -> Iterator[str]:
     what = {"prompt": "takes the prompt", "decode": "decodes", "encode": "encodes"}[choice["work"]]
     plan = f"plan {choice['plan']} ({choice['because']}): " if choice["plan"] else ""
-    yield f"{plan}{', '.join(choice['chosen'])} {what}, at {_seconds(choice['at_s'])}: {choice['why']}"
+    skipped = f"; nobody else encodes: {choice['skipped']}" if choice["skipped"] not in ("", "no items") else ""
+    yield f"{plan}{', '.join(choice['chosen'])} {what}, at {_seconds(choice['at_s'])}: {choice['why']}{skipped}"
     if len(choice["candidates"]) < 2:
         return
     by = f" ({choice['policy']})" if choice["work"] != "encode" else ""

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from deploy.change.types import Action, Actual, Drain, Flip, Leave, Pause, Resume, Start, Stop
+from deploy.change.types import Action, Actual, Drain, Flip, Leave, Pause, Resume, Share, Start, Stop
 from deploy.control.changes import Changes, Deadlines, Record
 from deploy.front.occupancy import under_way
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Runtime
@@ -236,6 +236,8 @@ class Actuator:
                     if name in self._leaving:
                         self._leaving.pop(name).cancel()
                     self._flipped[name] = role
+                case Share(name, spec):
+                    await self._runtime.share(Order(name, spec))
                 case Pause():
                     await self._pause()
                 case Resume():

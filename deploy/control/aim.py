@@ -8,6 +8,7 @@ place until the change is over, and what nobody uses any more is given back then
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from deploy.plan.blueprint import Blueprint, draw
 from deploy.plan.machines import NOWHERE, Machine, Machines
 from deploy.runtime.leases import LeaseError, Leases, Place
 from deploy.runtime.protocol import Spec
+from epd_serve.errors import ConfigError
 from epd_serve.layout import Group, Layout
 from epd_serve.layout_parser import parse
 
@@ -94,13 +96,16 @@ class Aim:
 
     def first(self) -> Wanted:
         """What the launch was drawn as."""
-        return Wanted(str(self.drawn.layout), specs(self.drawn))
+        return Wanted(str(self.drawn.layout), specs(self.drawn), core_share=self._config.core_share)
 
-    async def __call__(self, layout: str, running: Iterable[Spec], *, dry_run: bool = False) -> Wanted:
+    async def __call__(
+        self, layout: str, running: Iterable[Spec], *, dry_run: bool = False, core_share: str | None = None
+    ) -> Wanted:
         """What a layout wants, by the side of those that run.
 
         Args:
             dry_run: nothing is leased; free devices are as good as any others.
+            core_share: where it is not that of the launch. A layout that has other names gets that of the launch.
 
         Raises:
             ConfigError, LayoutError: it cannot be served here, and why.
@@ -108,25 +113,35 @@ class Aim:
         """
         parsed, machines = parse(layout), self.machines
         if self.leases is None:
-            return await self._drawn(parsed, machines, _here(parsed, machines, tuple(running)))
-        await asyncio.to_thread(self._draw, parsed, machines, None)  # what else is wrong with it is said first
+            return await self._drawn(parsed, machines, _here(parsed, machines, tuple(running)), core_share)
+        await asyncio.to_thread(
+            self._draw, parsed, machines, None, core_share
+        )  # what else is wrong with it is said first
         lent = Lent(machines, await self.leases.places(), await self.leases.free())
         groups, lacking, free = _over(lent, parsed, running)
         found = free if dry_run or not lacking else await self._acquired(self.leases, lent, [tp for _, tp in lacking])
         for (at, _), devices in zip(lacking, found, strict=True):
             groups[at] = devices
-        return await self._drawn(parsed, machines, groups)
+        return await self._drawn(parsed, machines, groups, core_share)
 
-    async def again(self, layout: str, running: Iterable[Spec], places: Sequence[Place] | None = None) -> Wanted:
+    async def again(
+        self,
+        layout: str,
+        running: Iterable[Spec],
+        places: Sequence[Place] | None = None,
+        *,
+        core_share: str | None = None,
+    ) -> Wanted:
         """What the layout that is wanted already wants now that nodes have gone or come, or by another controller.
 
         Who has no place, and gets none, waits.
 
         Args:
             running: those that stay where they are, as long as it is there. places: what is leased, if that is known.
+            core_share: as of a call.
         """
         if self.leases is None:
-            return await self(layout, running)
+            return await self(layout, running, core_share=core_share)
         parsed, machines = parse(layout), self.machines
         if places is None:
             places = await self.leases.places()
@@ -146,7 +161,7 @@ class Aim:
                 waits.append(error.lacks)
             except RefusedError as error:
                 waits.append(error.message)
-        return await self._drawn(parsed, machines, groups, waits="; ".join(dict.fromkeys(waits)))
+        return await self._drawn(parsed, machines, groups, core_share, waits="; ".join(dict.fromkeys(waits)))
 
     def has_moved(self, wanted: Wanted, places: Sequence[Place]) -> bool:
         """Somebody wanted is not on what is leased, or waits: it is to be aimed again."""
@@ -178,15 +193,22 @@ class Aim:
     # Drawing.
 
     async def _drawn(
-        self, layout: Layout, machines: Machines, groups: Sequence[Devices] | None, waits: str = ""
+        self,
+        layout: Layout,
+        machines: Machines,
+        groups: Sequence[Devices] | None,
+        core_share: str | None,
+        waits: str = "",
     ) -> Wanted:
         """`groups`: devices of each, () for those that have none; None where `draw` chooses, or says what is wrong."""
-        self.drawn = await asyncio.to_thread(self._draw, layout, machines, groups)
+        self.drawn = await asyncio.to_thread(self._draw, layout, machines, groups, core_share)
         every = specs(self.drawn)
         placed, waiting = (tuple(one for one in every if (one.node == NOWHERE) is no) for no in (False, True))
-        return Wanted(str(layout), placed, waiting, waits if waiting else "")
+        return Wanted(str(layout), placed, waiting, waits if waiting else "", self.drawn.config.core_share)
 
-    def _draw(self, layout: Layout, machines: Machines, groups: Sequence[Devices] | None) -> Blueprint:
+    def _draw(
+        self, layout: Layout, machines: Machines, groups: Sequence[Devices] | None, core_share: str | None
+    ) -> Blueprint:
         config, devices = replace(self._config, layout=str(layout)), None
         if groups is not None:
             widths = [group.tp for group in copies(layout)]
@@ -195,6 +217,9 @@ class Aim:
             left = iter(machines.numbered(NOWHERE, range(homeless)) if homeless else ())
             given = (some or tuple(next(left) for _ in range(tp)) for tp, some in zip(widths, groups, strict=True))
             devices = [device for some in given for device in some]
+        if core_share is not None and core_share != config.core_share:
+            with contextlib.suppress(ConfigError):  # what is wrong with anything else is said below
+                return draw(replace(config, core_share=core_share), machines=machines, devices=devices)
         return draw(config, machines=machines, devices=devices)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from deploy.change.types import Action, Actual, Flip, Pause, Resume, Start
+from deploy.change.types import Action, Actual, Flip, Pause, Resume, Share, Start
 from deploy.host import state
 from deploy.runtime.protocol import Observed, Phase
 from epd_serve.errors import ConfigError, EpdError, StageError
@@ -30,7 +30,7 @@ PAST = 10
 REPLACE = "replace"
 """The word of a change that nobody has asked for: what was lost with its node comes again elsewhere."""
 
-ACTIONS = ("start", "flip", "leave", "drain", "stop", "pause", "resume")
+ACTIONS = ("start", "flip", "share", "leave", "drain", "stop", "pause", "resume")
 
 
 class State(StrEnum):
@@ -194,6 +194,8 @@ def _has_come(step: Step, one: Observed | None, actual: Actual, unseen: Containe
             return one is not None and one.phase is Phase.UP
         case "flip":
             return one is None or one.order.id not in unseen
+        case "share":
+            return one is None or list(one.order.spec.cores) == step.action["cores"]
         case "leave":
             return one is None or one.order.id not in actual.leaving
         case "drain":
@@ -217,6 +219,8 @@ def action_json(action: Action) -> dict[str, Any]:
     if isinstance(action, Start):
         spec = action.spec
         told |= {"role": spec.role.value, "node": spec.node, "devices": list(spec.devices)}
+    if isinstance(action, Share):
+        told["cores"] = list(action.spec.cores)
     if isinstance(action, Flip):
         told["role"] = action.role.value
     return told
@@ -230,12 +234,14 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         change: the latest, if there was one, without its steps.
         unwanted: ids of instances that are to be replaced although their like is wanted.
         paused_until: seconds since the epoch, 0 while requests do not wait.
+        core_share: that is wanted, where it is not that of the launch.
     """
 
     layouts: tuple[str, ...]
     change: Change | None = None
     unwanted: tuple[str, ...] = ()
     paused_until: float = 0.0
+    core_share: str | None = None
 
 
 class Journal:

@@ -84,9 +84,10 @@ class Controller:
         """Raises RefusedError, ConfigError, LayoutError."""
         return await self._relayout("relayout", layout, dry_run=dry_run, pause_s=pause_s)
 
-    async def follow(self, layout: str) -> Json:
-        """For the follower of the load. Raises as `relayout`."""
-        return await self._relayout(FOLLOW, layout)
+    async def follow(self, layout: str, core_share: str = "") -> Json:
+        """For the follower of the load. `core_share`: of stages that share a device, where it is to be another one; as
+        `--core-share` has it. Raises as `relayout`."""
+        return await self._relayout(FOLLOW, layout, core_share=core_share)
 
     @property
     def devices(self) -> int | None:
@@ -190,7 +191,14 @@ class Controller:
         await self._places.keep()
 
     async def _relayout(
-        self, what: str, layout: str, *, dry_run: bool = False, pause_s: float = 0.0, unwanted: tuple[str, ...] = ()
+        self,
+        what: str,
+        layout: str,
+        *,
+        dry_run: bool = False,
+        pause_s: float = 0.0,
+        unwanted: tuple[str, ...] = (),
+        core_share: str = "",
     ) -> Json:
         if not dry_run:
             self._check_idle(what)
@@ -198,7 +206,8 @@ class Controller:
             async with self._places.turn:
                 await self._reconciler.look()
                 stay = [one.order.spec for one in self._reconciler.instances if one.order.id not in unwanted]
-                wanted = await self._aim(layout, stay, dry_run=dry_run)
+                share = core_share or self._reconciler.wanted.core_share
+                wanted = await self._aim(layout, stay, dry_run=dry_run, core_share=share)
                 plan = self._plan(wanted, unwanted, pause_s)
                 return await self._begin(what, wanted, plan, dry_run=dry_run, pause_s=pause_s, unwanted=unwanted)
         except LeaseError as error:

@@ -69,7 +69,7 @@ class Places:
             if self._aim.has_moved(reconciler.wanted, places):
                 await reconciler.look()
                 wanted = reconciler.wanted
-                fresh = await self._aim.again(wanted.layout, wanted.specs, places)
+                fresh = await self._aim.again(wanted.layout, wanted.specs, places, core_share=wanted.core_share)
                 if reconciler.wanted is wanted:  # nobody wants something else by now
                     reconciler.aim_anew(fresh)
             if unused := self._aim.unused(reconciler.wanted, reconciler.used, places):

@@ -312,7 +312,9 @@ class Reconciler:
 
     def _write(self) -> None:
         actuator = self._actuator
-        record = Record(self.layouts, self.changes.latest, actuator.unwanted, actuator.paused_until)
+        record = Record(
+            self.layouts, self.changes.latest, actuator.unwanted, actuator.paused_until, self.wanted.core_share
+        )
         self._journal.write(record)
 
     async def _kept(self) -> None:

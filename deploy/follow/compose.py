@@ -17,6 +17,7 @@ from deploy.options.config import group_counts
 from deploy.plan.blueprint import Blueprint
 from deploy.planner.profile import DeviceProfile, read_device_profile
 from epd_serve.sim.profile import read_object
+from npu_ops.core_grants import why_fixed
 from proxy.registry.table import InstanceTable
 
 
@@ -39,6 +40,7 @@ def follower_of(
         every_s=config.follow_every_s,
         quiet_s=config.follow_quiet_s,
         switchable=config.switchable,
+        fixed_shares=why_fixed(blueprint.device),
     )
     slo, _ = config.slo.objectives()
     observer = Observer(profile, slo.tpot_ms / 1e3)

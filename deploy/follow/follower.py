@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deploy.change.types import Kind
-from deploy.follow.forecast import HARDLY_EVER, above, followed, surely, upper, usual
+from deploy.follow.forecast import HARDLY_EVER, NEVER, above, followed, surely, upper, usual
 from deploy.follow.moves import TRADE_S, Outlook, added, busiest, counts_of, forbidden, given_up, in_vain, propose
 from deploy.follow.plans import Plans, consider
-from deploy.follow.types import Decision, Limits, Memory, Needs, Observation
+from deploy.follow.shares import propose_shares
+from deploy.follow.types import Decision, Limits, Memory, Needs, Observation, by_group, parts_of
 from epd_serve.layout_parser import parse
 
 TEXT: Kind = "text"
@@ -36,7 +37,8 @@ def step(seen: Observation, memory: Memory, limits: Limits, plans: Plans | None 
     ahead = (seen.start_s + limits.every_s) / limits.every_s
     rates = {kind: max(upper(trend, ahead), surely(seen.came[kind])) / seen.window_s for kind, trend in trends.items()}
     coming = needed(rates, seen)
-    need = _with_backlog(coming, seen)
+    parts = _with_backlog(coming, seen)
+    need = by_group(parts)
     outlook = _outlook(seen, memory, limits)
     quiet_s = limits.quiet_s * memory.calm
     needs = (*((at_s, one) for at_s, one in memory.needs if at_s > seen.at_s - quiet_s), (seen.at_s, need))
@@ -54,8 +56,10 @@ def step(seen: Observation, memory: Memory, limits: Limits, plans: Plans | None 
     regroup = consider(seen, memory, rates, steady, relieves, limits, plans)
     memory = regroup.memory
     chosen, refused = None, []
-    for move in (*propose(seen, need, coming, text, peak, limits), *regroup.moves):
-        if not (why := forbidden(move, seen, need, memory, outlook)):
+    shares = [*propose_shares(seen, parts, limits)]
+    for move in (*shares, *propose(seen, need, by_group(coming), by_group(text), peak, limits), *regroup.moves):
+        fixed = limits.fixed_shares if move.core_share else ""
+        if not (why := fixed or forbidden(move, seen, need, memory, outlook)):
             chosen = move
             break
         refused.append((move, why))
@@ -91,10 +95,10 @@ def lacking(seen: Observation, memory: Memory, limits: Limits, decision: Decisio
 
 
 def needed(rates: Mapping[Kind, float], seen: Observation) -> Needs:
-    """Group-seconds a second, by group, for so many requests a second."""
+    """Group-seconds a second, by part, for so many requests a second."""
     return {
-        name: sum(rate * seen.costs[kind].get(name, 0.0) for kind, rate in rates.items())
-        for name in counts_of(seen.layout)
+        part: sum(rate * seen.costs[kind].get(part, 0.0) for kind, rate in rates.items())
+        for part in parts_of(counts_of(seen.layout), seen.shares)
     }
 
 
@@ -103,11 +107,16 @@ def _with_backlog(needs: Needs, seen: Observation) -> Needs:
 
 
 def _outlook(seen: Observation, before: Memory, limits: Limits) -> Outlook:
-    sure = needed({kind: surely(count, HARDLY_EVER) / seen.window_s for kind, count in seen.came.items()}, seen)
-    counts = counts_of(seen.layout)
-    late = {name for name, busy in _with_backlog(sure, seen).items() if busy > limits.use * counts[name]}
+    late, certain = (_late(seen, limits, margin) for margin in (HARDLY_EVER, NEVER))
     rising = any(kind in before.trends and above(before.trends[kind], count) for kind, count in seen.came.items())
-    return Outlook(frozenset(late), rising)
+    return Outlook(late, certain, rising)
+
+
+def _late(seen: Observation, limits: Limits, margin: float) -> frozenset[str]:
+    """Groups that are busier than they may be, even if no more comes than with this margin."""
+    sure = needed({kind: surely(count, margin) / seen.window_s for kind, count in seen.came.items()}, seen)
+    counts, need = counts_of(seen.layout), by_group(_with_backlog(sure, seen))
+    return frozenset(name for name, busy in need.items() if busy > limits.use * counts[name])
 
 
 def _peak(seen: Observation, memory: Memory, quiet_s: float) -> Needs:
@@ -131,15 +140,16 @@ def moved(decision: Decision, memory: Memory, limits: Limits) -> Memory:
     soon_s = 2 * calm * (TRADE_S if less else limits.quiet_s)
     if any(in_vain(name, decision.need, memory, at_s - soon_s) for name in more):
         calm, calmed_s = min(2 * calm, MOST_CALM), at_s
+    shared_s = at_s if move.core_share else memory.shared_s
     gone = {**memory.given_up, **{name: (at_s, decision.need[name]) for name in less}}
     suited = memory.suited
     if move.what == "relayout" and memory.mix is not None:
         suited = {**suited, frozenset(move.counts): memory.mix}
-    return replace(memory, calm=calm, calmed_s=calmed_s, given_up=gone, suited=suited)
+    return replace(memory, calm=calm, calmed_s=calmed_s, given_up=gone, suited=suited, shared_s=shared_s)
 
 
-def failed(layout: str, at_s: float, memory: Memory) -> Memory:
-    """It could not be reached, or changed nothing: it rests."""
-    _, before_s = memory.resting.get(layout, (0.0, REST_S / 2))
+def failed(target: str, at_s: float, memory: Memory) -> Memory:
+    """It (`Move.target`) could not be reached, or changed nothing: it rests."""
+    _, before_s = memory.resting.get(target, (0.0, REST_S / 2))
     rest_s = min(2 * before_s, MOST_REST_S)
-    return replace(memory, resting={**memory.resting, layout: (at_s + rest_s, rest_s)})
+    return replace(memory, resting={**memory.resting, target: (at_s + rest_s, rest_s)})

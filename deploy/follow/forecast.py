@@ -16,6 +16,8 @@ NINE_IN_TEN = 0.65
 """Beside the square root: 1.28 standard deviations of a half."""
 HARDLY_EVER = 1.16
 """2.33 of them: one in a hundred is less."""
+NEVER = 1.75
+"""3.5 of them: one in four thousand is less, of as many windows as come in hours."""
 FEW = 20.0
 """Requests in a window; of fewer a slope is chance."""
 LEAST = math.sqrt(3 / 8)
@@ -51,5 +53,5 @@ def above(trend: Trend, count: float) -> bool:
 
 def surely(count: float, margin: float = NINE_IN_TEN) -> float:
     """Requests in a window of which so many came, that come in nine such windows in ten, or more; with `HARDLY_EVER` in
-    99 of 100."""
+    99 of 100, with `NEVER` in all that there will be."""
     return max(0.0, math.sqrt(count + 3 / 8) - margin) ** 2

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from deploy.control.changes import Change, State
@@ -23,13 +24,14 @@ from deploy.follow.observe import Observer, Seen
 from deploy.follow.outcome import Gain, Outcome, Working
 from deploy.follow.planning import answer
 from deploy.follow.plans import Answer, Plans
+from deploy.follow.shares import Held, shares_of
 from deploy.follow.types import Decision, Limits, Memory, Observation, PlanQuestion
-from deploy.runtime.protocol import Observed, Phase
+from deploy.runtime.protocol import Phase, Spec
 from epd_serve.errors import EpdError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.wire import StageReport
-from proxy.records.minute import Counts, KindCounts
+from proxy.records.counts import Counts, KindCounts
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import InstanceView
 from proxy.registry.load import reported_rate
@@ -96,6 +98,7 @@ class Follower:
         self._memory = Memory()
         self._began: tuple[Change, Entry] | None = None
         self._after: tuple[Change, Entry, Outcome] | None = None
+        self._shared_s = -math.inf
         self._given: dict[str, float] = {}
         self._busy_s: dict[str, float] = {}
         self._deciding = asyncio.Lock()
@@ -183,15 +186,14 @@ class Follower:
 
     async def _move(self, decision: Decision) -> None:
         assert decision.chosen is not None
-        layout = decision.chosen.layout
-        entry = Entry(decision, "begun")
+        move, entry = decision.chosen, Entry(decision, "begun")
         self._note(entry)
         try:
-            await self._controller.follow(layout)
+            await self._controller.follow(move.layout, move.core_share)
         except EpdError as error:
             entry.outcome = f"refused: {error}"
-            self.moves[decision.chosen.what, "refused"] += 1
-            self._memory = failed(layout, decision.at_s, self._memory)
+            self.moves[move.what, "refused"] += 1
+            self._memory = failed(move.target, decision.at_s, self._memory)
             return
         self._settle()  # of what this one supersedes
         self._memory = moved(decision, self._memory, self.limits)
@@ -203,13 +205,16 @@ class Follower:
             return
         change, entry = self._began
         self._began = None
-        assert entry.decision.chosen is not None
-        self.moves[entry.decision.chosen.what, change.state.value] += 1
+        move = entry.decision.chosen
+        assert move is not None
+        self.moves[move.what, change.state.value] += 1
         reason = change.reason or "another change was begun"
         entry.outcome = "done" if change.state is State.DONE else f"{change.state.value}: {reason}"
         if change.state is State.FAILED:
-            self._memory = failed(change.layout, time.monotonic(), self._memory)
-        if change.state is State.DONE:
+            self._memory = failed(move.target, time.monotonic(), self._memory)
+        if move.core_share:
+            self._shared_s = time.monotonic()  # that the workers have read back what was asked for, the change says
+        elif change.state is State.DONE:
             ids = {step.action["instance"] for step in change.steps if step.word in ("start", "flip")}
             new = {one.order.id: one.order.spec.role for one in self._reconciler.instances if one.order.id in ids}
             self._after = change, entry, Outcome(entry.decision, time.monotonic(), new, self._working())
@@ -274,15 +279,16 @@ class Follower:
             heard=counts.answered / counts.serving if counts.serving else 0.0,
             changing=change is not None,
             devices=None if devices is None else max(devices, layout.device_count),
+            shares=shares_of(self._having_shares(layout)),
         )
         return replace(seen, own=own)
 
     def _seen(self, layout: Layout) -> list[Seen]:
         views = {view.instance.id: view for view in self.views if view.up}
-        there = self._reconciler.instances
+        there = [one.order.spec for one in self._reconciler.instances]
         seen = []
-        for one in there:
-            if one.phase is not Phase.UP or not (group := _group_of(one, there, layout)):
+        for one in self._reconciler.instances:
+            if one.phase is not Phase.UP or not (group := _group_of(one.order.spec, there, layout)):
                 continue
             token_s = full = busy_s = 0.0
             view = views.get(one.order.id)
@@ -291,8 +297,16 @@ class Follower:
                 busy_s = self._worked_s(view, report)
                 full = max(report.running / report.max_running if report.max_running else 0.0, report.kv_used)
                 token_s = 1.0 / report.decode_tokens_per_s if report.decode_tokens_per_s else 0.0
-            seen.append(Seen(one.order.spec.role, group, one.up_s, report, token_s, full, one.order.id, busy_s))
+            up_s = min(one.up_s, time.monotonic() - self._shared_s)
+            seen.append(Seen(one.order.spec.role, group, up_s, report, token_s, full, one.order.id, busy_s))
         return seen
+
+    def _having_shares(self, layout: Layout) -> Iterator[Held]:
+        """Stages that have a share, as is wanted."""
+        there = self._reconciler.wanted.specs
+        for spec in there:
+            if spec.plan is not None and spec.plan.core_share is not None and (group := _group_of(spec, there, layout)):
+                yield Held(group, spec.role, (spec.node, spec.devices), spec.plan.core_share, len(spec.cores))
 
     def _worked_s(self, view: InstanceView, report: StageReport) -> float:
         """For how long an instance that encodes or prefills is busy with all that it was given, by its own rate."""
@@ -313,22 +327,21 @@ class Follower:
 
 def _alike(one: Decision, other: Decision) -> bool:
     moves = [
-        (each.chosen and each.chosen.layout, [move.layout for move, _ in each.refused], each.plan.split(":")[0])
+        (each.chosen and each.chosen.target, [move.target for move, _ in each.refused], each.plan.split(":")[0])
         for each in (one, other)
     ]
     return one.layout == other.layout and moves[0] == moves[1]
 
 
-def _group_of(one: Observed, there: Iterable[Observed], layout: Layout) -> str:
+def _group_of(spec: Spec, there: Iterable[Spec], layout: Layout) -> str:
     """The group that it is a part of; where its role is in several, that which shares its devices as it does."""
-    spec = one.order.spec
     having = [
         group
         for group in layout.groups
         if group.tp == len(spec.devices) and any(member.role is spec.role for member in group.members)
     ]
     if len(having) > 1:
-        others = (other.order.spec for other in there if other is not one)
+        others = (other for other in there if other is not spec)
         shares = any((other.node, other.devices) == (spec.node, spec.devices) for other in others)
         having = [group for group in having if group.colocates is shares] or having
     return name_of(having[0]) if having else ""

@@ -23,6 +23,8 @@ GAIN = 1.15
 """Who must wait anyway is to wait less by so much, or nothing is moved."""
 TRADE_S = 30.0
 """For so long a group that gave something up to another one does not get it back, unless more is needed of it."""
+SHARE_S = 30.0
+"""From one change of core shares to the next: until then reports still tell of what was before it."""
 HALF = 0.5
 """Of the devices, that are text's first."""
 HEARD = 0.5
@@ -108,11 +110,13 @@ class Outlook:
     """How sure it is what is needed.
 
     Attributes:
-        late: groups that are busier than they may be, by what surely comes.
+        late: groups that are busier than they may be, by what hardly ever fewer requests come than. certain: by what
+            fewer never come than.
         rising: of some kind of request more comes than was to be expected.
     """
 
     late: frozenset[str] = frozenset()
+    certain: frozenset[str] = frozenset()
     rising: bool = False
 
 
@@ -120,8 +124,12 @@ def forbidden(move: Move, seen: Observation, need: Needs, memory: Memory, outloo
     """Why a move must not be made now; "" where it may."""
     counts = counts_of(seen.layout)
     less, more = given_up(move.counts, counts), added(move.counts, counts)
-    until_s, _ = memory.resting.get(move.layout, (0.0, 0.0))
-    if seen.changing and not (seen.own and move.before > 1 and not less):  # more is needed: what drains is taken back
+    until_s, _ = memory.resting.get(move.target, (0.0, 0.0))
+    if move.what == "share" and seen.at_s < memory.shared_s + SHARE_S * memory.calm:
+        return "core shares were changed a moment ago"
+    if seen.changing and not (
+        move.what != "share" and seen.own and move.before > 1 and not less
+    ):  # more is needed: what drains is taken back
         return "a change is under way"
     if seen.heard < HEARD:
         return f"only {seen.heard:.0%} of the front doors say what comes"
@@ -131,7 +139,8 @@ def forbidden(move: Move, seen: Observation, need: Needs, memory: Memory, outloo
         return f"it failed, and is not tried again for {until_s - seen.at_s:.0f} s"
     if less and any(in_vain(name, need, memory, seen.at_s - TRADE_S * memory.calm) for name in more):
         return "the other way round it was decided a moment ago, and no more is needed than then"
-    if less and more and move.what != "relayout" and not outlook.late.intersection(more):
+    sure = outlook.late if move.what == "flip" else outlook.certain  # a start costs more than a flip that was in vain
+    if less and more and move.what != "relayout" and not sure.intersection(more):
         return f"more of {', '.join(more)} may be needed, but that is not sure enough to take from others"
     if less and not more and outlook.rising:
         return "nothing is given up while more comes than did"

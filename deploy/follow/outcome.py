@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 from deploy.change.types import Kind
 from deploy.follow.moves import busiest, counts_of
-from deploy.follow.types import Decision, Needs, Observation
+from deploy.follow.types import Decision, Needs, Observation, by_group
 from epd_serve.layout_parser import parse
 from epd_serve.roles import Role
 
@@ -99,11 +99,11 @@ class Outcome:
             self._costs = seen.costs
             self._group, _ = busiest(_need(seen.costs, rates), counts, use)
         if self._waited is None:
-            self._waited = seen.backlog.get(self._group, 0.0) / MEASURED_S
+            self._waited = by_group(seen.backlog).get(self._group, 0.0) / MEASURED_S
         if seen.at_s >= self.done_s + SETTLED_S:
             need = _need(self._costs, rates).get(self._group, 0.0) + self._waited
             copies = counts[self._group]
-            self._looks.append((min(1.0, need / copies), seen.busy.get(self._group, 0.0) / copies))
+            self._looks.append((min(1.0, need / copies), by_group(seen.busy).get(self._group, 0.0) / copies))
         return True
 
     def gain(self) -> Gain | None:
@@ -141,9 +141,9 @@ class Outcome:
 
 
 def _need(costs: Mapping[Kind, Needs], rates: Mapping[Kind, float]) -> Needs:
-    """Group-seconds a second."""
+    """Group-seconds a second, by group."""
     need = dict[str, float]()
     for kind, rate in rates.items():
-        for group, cost in costs.get(kind, {}).items():
-            need[group] = need.get(group, 0.0) + rate * cost
-    return need
+        for part, cost in costs.get(kind, {}).items():
+            need[part] = need.get(part, 0.0) + rate * cost
+    return by_group(need)

@@ -79,6 +79,7 @@ def _move_json(move: Move) -> Json:
     return {
         "what": move.what,
         "layout": move.layout,
+        "core_share": move.core_share,
         "relieves": move.relieves,
         "before": round(move.before, 3),
         "after": round(move.after, 3),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from msgspec.structs import astuple
@@ -21,14 +21,16 @@ from deploy.follow.observe import Observer, Seen
 from deploy.follow.outcome import Gain, Outcome
 from deploy.follow.planning import answer_by_bounds
 from deploy.follow.plans import Answer, Plans
+from deploy.follow.shares import Held, shares_of
 from deploy.follow.types import Counts, Decision, Limits, Memory, Observation, PlanQuestion
 from deploy.planner.fleet import Fleet
 from deploy.planner.profile import ENCODE, PREFILL, DeviceProfile
+from epd_serve.core_shares import parse_core_shares
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.placement import InstancePlan
 from epd_serve.roles import Role
-from proxy.records.minute import KindCounts
+from proxy.records.counts import KindCounts
 
 TICK_S = 1.0
 WINDOW_S = 10.0
@@ -88,6 +90,7 @@ class SimulatedFollower:
         self._decide_at_s: float | None = None
         self._begun: Decision | None = None
         self._after: Outcome | None = None
+        self._shared_s = -math.inf
 
     def __call__(self, fleet: Fleet) -> None:
         now_s = fleet.clock.now_s
@@ -118,6 +121,7 @@ class SimulatedFollower:
             max(now_s - past_s, TICK_S),
             start_s=self.start_s,
             changing=not self._reached(),
+            shares=shares_of(self._held()),
         )
         self._prove(seen)
         self._memory, decision = step(seen, self._memory, self.limits, self.plans)
@@ -126,6 +130,9 @@ class SimulatedFollower:
             self.plans = self.plans.with_answer(self.planner(decision.question, self.plans))
         if decision.chosen is not None:
             self._memory = moved(decision, self._memory, self.limits)
+            if decision.chosen.core_share:
+                self._share(fleet, parse_core_shares(decision.chosen.core_share) or {})
+                return
             self._begun, self._after = decision, None
             self.wants(parse(decision.chosen.layout))
             self._carry_on(fleet)
@@ -150,11 +157,17 @@ class SimulatedFollower:
                 stage = fleet.instances[plan.id].stage
                 busy_s = stage.busy_s[ENCODE] + stage.busy_s[PREFILL]
                 rate = stage.rates.decode_tokens_per_s if stage.running and plan.role.decodes else 0.0
-                up_s = now_s - copy.up_s
+                up_s = now_s - max(copy.up_s, self._shared_s)
                 seen.append(
                     Seen(plan.role, copy.group, up_s, stage, 1.0 / rate if rate else 0.0, id=plan.id, busy_s=busy_s)
                 )
         return seen
+
+    def _held(self) -> Iterator[Held]:
+        for copy in self._copies:
+            for plan in copy.plans:
+                if plan.core_share is not None:
+                    yield Held(copy.group, plan.role, plan.devices, plan.core_share)
 
     def _remember(self, fleet: Fleet) -> None:
         now_s = fleet.clock.now_s
@@ -246,6 +259,16 @@ class SimulatedFollower:
                 fleet.drain(copy.plans[0].id)
         self._finish(fleet)
 
+    def _share(self, fleet: Fleet, shares: Mapping[str, float]) -> None:
+        """By role, from now on."""
+        self._shared_s = fleet.clock.now_s
+        for copy in self._copies:
+            if any(plan.core_share is not None for plan in copy.plans):
+                copy.plans = tuple(replace(plan, core_share=shares[plan.role.value]) for plan in copy.plans)
+                for plan in copy.plans:
+                    if plan.id in fleet.instances:
+                        fleet.share(plan.id, shares[plan.role.value])
+
     def _start(self, fleet: Fleet, group: str) -> None:
         """Where devices are free; else at a later tick."""
         copy_of = parse(group).groups[0]
@@ -253,13 +276,12 @@ class SimulatedFollower:
         if not free:
             return
         plans = []
+        shares = shares_of(self._held()).get(group)
         for member in copy_of.members:
+            share = shares.of[member.role] if shares is not None else None
             for _ in range(member.count):
-                plans.append(
-                    InstancePlan(
-                        f"{member.role.value}{self._numbers[member.role]}", member.role, member.tp, tuple(free)
-                    )
-                )
+                name = f"{member.role.value}{self._numbers[member.role]}"
+                plans.append(InstancePlan(name, member.role, member.tp, tuple(free), core_share=share))
                 self._numbers[member.role] += 1
         names = [plan.id for plan in plans]
         copy = _Copy(group, tuple(_beside(plan, names) for plan in plans))

@@ -2,17 +2,21 @@
 
 Instances are counted by group: `P`, `D:tp2`, `(E-P)`, as one copy of it stands in a layout. What they do is counted in
 *group-seconds*: seconds that one copy of a group is busy. So a need of 2.3 is 2.3 copies that never rest.
+
+A group whose stages are held to shares of their device's cores has *parts*, one for each role, `(E-P)/E` and `(E-P)/P`:
+they work side by side, each for itself, and the group is as busy as the busiest of them. Any other group is one part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from deploy.change.types import Kind
 from epd_serve.layout import Layout
+from epd_serve.roles import Role
 
 if TYPE_CHECKING:
     from deploy.planner.workload import Work
@@ -42,6 +46,48 @@ class Limits:
     every_s: float = 5.0
     quiet_s: float = 300.0
     switchable: bool = False
+    fixed_shares: str = ""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the stages of a group divide the cores of its device.
+
+    Attributes:
+        of: share of one instance, by role, above 0. counts: instances of the group, by role.
+        cores: of the device, the smallest of those that its copies have.
+    """
+
+    of: Mapping[Role, float]
+    counts: Mapping[Role, int]
+    cores: int
+
+    def part(self, role: Role) -> float:
+        """Share of all instances of this role."""
+        return self.of[role] * self.counts[role]
+
+
+def part_of(group: str, role: Role) -> str:
+    """The name of a part of a group that has shares."""
+    return f"{group}/{role.value}"
+
+
+def parts_of(groups: Iterable[str], shares: Mapping[str, Shares]) -> list[str]:
+    """Of all groups, each a part itself where it has no shares."""
+    return [
+        part
+        for group in groups
+        for part in ([part_of(group, role) for role in shares[group].of] if group in shares else [group])
+    ]
+
+
+def by_group(parts: Needs) -> dict[str, float]:
+    """A group is as busy as its busiest part."""
+    groups = dict[str, float]()
+    for part, need in parts.items():
+        group = part.partition("/")[0]
+        groups[group] = max(need, groups.get(group, 0.0))
+    return groups
 
 
 @dataclass(frozen=True)
@@ -52,13 +98,14 @@ class Observation:
         at_s: of a clock that never goes back.
         layout: that is wanted.
         window_s: for how long arrivals were counted. came: requests in it, by kind, refused ones included.
-        costs: group-seconds that a request takes, by kind, then by group. sizes: of a request on average, by kind.
-        backlog: group-seconds of work that waits, by group.
+        costs: group-seconds that a request takes, by kind, then by part. sizes: of a request on average, by kind.
+        backlog: group-seconds of work that waits, by part.
         start_s: how long an instance takes to start, by experience.
         heard: share of the front doors that said what came to them.
         changing: a change is under way. own: it is the follower's, which may supersede it.
         devices: that this deployment has or could lease now, where they are lent; None: all of `Limits.devices`.
-        busy: group-seconds a second that copies of a group have really worked since the look before.
+        busy: group-seconds a second that the parts of all copies have really worked since the look before.
+        shares: of groups whose stages divide a device's cores, by group.
     """
 
     at_s: float
@@ -74,6 +121,7 @@ class Observation:
     devices: int | None = None
     busy: Needs = field(default_factory=dict)
     own: bool = False
+    shares: Mapping[str, Shares] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,12 +161,13 @@ class Trend:
 
 @dataclass(frozen=True)
 class Move:
-    """Another layout.
+    """Another layout, or other core shares.
 
     Attributes:
-        what: `flip` takes parts of a second, `scale` as long as a start, `relayout` to other groups as long as several.
-        layout: as text. counts: of it.
-        relieves: the busiest group. before, after: how busy it is beyond what it may be, and will be: above 1 is late.
+        what: `share` and `flip` take seconds, `scale` as long as a start, `relayout`, to other groups, as several.
+        layout: as text. counts: of it. core_share: as `--core-share` has it; "" where shares stay.
+        relieves: the busiest group, or part.
+        before, after: how busy it is beyond what it may be, and will be: above 1 is late.
         why: for people.
     """
 
@@ -129,6 +178,12 @@ class Move:
     before: float
     after: float
     why: str
+    core_share: str = ""
+
+    @property
+    def target(self) -> str:
+        """What is to be reached, as a name."""
+        return self.core_share or self.layout
 
 
 @dataclass(frozen=True)
@@ -165,7 +220,8 @@ class Memory:
         given_up: when a copy was last, by group, and what was needed of it then.
         calm: so many times the usual time passes before anything is given up, because before it was too early.
         calmed_s: when that was.
-        resting: layouts that could not be reached, each until when, and for how long.
+        resting: targets that could not be reached, each until when, and for how long.
+        shared_s: when core shares were changed last.
         mix: at the decision before. suited: for which mix the groups of a layout were chosen, or planned last, by them.
     """
 
@@ -176,6 +232,7 @@ class Memory:
     calm: float = 1.0
     calmed_s: float = float("-inf")
     resting: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    shared_s: float = float("-inf")
     mix: Mix | None = None
     suited: Mapping[frozenset[str], Mix] = field(default_factory=dict)
 

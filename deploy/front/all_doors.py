@@ -12,7 +12,6 @@ import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -30,13 +29,13 @@ from epd_serve.roles import Role
 from proxy.background import Background
 from proxy.config.keys import ApiKeys
 from proxy.config.settings import ProxySettings
-from proxy.page.observed import Status
+from proxy.page.events import Status
 from proxy.records.records import Question, RecordsAnswer, merged, unanswered
-from proxy.registry.announcements import Announcements, take_in
-from proxy.registry.ledger import NOTHING, Tally, Work, total_of
+from proxy.registry.announcements import Announcements
+from proxy.registry.instance_state import GRACE_S
+from proxy.registry.load import NOTHING, Ledger, Tally, Work, total_of
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable
-from proxy.registry.warm_links import GRACE_S
 from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed
 from proxy.workers.roster import Publisher
 from proxy.workers.shared_counters import Asked
@@ -84,7 +83,7 @@ class AllDoors(Following):
         self.table = InstanceTable(ledger=_Total(self), link_grace_s=link_grace_s)
         self.fronts: dict[str, RemoteDoors] = {}
         self._published = Publisher(self.table, goes_on=goes_on)
-        self._announcements = Announcements(self.table, partial(take_in, self.table), self.background, key_file)
+        self._announcements = Announcements(self.table, self.table.report, self.background, key_file)
         self._registry = CollectorRegistry()
         register_stage_metrics(self._registry, self.table)
         self.registry = CollectorRegistry()
@@ -306,8 +305,8 @@ class AllDoors(Following):
         return [self.fronts[node] for node in sorted(self.fronts)]
 
 
-class _Total:
-    """A `proxy.registry.ledger.Ledger` that only reads: the sum of what all nodes say."""
+class _Total(Ledger):
+    """Only reads: the sum of what all nodes say."""
 
     def __init__(self, doors: AllDoors) -> None:
         self._doors = doors
@@ -325,8 +324,8 @@ class _Total:
             for work, nothing in NOTHING.items()
         }
 
-    def total(self, incarnation_id: IncarnationId) -> Tally:
-        return total_of(self.tallies(incarnation_id).values())
-
     def forget(self, incarnation_id: IncarnationId) -> None:
         """Each node forgets for itself."""
+
+    def total(self, incarnation_id: IncarnationId) -> Tally:
+        return total_of(self.tallies(incarnation_id).values())

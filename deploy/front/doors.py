@@ -25,15 +25,15 @@ from epd_serve.instances import IncarnationId
 from epd_serve.phases.stamps import Stamp, stamps_about
 from epd_serve.roles import Role
 from epd_serve.trace import clock_id
-from proxy.registry.warm_links import GRACE_S
+from proxy.registry.instance_state import GRACE_S
 from proxy.workers.shared_counters import Asked, Cell
 
 if TYPE_CHECKING:
     from proxy.config.keys import ApiKeys
     from proxy.config.settings import ProxySettings
-    from proxy.page.observed import Status
+    from proxy.page.events import Status
     from proxy.records.records import Question, RecordsAnswer
-    from proxy.registry.ledger import Tally, Work
+    from proxy.registry.load import Tally, Work
     from proxy.workers.hub import WorkerHub
     from proxy.workers.wire import Family, Row
 
@@ -105,7 +105,7 @@ class FrontDoors:
             EpdError: a front door does not start.
         """
         await asyncio.to_thread(importlib.import_module, "proxy.workers.hub")  # others in this loop go on
-        from proxy.page.observed import Observed
+        from proxy.page.events import observed
         from proxy.workers.hub import WorkerHub
         from proxy.workers.stage_scrape import StageScrape
 
@@ -118,7 +118,7 @@ class FrontDoors:
             self._published,
             self._shared.feed,
             self.background,
-            Observed(self),
+            observed(self),
             self._settings.key_file,
             scrape.text,
             self._api_keys,

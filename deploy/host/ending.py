@@ -22,7 +22,7 @@ MAX_DRAIN_S = 24 * 3600.0
 
 
 class Draining(Protocol):
-    """The proxy's side of it (`proxy/admission/drain.py`), of all front doors."""
+    """The proxy's side of it (`proxy/admission/gate.py`), of all front doors."""
 
     @property
     def running(self) -> int: ...

@@ -81,7 +81,7 @@ async def serve_page(admin: Admin, doors: Fronts, config: EndpointConfig, *, gra
     """As `serve_admin`, with the page: all but the playground, which is where models are asked. Whoever changes the
     deployment by it has to have a key."""
     from proxy.http.admin import check_key
-    from proxy.page.observed import Observed
+    from proxy.page.events import observed
     from proxy.page.routes import About, Page
 
     def everything(request: Request) -> str:
@@ -93,7 +93,7 @@ async def serve_page(admin: Admin, doors: Fronts, config: EndpointConfig, *, gra
     about = About(
         key=key, changes=changes, asks=False, clients_port=config.port, clients_tls=bool(config.tls_cert_file)
     )
-    page = Page(about, Observed(doors), everything)
+    page = Page(about, observed(doors), everything)
     await serve_admin(admin, doors.table, doors.metrics, grace_s=grace_s, page=page, **more)
 
 

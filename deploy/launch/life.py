@@ -265,10 +265,10 @@ class Life(ABC):
         if record is None:
             wanted = await self._first_wanted()
         else:
-            running = await self._running()
-            wanted = await self.aim.again(record.layouts[-1], running)
+            running, share = await self._running(), record.core_share
+            wanted = await self.aim.again(record.layouts[-1], running, core_share=share)
             if record.change is not None and not record.change.state.over:
-                previous = await self.aim.again(record.change.before, running)
+                previous = await self.aim.again(record.change.before, running, core_share=share)
         return Reconciler(
             self.host,
             self.doors,
@@ -372,7 +372,7 @@ def _routes() -> Callable[[Controller, Fronts], APIRouter]:
     import proxy.http.admin  # noqa: F401
     from deploy.control.routes import control_routes
     from deploy.front.trace_routes import trace_routes
-    from proxy.http.requests import request_routes
+    from proxy.http.admin import request_routes
 
     def routes(controller: Controller, doors: Fronts) -> APIRouter:
         both = APIRouter()

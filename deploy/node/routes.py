@@ -157,6 +157,7 @@ def agent_calls(agent: Agent) -> Calls:
     return {
         "start": (agent.start, tuple[Order]),
         "flip": (agent.flip, tuple[str, Role]),
+        "share": (agent.share, tuple[Order]),
         "drain": (agent.drain, tuple[str]),
         "stop": (agent.stop, tuple[str, float]),
         "know": (agent.know, tuple[tuple[Peer, ...]]),

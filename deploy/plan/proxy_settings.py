@@ -85,17 +85,9 @@ def build_proxy_settings(
 
 def settings_with(config: EndpointConfig, **decided: Any) -> ProxySettings:
     """What an operator says of the proxy, and what follows from the deployment. Paths are absolute: front doors may run
-    in another folder.
-
-    Raises:
-        ConfigError: needs what is not installed.
-    """
+    in another folder."""
     options = {option.name: getattr(config, option.name) for option in fields(ProxyOptions)}
     options |= {name: getattr(config, name) for name in _TLS} | {"observed": not config.admin_port} | decided
-    if options["otlp_traces_endpoint"]:
-        from proxy.traces.exporter import check_installed
-
-        check_installed()
     options["media"] = replace(config.media, allowed_local_root=_absolute(config.media.allowed_local_root))
     return ProxySettings(**options | {name: _absolute(options[name]) for name in _FILES})
 

@@ -24,7 +24,7 @@ from epd_serve.roles import Role
 from epd_serve.slo import Slo
 from epd_serve.traffic import Request
 from proxy.registry.load import pending_s, reported_pending, reported_rate
-from proxy.routing.paths import Path, paths
+from proxy.routing.plan import Path, paths
 from proxy.routing.policy import POLICIES, UNMEASURED_RATE, Candidate, Placement
 
 
@@ -156,6 +156,13 @@ class Fleet:
         one.draining, one.stage.role = False, role
         self._set_held({**self.held, name: one.plan})
         self._settle()
+
+    def share(self, name: str, core_share: float) -> None:
+        """Who has a share of its device's cores has this one from its next step on."""
+        one = self.instances[name]
+        assert one.plan.core_share, f"{name} has no share of its own"
+        one.plan = replace(one.plan, core_share=core_share)
+        one.stage.slow = 1.0 / core_share
 
     def remove(self, name: str) -> None:
         """It is gone, which has to be `empty`, and so are its devices, unless another one is on them."""

@@ -25,7 +25,7 @@ from epd_serve.sim.sequence import Sequence as Job
 from epd_serve.slo import Slo
 from epd_serve.traffic import Item, Request
 from proxy.encode.spread import share_of, spread
-from proxy.routing.paths import Path
+from proxy.routing.plan import Path
 from proxy.routing.policy import with_neighbours
 
 MOST_IDLE_S = 3600.0

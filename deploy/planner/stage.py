@@ -212,7 +212,8 @@ class VirtualStage:
         slow: how many times the profile's time its steps take.
 
     Attributes:
-        role: of a P or D it may change. scheduler: who changes it calls `wake`. rates: as of a simulated stage.
+        role: of a P or D it may change. slow: as given; another one counts from the next step on.
+        scheduler: who changes it calls `wake`. rates: as of a simulated stage.
         begun_s: when it was made. gaps: its steps.
         busy_s: by kind of work, how long it has worked, by the time of a stage alone.
         stepped: called with the seconds of each step with decodes, for its neighbours.
@@ -243,7 +244,7 @@ class VirtualStage:
         self.others: Sequence[VirtualStage] = ()
         self.beside: Beside = {}
         self._profile, self._clock, self.begun_s = profile, clock, clock.now_s
-        self._factor, self._slow = profile.factors(name), slow
+        self._factor, self.slow = profile.factors(name), slow
         self._most = 1 if profile.jitter else MOST_STEPS
         self._busy = False
         self._run: _Run | None = None
@@ -262,7 +263,7 @@ class VirtualStage:
     @property
     def decode_s(self) -> float:
         """Of a step in which all that run here decode, alone on the device."""
-        return self._profile.decode_s(len(self.scheduler.running)) * self._slow
+        return self._profile.decode_s(len(self.scheduler.running)) * self.slow
 
     @property
     def waiting(self) -> int:
@@ -297,7 +298,7 @@ class VirtualStage:
             self._run = None
             return
         one_s, decode_s, mixed = self._times(step)
-        alone_s = one_s * self._factor() * self._slow * self._slowed_by_others(mixed)
+        alone_s = one_s * self._factor() * self.slow * self._slowed_by_others(mixed)
         self._run = run = _Run(step, self._clock.now_s, alone_s, decode_s, mixed, step.times)
         run.work = self.device.run(mixed, alone_s * step.times, self._complete, self._cut)
 

@@ -150,6 +150,9 @@ class ManyNodes(Following):
     async def flip(self, id: str, role: Role) -> None:
         await self._at_home(id, lambda agent: agent.flip(id, role))
 
+    async def share(self, order: Order) -> None:
+        await self._at_home(order.id, lambda agent: agent.share(order))
+
     async def drain(self, id: str) -> None:
         await self._at_home(id, lambda agent: agent.drain(id))
 

@@ -124,6 +124,9 @@ class NodeClient:
     async def flip(self, id: str, role: Role) -> None:
         await self._http.call("flip", NoneType, id, role)
 
+    async def share(self, order: Order) -> None:
+        await self._http.call("share", NoneType, order)
+
     async def drain(self, id: str) -> None:
         await self._http.call("drain", NoneType, id)
 

@@ -53,11 +53,11 @@ class Spec:
         role: where it has both halves of the connector, the part that it is to take now.
         both: it has both halves: P or D by what the proxy is told, without a restart.
         digest: of the command of its stage, less what only names a life: id, port, incarnation, addresses. A role that
-            may change is no part of it.
+            may change is no part of it, nor are cores that may.
         needs: bytes of each resource that it takes.
         plan: its place. Its id says nothing; neighbours and shares are in the digest as far as its stage knows of them.
         stage: what its command is made from, without what names a life (`wire` adds that); its trace path is a folder.
-        featured: it sends or takes features.
+        cores: on CPU, those that it computes on. featured: it sends or takes features.
     """
 
     role: Role
@@ -139,6 +139,13 @@ class Runtime(Protocol):
 
     async def flip(self, id: str, role: Role) -> None:
         """An instance with both halves takes the other part from now on."""
+
+    async def share(self, order: Order) -> None:
+        """An instance computes on the cores of this order from now on, and does once this returns.
+
+        Raises:
+            ConfigError: it does not, and computes where it did before.
+        """
 
     async def drain(self, id: str) -> None:
         """It is not started again when it ends."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from epd_serve.engine.capture_gate import capture_gate
 
@@ -47,6 +48,20 @@ def around_init_device(
 
     setattr(init_device, _STEPS, (*getattr(real, _STEPS, ()), name))
     WorkerWrapperBase.init_device = init_device
+
+
+def before_steps(call: Callable[[], None]) -> None:
+    """Have each worker call this before each of its steps, on the thread on which the model runs."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    real = WorkerWrapperBase.execute_model
+
+    @functools.wraps(real)
+    def execute_model(self: WorkerWrapperBase, *args: Any, **more: Any) -> Any:
+        call()
+        return real(self, *args, **more)
+
+    WorkerWrapperBase.execute_model = execute_model
 
 
 def keep_threads_off_captures() -> None:

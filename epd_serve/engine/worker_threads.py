@@ -23,19 +23,20 @@ def rule_threads() -> None:
     if CPU_THREADS_ENV not in os.environ:
         return
     around_init_device("gloo", before=lambda rank: end_waits_late(_LATE_NS), after=lambda rank: end_waits_late(0))
-    if (threads := _ordered()) is not None:
+    if (threads := ordered()) is not None:
         around_init_device("threads", before=lambda rank: _bind(threads))
 
 
 def leave_cores_to_workers() -> None:
     """In a stage's API server, before it has threads: keep off the workers' cores, if that is the order and others are
     there."""
-    threads = _ordered()
+    threads = ordered()
     if threads is not None and threads.apart and (others := os.sched_getaffinity(0) - set(threads.cores)):
         os.sched_setaffinity(0, others)
 
 
-def _ordered() -> CpuThreads | None:
+def ordered() -> CpuThreads | None:
+    """Of a worker of this stage; None where there is no order, or an operator's own."""
     order = os.environ.get(CPU_THREADS_ENV)
     return CpuThreads(**json.loads(order)) if order is not None and COUNT_ENV not in os.environ else None
 

@@ -1,8 +1,8 @@
 """The gate in front of the stages: `proxy/admission/queue.py` with a clock, and waiters for whom it is a wait with an
-end.
+end; what of a request it goes by; and coming to an end without cutting anybody off.
 
 Lives in the proxy's event loop. Owns the waits, their deadlines and what a refusal says. What may be with the stages at
-once is `proxy/admission/capacity.py`'s business. In a pause it lets nobody through, and no time passes in its queues.
+once is `proxy/admission/capacity.py`'s business. In a pause it lets nobody through, and no time passes in its lines.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
-from epd_serve.errors import OverloadedError
-from proxy.admission.queue import AdmissionQueue
-from proxy.admission.ticket import Capacity, Kind, Place, QueueFull, Ticket
-from proxy.config.limits import AdmissionLimits
+from msgspec import field
+
+from epd_serve.errors import OverloadedError, RequestError
+from proxy.admission.queue import AdmissionQueue, Capacity, Kind, Ticket
+from proxy.config.limits import AdmissionLimits, KeyLimits
+from proxy.errors import DrainingError
 from proxy.metrics import Metrics
 from proxy.records.record import Record
-from proxy.registry.pause import Pause
-from proxy.request.client_deadline import DeadlineUnreachable
+from proxy.registry.table import Pause
+from proxy.request.client import DeadlineUnreachable
+from proxy.request.parse import Endpoint, ParsedRequest
 
 RELOOK_S = 0.1
-"""While somebody waits: capacity follows from reports, which wake nobody."""
+"""While somebody waits: capacity follows from reports, which wake nobody, and nobody waits for ever."""
 
-REMEMBERED = 32
-"""Requests from which it is known how quickly, at best, an answer begins."""
+ENCODE, SERVE = "encode", "serve"
+"""The lines, as metrics and records name them."""
 
 
 class Gate:
@@ -37,238 +39,269 @@ class Gate:
 
     Args:
         capacity: what may be with the stages now.
-        pause: lets nobody through while it lasts; its clock is that of the queues.
+        pause: lets nobody through while it lasts; its clock is that of the lines.
+
+    Attributes:
+        waiters: who stands in a line. True: its turn has come, False: that took too long.
     """
 
     def __init__(
         self, settings: AdmissionLimits, capacity: Callable[[], Capacity], metrics: Metrics, pause: Pause
     ) -> None:
-        self.queue = AdmissionQueue(settings)
-        self._pause = pause
-        self._now = pause.now
-        self._settings = settings
-        self._capacity = capacity
-        self._metrics = metrics
-        self._waiters: dict[Ticket, asyncio.Future[None]] = {}
-        self._begin_s = {kind: deque[float](maxlen=REMEMBERED) for kind in Kind}
+        self.queue = queue = AdmissionQueue(settings, pause.now, capacity)
+        queue.room_made = self.pump
+        self.pause = pause
+        self.max_wait_s = settings.max_wait_s
+        self.refused = metrics.refused
+        self.waiters: dict[Ticket, asyncio.Future[bool]] = {}
         self._relook: asyncio.TimerHandle | None = None
-        self._show(metrics)
-
-    def _show(self, metrics: Metrics) -> None:
+        self.waited_s = {}
         for kind in Kind:
-            metrics.queue_waiting.labels(kind.value).set_function(partial(self.queue.waiting, kind))
-            metrics.queue_served.labels(kind.value).set_function(partial(self.queue.served, kind))
-        metrics.queue_encoding.set_function(lambda: self.queue.encoding)
-        for of in ("encodes", "sequences", "prefill_tokens"):
-            metrics.capacity.labels(of).set_function(partial(self._part_of_capacity, of))
-
-    def _part_of_capacity(self, of: str) -> float:
-        return float(getattr(self._capacity(), of))
+            metrics.queue_waiting.labels(kind.value).set_function(partial(queue.waiting, kind))
+            metrics.queue_served.labels(kind.value).set_function(partial(queue.served, kind))
+            for line in (ENCODE, SERVE):
+                self.waited_s[kind, line] = metrics.queue_seconds.labels(kind.value, line)
+        metrics.queue_encoding.set_function(lambda: queue.encoding)
+        for of in Capacity.__slots__:
+            metrics.capacity.labels(of).set_function(lambda of=of: getattr(capacity(), of))  # type: ignore[misc]
 
     def admitted(
-        self,
-        kind: Kind,
-        *,
-        priority: int = 0,
-        sequences: int = 1,
-        until: float | None = None,
-        record: Record | None = None,
+        self, kind: Kind, record: Record, *, priority: int = 0, sequences: int = 1, until: float | None = None
     ) -> Pass:
-        """Let a request in for the time of the context that the pass is.
+        """What lets a request in for the time of its context.
 
         Args:
-            until: loop time, which is that of `time.monotonic`, at which the client wants its whole answer.
             record: of the request, where its waits are noted.
-
-        Raises:
-            OverloadedError: too many wait, or it would wait too long. DeadlineUnreachable: longer than `until`.
+            until: loop time, which is that of `time.monotonic`, at which the client wants its whole answer.
         """
-        now = self._now()
-        record = Record("") if record is None else record
-        self._refuse_hopeless(kind, self.queue.due_at(kind, now, priority), now, until, record)
-        try:
-            ticket = self.queue.admit(kind, now, priority=priority, sequences=sequences)
-        except QueueFull as full:
-            self._refuse("queue_full", kind, record)
-            message = f"{full.waiting} requests with {_what(kind)} wait already; try again later"
-            raise self._overloaded(message, full.retry_after_s) from None
-        return Pass(self, ticket, record)
+        due = self.queue.due(kind, priority)
+        return Pass(self.queue, kind, due, sequences, gate=self, record=record, until=until)
 
-    def _leave(self, ticket: Ticket) -> None:
-        self.queue.leave(ticket, self._now())
-        self._pump()
-
-    def _refuse_hopeless(self, kind: Kind, due: float, now: float, until: float | None, record: Record) -> None:
-        wait_s = self.queue.predicted_wait_s(kind, due, now, at_least=True) or 0.0
-        if until is not None:
-            best_s = min(self._begin_s[kind], default=0.0)
-            if time.monotonic() + wait_s + best_s > until:
-                self._refuse("deadline", kind, record, predicted_wait_s=wait_s, best_s=best_s)
-                raise DeadlineUnreachable(
-                    f"an answer would begin in {wait_s + best_s:.1f} s at best, later than the deadline of the request"
-                )
-        if wait_s > self._settings.max_wait_s:
-            self._refuse("wait", kind, record, predicted_wait_s=wait_s)
-            likely_s = self.queue.predicted_wait_s(kind, due, now)
-            message = f"a request with {_what(kind)} would wait about {likely_s or wait_s:.0f} s now; try again later"
-            raise self._overloaded(message, likely_s)
-
-    def _refuse(self, reason: str, kind: Kind, record: Record, **details: float) -> None:
-        self._metrics.refused.labels(reason).inc()
-        record.note("refused", reason=reason, **self._ahead(kind), **details)
-
-    def _ahead(self, kind: Kind) -> dict[str, object]:
-        """Who else is about, for records."""
-        queue = self.queue
-        return {"kind": kind.value, "waiting": queue.waiting(kind), "with_stages": queue.served(kind)}
-
-    def _overloaded(self, message: str, retry_after_s: float | None) -> OverloadedError:
-        # Spread: clients that are refused together must not come back together.
-        return OverloadedError(message, retry_after_s=(retry_after_s or 1.0) * random.uniform(1.0, 1.25))
-
-    async def _wait_turn(self, ticket: Ticket, record: Record, *, encode: bool) -> None:
-        """Wait for the ticket's turn. Raises OverloadedError after `max_wait_s`, if nothing was done for it yet."""
-        begun, line = time.monotonic(), "encode" if encode else "serve"
-        now = self._now()
-        if self._pause.left_s or not self.queue.goes_at_once(ticket, now, self._capacity(), encode=encode):
-            record.note("waits", line=line, paused=bool(self._pause.left_s), **self._ahead(ticket.kind))
-            self.queue.enqueue(ticket, now, encode=encode)
-            try:
-                await self._turn(ticket, now, record)
-            finally:
-                record.took("queued", begun, line=line)
-        waited_s = time.monotonic() - begun
-        self._metrics.queue_seconds.labels(ticket.kind.value, line).observe(waited_s)
-
-    async def _turn(self, ticket: Ticket, begun: float, record: Record) -> None:
-        turn = self._waiters[ticket] = asyncio.get_running_loop().create_future()
-        try:
-            self._pump(begun)
-            if ticket.encoding or ticket.granted_at:
-                await turn
-            while not turn.done():
-                if (left_s := begun + self._settings.max_wait_s - self._now()) <= 0:
-                    raise self._too_late(ticket, record)
-                await asyncio.wait([turn], timeout=left_s)  # or longer: a pause may begin meanwhile
-        finally:
-            del self._waiters[ticket]
-            self.queue.step_back(ticket)  # what else the request began may take a while to end
-
-    def _too_late(self, ticket: Ticket, record: Record) -> OverloadedError:
-        self._refuse("wait", ticket.kind, record)
-        wait_s = self.queue.predicted_wait_s(ticket.kind, ticket.due, self._now())
-        waited_s = self._settings.max_wait_s
-        return self._overloaded(f"a request with {_what(ticket.kind)} has waited {waited_s:g} s in vain", wait_s)
-
-    def _prefilled(self, ticket: Ticket) -> None:
-        if ticket.prefilling or ticket.ahead:
-            self._begin_s[ticket.kind].append(self._now() - ticket.granted_at)
-            self.queue.prefilled(ticket)
-            self._pump()
-
-    def _pump(self, now: float | None = None) -> None:
+    def pump(self) -> None:
         """Let through whoever may go now."""
-        if not self.queue.somebody_waits():
+        if not any(self.queue.lines):
             return
-        if not self._pause.left_s:
-            for ticket in self.queue.grants(self._now() if now is None else now, self._capacity()):
-                turn = self._waiters[ticket]
-                if not turn.done():
-                    turn.set_result(None)
-        if self._relook is None and self.queue.somebody_waits():
+        if not self.pause.left_s:
+            for ticket in self.queue.grants():
+                _tell(self.waiters[ticket], True)
+        if self._relook is None and any(self.queue.lines):
             self._relook = asyncio.get_running_loop().call_later(RELOOK_S, self._look_again)
 
     def _look_again(self) -> None:
         self._relook = None
-        self._pump()
+        since = self.pause.now() - self.max_wait_s
+        for ticket, turn in self.waiters.items():
+            if ticket.queued_at <= since and not (ticket.encoding or ticket.served_at):
+                _tell(turn, False)
+        self.pump()
 
 
-class Pass:
-    """What one admitted request holds, until the context that it is ends."""
+class Pass(Ticket, kw_only=True):
+    """A ticket whose request waits for its turns. It is let in, and leaves, with the context that it is.
 
-    def __init__(self, gate: Gate, ticket: Ticket, record: Record) -> None:
-        self._gate = gate
-        self._ticket = ticket
-        self._record = record
-        self._turns = asyncio.Lock()
-        self._cut: Callable[[], None] = _nothing
+    Attributes:
+        record, until: as in `Gate.admitted`.
+        cut: ends an attempt that went ahead; None while there is none.
+    """
+
+    gate: Gate
+    record: Record
+    until: float | None = None
+    cut: Callable[[], None] | None = None
+    one_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __enter__(self) -> Self:
+        """Raises OverloadedError: too many wait, or it would wait too long. DeadlineUnreachable: beyond `until`."""
+        wait_s = self.queue.predicted_wait_s(self, at_least=True) or 0.0
+        if self.until is not None:
+            soonest_s = wait_s + min(self.queue.begun_s[self.kind], default=0.0)
+            if time.monotonic() + soonest_s > self.until:
+                self._refused("deadline", predicted_s=soonest_s)
+                raise DeadlineUnreachable(
+                    f"an answer would begin in {soonest_s:.1f} s at best, later than the deadline of the request"
+                )
+        if wait_s > self.gate.max_wait_s:
+            raise self._overloaded("wait", f"a request with {self.kind} would wait {wait_s:.0f} s or more now")
+        if self.queue.is_full(self.kind):
+            raise self._overloaded(
+                "queue_full", f"{self.queue.waiting(self.kind)} requests with {self.kind} wait already"
+            )
+        self.enter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._gate._leave(self._ticket)
-
-    def weighs(self, tokens: float) -> None:
-        """How long its prompt is, before it stands anywhere."""
-        self._ticket.tokens = tokens
-
-    async def to_encoders(self) -> None:
-        """Wait until encoders take it. Any number of times, and at the same time."""
-        async with self._turns:
-            if self._ticket.place is Place.LOADING:
-                await self._gate._wait_turn(self._ticket, self._record, encode=True)
-
-    def give_back(self) -> None:
-        """Give a place back, at the encoders or with the stages: something has to be encoded first, or others are
-        having it encoded, or it is to wait apart, and whoever is waited for may need this very place."""
-        self._gate.queue.give_back(self._ticket)
-        self._gate._pump()
-        self._cut()
-
-    def goes_ahead(self) -> bool:
-        """Take a place with the stages while its items are being encoded, if that can be had at once."""
-        gate = self._gate
-        return not gate._pause.left_s and gate.queue.goes_ahead(self._ticket, gate._now(), gate._capacity())
-
-    def stands_back(self) -> None:
-        """Another one is to encode what it waits for, and may need a place first: those who wait to be served hold
-        places at the encoders, so it gives its own with the stages back if it went ahead."""
-        if self._ticket.ahead:
-            self.give_back()
-
-    def leaves_encoders(self) -> None:
-        """Others encode what it waits for now."""
-        self._gate.queue.leave_encoders(self._ticket)
-        self._gate._pump()
-
-    @contextmanager
-    def ahead(self, cut: Callable[[], None]) -> Iterator[None]:
-        """The time of an attempt that went ahead. `cut` ends it, where its place is given back."""
-        self._cut = cut
-        try:
-            yield
-        finally:
-            self._cut = _nothing
-
-    def encoded(self) -> None:
-        """Its items are encoded, or given up."""
-        self._gate.queue.encoded(self._ticket)
-        self._gate._pump()
-
-    async def to_stages(self) -> None:
-        """Wait until the instances that prefill and decode take it, unless it has a place there."""
-        if self._ticket.place is not Place.SERVED:
-            await self._gate._wait_turn(self._ticket, self._record, encode=False)
-
-    def prefilled(self) -> None:
-        """Its prompt is computed, or nobody can tell when it is. Any number of times."""
-        self._gate._prefilled(self._ticket)
+        self.leave()
 
     @property
     def stage_priority(self) -> int:
         """Its `priority` for vLLM, where lower is sooner: when it is due, in ms since the epoch, so that the stages age
-        requests as the queues here do, and several proxies agree."""
-        return round((time.time() + self._ticket.due - self._gate._now()) * 1000)
+        requests as the lines here do, and several proxies agree."""
+        return round((time.time() + self.due - self.queue.now()) * 1000)
 
-    @property
-    def served(self) -> bool:
-        return self._ticket.place is Place.SERVED
+    async def to_encoders(self) -> None:
+        """Wait until encoders take it, unless it has a place. Several may at the same time. Raises as `to_stages`."""
+        async with self.one_turn:
+            if not (self.encoding or self.served):
+                await self._turn(ENCODE)
+
+    async def to_stages(self) -> None:
+        """Wait until the instances that prefill and decode take it, unless it has a place there.
+
+        Raises:
+            OverloadedError: after `max_wait_s`, if nothing was done for it yet.
+        """
+        if not self.served:
+            await self._turn(SERVE)
+
+    def goes_ahead(self) -> bool:
+        """Take a place with the stages while its items are being encoded, if that can be had at once."""
+        return not self.gate.pause.left_s and self.goes_at_once(ahead=True)
+
+    @contextmanager
+    def cut_by(self, cut: Callable[[], None]) -> Iterator[None]:
+        """The time of an attempt that went ahead. `cut` is called where it has to end: items were given up or refused,
+        or its place was given back."""
+        self.cut = cut
+        try:
+            yield
+        finally:
+            self.cut = None
+
+    def encoded(self, *, well: bool = True) -> None:
+        """Its items are encoded, or some of them not."""
+        super().encoded()
+        if not well and self.cut is not None:
+            self.cut()
+
+    def give_back(self) -> None:
+        """Give a place back, at the encoders or with the stages: something has to be encoded first, or others are
+        having it encoded, or it is to wait apart, and whoever is waited for may need this very place."""
+        super().give_back()
+        if self.cut is not None:
+            self.cut()
+
+    def stand_back(self) -> None:
+        """Another one is to encode what it waits for, and may need a place first: those who wait to be served hold
+        places at the encoders, so it gives its own with the stages back if it went ahead."""
+        if self.ahead:
+            self.give_back()
+
+    async def _turn(self, line: str) -> None:
+        gate, begun, encode = self.gate, time.monotonic(), line == ENCODE
+        if (paused := bool(gate.pause.left_s)) or not self.goes_at_once(encode=encode):
+            self.record.note("waits", line=line, paused=paused, **self._others())
+            self.enqueue(encode=encode)
+            turn = gate.waiters[self] = asyncio.get_running_loop().create_future()
+            try:
+                gate.pump()
+                if not await turn:
+                    raise self._overloaded(
+                        "wait", f"a request with {self.kind} has waited {gate.max_wait_s:g} s in vain"
+                    )
+            finally:
+                del gate.waiters[self]
+                self.step_back()  # what else the request began may take a while to end
+                self.record.took("queued", begun, line=line)
+        gate.waited_s[self.kind, line].observe(time.monotonic() - begun)
+
+    def _overloaded(self, reason: str, message: str) -> OverloadedError:
+        likely_s = self.queue.predicted_wait_s(self)
+        self._refused(reason, predicted_s=likely_s)
+        # Spread: clients that are refused together must not come back together.
+        spread_s = (likely_s or 1.0) * random.uniform(1.0, 1.25)
+        return OverloadedError(f"{message}; try again later", retry_after_s=spread_s)
+
+    def _refused(self, reason: str, **details: float | None) -> None:
+        self.gate.refused.labels(reason).inc()
+        self.record.note("refused", reason=reason, **self._others(), **details)
+
+    def _others(self) -> dict[str, object]:
+        """Who else is about, for its record."""
+        kind, queue = self.kind, self.queue
+        return {"kind": kind.value, "waiting": queue.waiting(kind), "with_stages": queue.served(kind)}
 
 
-def _nothing() -> None:
-    """Nothing went ahead."""
+def _tell(turn: asyncio.Future[bool], comes: bool) -> None:
+    if not turn.done():
+        turn.set_result(comes)
 
 
-def _what(kind: Kind) -> str:
-    return "text" if kind is Kind.TEXT else "media"
+class Drain:
+    """Counts the exchanges of one proxy, each of which enters it, and knows whether it is coming to an end.
+
+    serving --announce--> leaving (not ready, still accepts) --begin--> draining (refuses) --> idle
+    """
+
+    def __init__(self) -> None:
+        self.announced = False
+        self.began = False
+        self.running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def announce(self) -> None:
+        """Say that the end is near: not ready any more, while requests are accepted as ever. Any number of times."""
+        self.announced = True
+
+    def begin(self) -> None:
+        """Accept nothing more. Any number of times; there is no way back."""
+        self.announced = self.began = True
+
+    def __enter__(self) -> None:
+        """An exchange with a client begins.
+
+        Raises:
+            DrainingError: this proxy is coming to an end.
+        """
+        if self.began:
+            raise DrainingError("this server is coming to an end; try again, or elsewhere")
+        self.running += 1
+        self._idle.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self.running -= 1
+        if not self.running:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no exchange is under way; whoever waits sets the deadline."""
+        await self._idle.wait()
+
+
+def kind_of(request: ParsedRequest) -> Kind:
+    return Kind.MEDIA if request.media else Kind.TEXT
+
+
+def priority_of(request: ParsedRequest, limits: KeyLimits) -> int:
+    """The client's `priority`, as vLLM means it: lower is sooner, 0 is usual. A better one than `limits` allow counts
+    as the best that they do, as one beyond `admission.priority_limit` does.
+
+    Raises:
+        RequestError: it is no integer.
+    """
+    value = request.body.get("priority")
+    value = 0 if value is None else value
+    if type(value) is not int or abs(value) >= 1 << 63:
+        raise RequestError("priority must be an integer; lower means sooner.", param="priority")
+    return value if limits.best_priority is None else max(value, limits.best_priority)
+
+
+def sequences_of(request: ParsedRequest, most: int) -> int:
+    """Answers that are decoded side by side: `n` for each prompt.
+
+    Raises:
+        RequestError: a list of prompts asks for more than `most`, `max_sequences` of the settings.
+    """
+    n = request.body.get("n")
+    answers = n if isinstance(n, int) else 1
+    prompts = request.body["prompt"] if request.endpoint is Endpoint.COMPLETIONS else None
+    if not isinstance(prompts, list) or len(prompts) == 1 or isinstance(prompts[0], int):
+        return answers
+    sequences = answers * len(prompts)
+    if sequences > most:
+        raise RequestError(
+            f"prompt has {len(prompts)} prompts: with n {answers} for each {sequences} answers, at most {most} can be "
+            "asked for at once; send several requests.",
+            param="prompt",
+        )
+    return sequences

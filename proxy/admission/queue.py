@@ -1,299 +1,351 @@
-"""Who may go to the stages, and when: one queue per modality in front of them. Pure: time and capacity come in.
+"""Who may go to the stages, and when: one line per modality in front of them. Pure: clock and capacity are given.
 
-    admit -> LOADING --enqueue(encode)--> TO_ENCODE --grant--> ENCODING --enqueue--> TO_SERVE --grant--> SERVED
-                \\-------------------------enqueue----------------------------------^
-    ENCODING, LOADING --go ahead--> SERVED, ahead --encoded--> SERVED
-    ENCODING, SERVED --give back--> LOADING        from every place: leave -> GONE, exactly once
-    TO_ENCODE, TO_SERVE --step back--> where it came from
+A ticket holds what its request takes of the stages, and stands in one line at most. What it may hold:
+
+- a place at the encoders, from its turn until it is encoded and served: features that nobody fetches would crowd the
+  MM Store;
+- a place with the stages that prefill and decode, from its turn until its end;
+- tokens to be prefilled, while its prompt can be computed and has not been.
+
+Either place can be given back before, since whoever it waits for may need one. A media request may go *ahead*: take a
+place with the stages while its items are encoded, where nobody waits for one and there is room. Its tokens count from
+the moment at which they could be prefilled, so that nobody waits for those who wait for an encoder.
 
 Text and media share the instances that prefill and decode, and only those, so only there the two compete. Each ticket
 has a time at which it is *due*: its arrival, later for media (`media_yields_s`) and by what the client asks
-(`priority`). Whoever is due first goes first. As nobody who comes later than that time is due earlier, nobody starves:
-that is the aging. Where the head of the queues does not fit yet, nobody smaller overtakes it. Beyond that each modality
-has a share that the other cannot take while both are about, so that neither waits for the other to end.
-
-A media ticket keeps its encoder's place until it is served and encoded: features that nobody fetches would crowd the
-MM Store. It may go ahead to the stages while its items are encoded, where nobody waits for them and there is room; its
-prompt counts from the moment at which it could be prefilled, so that nobody waits for those who wait for an encoder.
+(`priority`). Whoever is due first goes first (`ORDER`). As nobody who comes later than that time is due earlier, nobody
+starves: that is the aging. Where the head of the lines does not fit yet (`AdmissionQueue.has_room`), nobody smaller
+overtakes it. Beyond that each modality has a share that the other cannot take while both are about, so that neither
+waits for the other to end.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from operator import attrgetter
 
-from proxy.admission.pace import Pace
-from proxy.admission.ticket import Capacity, Kind, Place, QueueFull, Ticket, TicketQueue, order_of
+from msgspec import Struct
+
 from proxy.config.limits import AdmissionLimits
 
 RECENT_S = 30.0
 """A modality that has shown itself within this time keeps its share."""
 
+HALF_LIFE_S = 10.0
+LEAST_GRANTS = 3.0
+"""So many have to have been let through, lately, before anything is predicted."""
 
-class AdmissionQueue:
-    """The queues, and what is with the stages. Call `grants` after everything that may have made room.
+REMEMBERED = 32
+"""Requests from which it is known how quickly, at best, an answer begins."""
+
+ORDER = attrgetter("due", "number")
+"""Whose turn is first."""
+
+
+class Kind(StrEnum):
+    TEXT = "text"
+    MEDIA = "media"
+
+    @property
+    def other(self) -> Kind:
+        return Kind.MEDIA if self is Kind.TEXT else Kind.TEXT
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What may be with the stages at once, over all instances.
 
     Attributes:
-        arrived: how many requests of each kind have been let in.
+        encodes: requests at the encoders. sequences: prefilling or decoding. prefill_tokens: of prompts not prefilled.
     """
 
-    def __init__(self, settings: AdmissionLimits) -> None:
-        self._settings = settings
-        self._numbers = itertools.count()
-        self._to_encode = TicketQueue()
-        self._to_serve = {kind: TicketQueue() for kind in Kind}
-        self.arrived = dict.fromkeys(Kind, 0)
-        self._waiting = dict.fromkeys(Kind, 0)  # with no place at any stage yet
-        self._active_at = dict.fromkeys(Kind, float("-inf"))
-        self._encoding = 0
-        self._sequences = dict.fromkeys(Kind, 0)
-        self._tokens = dict.fromkeys(Kind, 0.0)
-        self._prefilling = dict.fromkeys(Kind, 0)
-        self._served = dict.fromkeys(Kind, 0)
-        self._encode_pace = Pace()
-        self._serve_pace = Pace()
-        self._queued = 0  # in any of the queues
-        self._waited = False
+    encodes: float
+    sequences: float
+    prefill_tokens: float
 
-    # What is there.
+
+class Ticket(Struct, eq=False):
+    """One request, which counts from `enter` to `leave`. What it is told twice counts once.
+
+    Attributes:
+        due: when it is to go (`AdmissionQueue.due`); `number` tells equals apart.
+        sequences: how many it decodes at once. tokens: of its prompt, estimated; not to change while it holds any.
+        encoding: it has a place at the encoders. served: with the stages. prefilling: its tokens count.
+        ahead: it is served while its items are still being encoded, so nothing of it can be prefilled yet.
+        line: in which it waits for its turn, since `queued_at`.
+        served_at: when its turn to be served came, or last came; 0 before.
+    """
+
+    queue: AdmissionQueue
+    kind: Kind
+    due: float
+    sequences: int = 1
+    tokens: int = 1
+    number: int = 0
+    encoding: bool = False
+    served: bool = False
+    prefilling: bool = False
+    ahead: bool = False
+    line: list[Ticket] | None = None
+    queued_at: float = 0.0
+    served_at: float = 0.0
+
+    def enter(self) -> None:
+        """It is let in. To be called once, as `leave`."""
+        self.number = next(self.queue.numbers)
+        self.queue.arrived[self.kind] += 1
+        self.queue.active_at[self.kind] = self.queue.now()
+        self.queue.use[self.kind].waiting += 1
+
+    def goes_at_once(self, *, encode: bool = False, ahead: bool = False) -> bool:
+        """Take a place at the encoders or with the stages where nobody waits and there is room, which costs less than
+        queueing. False: it has to queue.
+
+        Args:
+            ahead: of its encoding, if nobody waits to be served; it never queues for that.
+        """
+        lines = self.queue.lines[1:] if ahead else self.queue.lines
+        if self.served or self.line is not None or any(lines) or not self.queue.has_room(self, encode=encode):
+            return False
+        self.go(encode=encode, ahead=ahead)
+        return True
+
+    def enqueue(self, *, encode: bool = False) -> None:
+        """Join the line for the encoders, or the one for prefill and decode."""
+        assert not self.served and self.line is None, "it waits for nothing yet"
+        self.line = self.queue.lines[0] if encode else self.queue.line_of(self.kind)
+        self.queued_at = self.queue.now()
+        insort(self.line, self, key=ORDER)
+        self.queue.keep_time()
+
+    def step_back(self) -> None:
+        """Wait for its turn no more."""
+        if self.line is not None:
+            del self.line[bisect_left(self.line, ORDER(self), key=ORDER)]
+            self.line = None
+            self.queue.keep_time()
+
+    def go(self, *, encode: bool, ahead: bool = False) -> None:
+        """Its turn has come."""
+        if encode:
+            self._hold(encoding=True)
+        else:
+            self.served_at = self.queue.now()
+            self._hold(encoding=ahead and self.encoding, served=True, prefilling=not ahead, ahead=ahead)
+
+    def encoded(self) -> None:
+        """What it went ahead of has been done."""
+        if self.ahead:
+            self._free(served=True, prefilling=True)
+
+    def leave_encoders(self) -> None:
+        """It has nothing to encode any more."""
+        self._free(served=self.served, prefilling=self.prefilling, ahead=self.ahead)
+
+    def give_back(self) -> None:
+        """It holds a place and does not use it now: whoever it waits for may need one."""
+        self._free()
+
+    def prefilled(self) -> None:
+        """Its prompt is computed, or nobody can tell when it is: it weighs no longer."""
+        if self.prefilling or self.ahead:
+            self.queue.begun_s[self.kind].append(self.queue.now() - self.served_at)
+            self._free(served=True)
+
+    def leave(self) -> None:
+        """The request has ended, however it did."""
+        self.step_back()
+        if self.served:
+            self.queue.active_at[self.kind] = self.queue.now()
+        self.give_back()
+        self.queue.use[self.kind].waiting -= 1
+
+    def _free(self, **held: bool) -> None:
+        self._hold(**held)
+        self.queue.room_made()
+
+    def _hold(
+        self, *, encoding: bool = False, served: bool = False, prefilling: bool = False, ahead: bool = False
+    ) -> None:
+        """From now on it holds these and nothing else."""
+        use = self.queue.use[self.kind]
+        use.waiting += (self.encoding or self.served) - (encoding or served)
+        use.encoding += encoding - self.encoding
+        use.served += served - self.served
+        use.sequences += (served - self.served) * self.sequences
+        use.tokens += (prefilling - self.prefilling) * self.tokens
+        self.encoding, self.served, self.prefilling, self.ahead = encoding, served, prefilling, ahead
+
+
+class Use(Struct):
+    """What tickets hold together. `waiting`: how many have no place at any stage."""
+
+    waiting: int = 0
+    encoding: int = 0
+    served: int = 0
+    sequences: int = 0
+    tokens: int = 0
+
+    def leaves_room(self, ticket: Ticket, capacity: Capacity, share: float = 1.0) -> bool:
+        """Within this share of the capacity. One that is alone always fits, however large it is."""
+        return (not self.sequences or self.sequences + ticket.sequences <= share * capacity.sequences) and (
+            not self.tokens or self.tokens + ticket.tokens <= share * capacity.prefill_tokens
+        )
+
+
+class Pace:
+    """How fast a line moves, what predicted waits rest on: grants per second of backlog, of late. Time without a
+    backlog says nothing: the line was waiting, not moving."""
+
+    def __init__(self) -> None:
+        self._grants = 0.0
+        self._backlog_s = 0.0
+        self._since: float | None = None  # when a backlog was last taken into account; None without one
+
+    def tick(self, now: float, *, backlog: bool) -> None:
+        """Note that from `now` on there is a backlog, or none."""
+        if self._since is not None and now > self._since:
+            passed_s = now - self._since
+            decay = 0.5 ** (passed_s / HALF_LIFE_S)
+            self._grants *= decay
+            self._backlog_s = self._backlog_s * decay + passed_s
+        self._since = now if backlog else None
+
+    def granted(self) -> None:
+        """One that had to wait in the line has gone."""
+        self._grants += 1.0
+
+    def wait_s(self, ahead: int, now: float, *, at_least: bool = False) -> float | None:
+        """How long it takes until `ahead` have gone; None while nobody can tell.
+
+        Args:
+            at_least: at the fastest pace at which it may well be no more than chance that so few have gone: twice the
+                standard deviation of their count above it. At the beginning of a backlog there are few.
+        """
+        if not ahead:
+            return 0.0
+        self.tick(now, backlog=self._since is not None)
+        if self._grants < LEAST_GRANTS or self._backlog_s <= 0:
+            return None
+        grants = self._grants + (2 * math.sqrt(self._grants) + 1 if at_least else 0.0)
+        return ahead * self._backlog_s / grants
+
+
+class AdmissionQueue:
+    """The lines, and what is with the stages.
+
+    Args:
+        now: the clock, in seconds. capacity: what may be with the stages now.
+
+    Attributes:
+        lines: for the encoders, then for prefill and decode: one of each kind, or one of both. Each in `ORDER`.
+        arrived: how many requests of each kind have been let in. active_at: when a kind last showed itself.
+        begun_s: how long after their turn the last answers of each kind began.
+        room_made: called where somebody else may go now (`grants`).
+    """
+
+    def __init__(self, settings: AdmissionLimits, now: Callable[[], float], capacity: Callable[[], Capacity]) -> None:
+        self._settings = settings
+        self.now = now
+        self.capacity = capacity
+        self.numbers = itertools.count()
+        self.lines: list[list[Ticket]] = [[], []] if settings.single_queue else [[], [], []]
+        self.arrived = dict.fromkeys(Kind, 0)
+        self.active_at = dict.fromkeys(Kind, float("-inf"))
+        self.begun_s = {kind: deque[float](maxlen=REMEMBERED) for kind in Kind}
+        self.use = {kind: Use() for kind in Kind}
+        self.room_made: Callable[[], None] = lambda: None
+        self._encode_pace, self._serve_pace = Pace(), Pace()
 
     def waiting(self, kind: Kind) -> int:
-        """Requests that have no place at any stage yet."""
-        return self._waiting[kind]
+        """Requests that have no place at any stage."""
+        return self.use[kind].waiting
 
     def served(self, kind: Kind) -> int:
-        return self._served[kind]
+        return self.use[kind].served
 
     @property
     def encoding(self) -> int:
         """Requests with a place at the encoders."""
-        return self._encoding
+        return self.use[Kind.MEDIA].encoding
 
-    def somebody_waits(self) -> bool:
-        return self._queued > 0
+    def line_of(self, kind: Kind) -> list[Ticket]:
+        """The one for prefill and decode."""
+        return self.lines[1 if kind is Kind.TEXT else -1]
 
-    def due_at(self, kind: Kind, arrived: float, priority: int) -> float:
-        """When a request would be due. `priority` as in vLLM: lower is sooner; one unit is `priority_step_s`."""
-        if self._settings.single_queue:
-            return arrived
-        limit = self._settings.priority_limit
-        priority_s = max(-limit, min(limit, priority)) * self._settings.priority_step_s
-        return arrived + priority_s + (self._settings.media_yields_s if kind is Kind.MEDIA else 0.0)
+    def is_full(self, kind: Kind) -> bool:
+        """Whether as many of this kind wait as may."""
+        settings = self._settings
+        return self.waiting(kind) >= (settings.text_queue if kind is Kind.TEXT else settings.media_queue)
 
-    def predicted_wait_s(self, kind: Kind, due: float, now: float, *, at_least: bool = False) -> float | None:
-        """How long a newcomer would wait, or would at least (`Pace.wait_s`); 0 where nobody is ahead, None while nobody
-        can tell."""
-        if not self.somebody_waits():
+    def due(self, kind: Kind, priority: int) -> float:
+        """When a request that comes now is due. `priority` as in vLLM: lower is sooner, a unit is `priority_step_s`."""
+        settings, now = self._settings, self.now()
+        if settings.single_queue:
+            return now
+        priority = max(-settings.priority_limit, min(settings.priority_limit, priority))
+        return now + priority * settings.priority_step_s + settings.media_yields_s * (kind is Kind.MEDIA)
+
+    def predicted_wait_s(self, ticket: Ticket, *, at_least: bool = False) -> float | None:
+        """How long a ticket would wait if it came now, or would at least (`Pace.wait_s`); 0 where nobody is ahead, None
+        while nobody can tell."""
+        if not any(self.lines):
             return 0.0
-        newest = (due, 1 << 62)
-        ahead = sum(queue.ahead_of(newest) for queue in self._to_serve.values())
-        waits = [self._serve_pace.wait_s(ahead, now, at_least=at_least)]
-        if kind is Kind.MEDIA:
-            waits.append(self._encode_pace.wait_s(self._to_encode.ahead_of(newest), now, at_least=at_least))
-        predicted = [wait for wait in waits if wait is not None]
-        return sum(predicted) if len(predicted) == len(waits) else None
+        to_encode, *to_serve = (bisect_left(line, (ticket.due, math.inf), key=ORDER) for line in self.lines)
+        serve_s = self._serve_pace.wait_s(sum(to_serve), self.now(), at_least=at_least)
+        if ticket.kind is Kind.TEXT or serve_s is None:
+            return serve_s
+        encode_s = self._encode_pace.wait_s(to_encode, self.now(), at_least=at_least)
+        return None if encode_s is None else serve_s + encode_s
 
-    # A request's life.
-
-    def admit(self, kind: Kind, now: float, *, priority: int = 0, sequences: int = 1) -> Ticket:
-        """Let a request in.
-
-        Raises:
-            QueueFull: its queue is as long as it may be.
-        """
-        limit = self._settings.text_queue if kind is Kind.TEXT else self._settings.media_queue
-        due = self.due_at(kind, now, priority)
-        if self._waiting[kind] >= limit:
-            raise QueueFull(kind, self._waiting[kind], self.predicted_wait_s(kind, due, now))
-        self._waiting[kind] += 1
-        self.arrived[kind] += 1
-        self._active_at[kind] = now
-        return Ticket(kind, now, due, next(self._numbers), max(1, sequences))
-
-    def goes_at_once(self, ticket: Ticket, now: float, capacity: Capacity, *, encode: bool = False) -> bool:
-        """Let it go where nobody is in any queue and there is room, which costs less than queueing. False: it has to
-        queue."""
-        if self.somebody_waits():
-            return False
-        if encode:
-            if self._encoding >= max(1, capacity.encodes):
-                return False
-        elif not (self._within_share(ticket, now, capacity) and self._fits(ticket, capacity)):
-            return False
-        ticket.queued_at = now
-        self._go(ticket, now, encode=encode)
-        return True
-
-    def goes_ahead(self, ticket: Ticket, now: float, capacity: Capacity) -> bool:
-        """Serve it before its items are encoded, if nobody waits to be served and there is room. It never queues for
-        that."""
-        somebody_waits = any(queue.tickets for queue in self._to_serve.values())
-        if somebody_waits or ticket.place not in (Place.LOADING, Place.ENCODING):
-            return False
-        if not (self._within_share(ticket, now, capacity) and self._fits(ticket, capacity)):
-            return False
-        ticket.queued_at = now
-        ticket.ahead = True
-        self._go(ticket, now, encode=False)
-        return True
-
-    def leave_encoders(self, ticket: Ticket) -> None:
-        """It has nothing to encode any more, and keeps none but a place with the stages. Any number of times."""
-        if ticket.place is Place.SERVED:
-            self._encoded(ticket)
-        else:
-            self.give_back(ticket)
-
-    def encoded(self, ticket: Ticket) -> None:
-        """What it went ahead of has been done. Any number of times."""
-        if ticket.ahead:
-            ticket.ahead = False
-            self._encoded(ticket)
-            self._weigh(ticket)
-
-    def enqueue(self, ticket: Ticket, now: float, *, encode: bool = False, tokens: float | None = None) -> None:
-        """Join the queue for the encoders, or the one for prefill and decode."""
-        assert ticket.place in (Place.LOADING, Place.ENCODING), f"a {ticket.place} ticket joins no queue"
-        if tokens is not None:
-            ticket.tokens = max(0.0, tokens)
-        ticket.place = Place.TO_ENCODE if encode else Place.TO_SERVE
-        ticket.queued_at = now
-        self._queue_of(ticket).add(ticket)
-        self._queued += 1
-        self._keep_time(now)
-
-    def grants(self, now: float, capacity: Capacity) -> list[Ticket]:
-        """Those whose turn has come; they are ENCODING or SERVED now."""
+    def grants(self) -> list[Ticket]:
+        """Those whose turn has come; they have their places now."""
         granted = []
-        self._keep_time(now)
-        while (ticket := self._next(now, capacity)) is not None:
-            self._grant(ticket, now)
+        while (ticket := self._next()) is not None:
+            encode = ticket.line is self.lines[0]
+            ticket.step_back()
+            if self.now() > ticket.queued_at:
+                (self._encode_pace if encode else self._serve_pace).granted()
+            ticket.go(encode=encode)
             granted.append(ticket)
-        self._keep_time(now)
         return granted
 
-    def give_back(self, ticket: Ticket) -> None:
-        """It holds a place and does not use it now: whoever it waits for may need one. Any number of times."""
-        if ticket.place is Place.SERVED:
-            self._served_no_more(ticket)
-        elif ticket.place is not Place.ENCODING:
-            return
-        self._encoded(ticket)
-        self._waiting[ticket.kind] += 1
-        ticket.place = Place.LOADING
+    def keep_time(self) -> None:
+        """A line has changed."""
+        now = self.now()
+        self._encode_pace.tick(now, backlog=bool(self.lines[0]))
+        self._serve_pace.tick(now, backlog=any(self.lines[1:]))
 
-    def prefilled(self, ticket: Ticket) -> None:
-        """Its prompt weighs no longer on the prefilling instances. Any number of times."""
-        if ticket.ahead:
-            ticket.ahead = False
-            self._encoded(ticket)
-        if ticket.prefilling:
-            ticket.prefilling = False
-            self._tokens[ticket.kind] -= ticket.tokens
-            self._prefilling[ticket.kind] -= 1
-            if not self._prefilling[ticket.kind]:
-                self._tokens[ticket.kind] = 0.0  # sums of floats drift
-
-    def step_back(self, ticket: Ticket) -> None:
-        """It waits for its turn no more, and so must not get one. Any number of times."""
-        if ticket.is_queued:
-            self._dequeue(ticket)
-            ticket.place = Place.ENCODING if ticket.encoding else Place.LOADING
-
-    def leave(self, ticket: Ticket, now: float) -> None:
-        """The request has ended, however it did. Any number of times."""
-        if ticket.place is Place.GONE:
-            return
-        self.step_back(ticket)
-        if ticket.place is Place.SERVED:
-            self._served_no_more(ticket)
-            self._active_at[ticket.kind] = now
-        elif not ticket.encoding:
-            self._waiting[ticket.kind] -= 1
-        self._encoded(ticket)
-        ticket.place = Place.GONE
-        self._keep_time(now)
-
-    def _queue_of(self, ticket: Ticket) -> TicketQueue:
-        if ticket.place is Place.TO_ENCODE:
-            return self._to_encode
-        return self._to_serve[Kind.TEXT if self._settings.single_queue else ticket.kind]
-
-    def _next(self, now: float, capacity: Capacity) -> Ticket | None:
-        if self._to_encode.tickets and self._encoding < max(1, capacity.encodes):
-            return self._to_encode.tickets[0]
-        heads = [queue.tickets[0] for queue in self._to_serve.values() if queue.tickets]
-        heads = [head for head in heads if self._within_share(head, now, capacity)]
-        first = min(heads, key=order_of, default=None)
-        return first if first is not None and self._fits(first, capacity) else None
-
-    def _fits(self, ticket: Ticket, capacity: Capacity) -> bool:
-        """There is room for it. One that is alone always fits, however large it is."""
-        sequences, tokens = sum(self._sequences.values()), sum(self._tokens.values())
-        return (not sequences or sequences + ticket.sequences <= capacity.sequences) and (
-            not any(self._prefilling.values()) or tokens + ticket.tokens <= capacity.prefill_tokens
-        )
-
-    def _within_share(self, ticket: Ticket, now: float, capacity: Capacity) -> bool:
-        """It leaves the other modality its share, if that one is about."""
-        kind, other = ticket.kind, ticket.kind.other
-        if self._settings.single_queue:
-            return True
-        about = self._served[other] or self._to_serve[other].tickets or now - self._active_at[other] < RECENT_S
-        if not about:
-            return True
-        share = 1.0 - (self._settings.text_share if other is Kind.TEXT else self._settings.media_share)
-        sequences, tokens = self._sequences[kind], self._tokens[kind]
-        return (not sequences or sequences + ticket.sequences <= share * capacity.sequences) and (
-            not self._prefilling[kind] or tokens + ticket.tokens <= share * capacity.prefill_tokens
-        )
-
-    def _dequeue(self, ticket: Ticket) -> None:
-        self._queue_of(ticket).remove(ticket)
-        self._queued -= 1
-
-    def _grant(self, ticket: Ticket, now: float) -> None:
-        self._dequeue(ticket)
-        self._go(ticket, now, encode=ticket.place is Place.TO_ENCODE)
-
-    def _go(self, ticket: Ticket, now: float, *, encode: bool) -> None:
-        if not ticket.encoding:
-            self._waiting[ticket.kind] -= 1
+    def has_room(self, ticket: Ticket, *, encode: bool = False) -> bool:
+        """Whether a ticket may have a place, whoever waits."""
         if encode:
-            ticket.place = Place.ENCODING
-            ticket.encoding = True
-            self._encoding += 1
-            if now > ticket.queued_at:
-                self._encode_pace.granted()
-            return
-        ticket.place = Place.SERVED
-        ticket.granted_at = now
-        self._sequences[ticket.kind] += ticket.sequences
-        self._served[ticket.kind] += 1
-        if not ticket.ahead:
-            self._encoded(ticket)
-            self._weigh(ticket)
-        if now > ticket.queued_at:
-            self._serve_pace.granted()
+            return self.encoding < max(1, self.capacity().encodes)
+        return self._within_all(ticket) and self._within_share(ticket)
 
-    def _weigh(self, ticket: Ticket) -> None:
-        ticket.prefilling = True
-        self._tokens[ticket.kind] += ticket.tokens
-        self._prefilling[ticket.kind] += 1
+    def _next(self) -> Ticket | None:
+        if (to_encode := self.lines[0]) and self.has_room(to_encode[0], encode=True):
+            return to_encode[0]
+        for head in sorted((line[0] for line in self.lines[1:] if line), key=ORDER):
+            if self._within_share(head):
+                return head if self._within_all(head) else None  # nobody smaller overtakes it
+        return None
 
-    def _served_no_more(self, ticket: Ticket) -> None:
-        self.prefilled(ticket)
-        self._sequences[ticket.kind] -= ticket.sequences
-        self._served[ticket.kind] -= 1
+    def _within_all(self, ticket: Ticket) -> bool:
+        text, media = self.use.values()
+        both = Use(sequences=text.sequences + media.sequences, tokens=text.tokens + media.tokens)
+        return both.leaves_room(ticket, self.capacity())
 
-    def _encoded(self, ticket: Ticket) -> None:
-        if ticket.encoding:
-            ticket.encoding = False
-            self._encoding -= 1
-
-    def _keep_time(self, now: float) -> None:
-        waits = self._queued > 0
-        if waits or self._waited:  # time without a backlog says nothing
-            to_encode = len(self._to_encode.tickets)
-            self._encode_pace.tick(now, backlog=to_encode > 0)
-            self._serve_pace.tick(now, backlog=self._queued > to_encode)
-        self._waited = waits
+    def _within_share(self, ticket: Ticket) -> bool:
+        """It leaves the other modality its share, if that one is about."""
+        other, settings = ticket.kind.other, self._settings
+        about = self.use[other].served or self.line_of(other) or self.now() - self.active_at[other] < RECENT_S
+        if settings.single_queue or not about:
+            return True
+        share = 1.0 - (settings.text_share if other is Kind.TEXT else settings.media_share)
+        return self.use[ticket.kind].leaves_room(ticket, self.capacity(), share)

@@ -5,7 +5,10 @@ Each holds to the types and bounds of its fields, and names the field where that
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Annotated
 
 import msgspec
@@ -13,10 +16,41 @@ import msgspec
 from epd_serve import slo
 from epd_serve.errors import ConfigError
 from epd_serve.suggestions import unknown
-from proxy.config.domains import DomainRules
 from proxy.config.tree import Checked, Count, CountFrom0, NotNegative, Positive, Share
 
 SCHEMES = ("data", "http", "https", "file")
+DOMAIN = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+
+
+class DomainRules:
+    """Which hosts media may be fetched from, by name: `cdn.example.com` is that host, `*.example.com` all below it.
+    Denied beats allowed; no allowed domains at all means every one. A name says nothing about the address behind it:
+    addresses are `proxy/media/fetch.py`'s to judge, after this.
+
+    Raises:
+        ConfigError: a pattern that is no host name.
+    """
+
+    def __init__(self, allowed: Iterable[str], denied: Iterable[str]) -> None:
+        self._allowed = [_domain(text) for text in allowed]
+        self._denied = [_domain(text) for text in denied]
+
+    def admit(self, host: str) -> bool:
+        """Whether `host`, as it stands in the URL (ASCII), may be asked."""
+        name = host.lower().rstrip(".")
+        if any(fnmatchcase(name, pattern) for pattern in self._denied):
+            return False
+        return not self._allowed or any(fnmatchcase(name, pattern) for pattern in self._allowed)
+
+
+def _domain(text: str) -> str:
+    try:
+        pattern = text.rstrip(".").encode("idna").decode("ascii").lower()
+    except UnicodeError:
+        pattern = ""
+    if not DOMAIN.fullmatch(pattern):
+        raise ConfigError(f"domain {text!r} is no host name; write cdn.example.com or *.example.com", param="domains")
+    return pattern
 
 
 @dataclass(frozen=True)
@@ -114,7 +148,7 @@ class BodyPace(Checked):
 
 @dataclass(frozen=True)
 class MemoryLimits(Checked):
-    """What a process may hold of clients' bytes (`proxy/tenants/memory_budget.py`).
+    """What a process may hold of clients' bytes (`proxy/tenants/fair_share.py`).
 
     Attributes:
         process_bytes: bodies and media of all requests of one proxy process. An account among others gets half of it at
@@ -187,7 +221,7 @@ class AdmissionLimits(Checked):
 
 @dataclass(frozen=True)
 class RetryLimits(Checked):
-    """How many attempts may be repeated over the whole proxy (`proxy/stages/retry_budget.py`).
+    """How many attempts may be repeated over the whole proxy (`proxy/stages/retries.py`).
 
     Attributes:
         ratio: retries per request.
@@ -202,7 +236,7 @@ class RetryLimits(Checked):
 
 @dataclass(frozen=True)
 class MigrationLimits(Checked):
-    """Streams that go on at another instance after theirs is gone (`proxy/generate/token_history.py`).
+    """Streams that go on at another instance after theirs is gone (`proxy/stages/history.py`).
 
     Attributes:
         per_request: moves of one stream.
@@ -242,7 +276,7 @@ class PoisonLimits(Checked):
 @dataclass(frozen=True)
 class RecordLimits(Checked):
     """How much one proxy process remembers of requests that have ended, for `epd-serve why`
-    (`proxy/records/kept.py`).
+    (`proxy/records/records.py`).
 
     Attributes:
         requests: half of them the newest, a quarter older ones that failed, a quarter older ones that were slow. 0 to

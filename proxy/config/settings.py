@@ -33,8 +33,11 @@ from proxy.config.tree import Checked, Count, CountFrom0
 from proxy.fields.rules import OUR_XARGS, XARGS_REFUSED
 from proxy.routing.policy import POLICIES
 
-OTLP_ENDPOINT = re.compile(r"https?://[^/\s]+/\S*")
-HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+FORMS = {
+    "tenant_header": (re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"), "header name"),
+    "otlp_traces_endpoint": (re.compile(r"https?://[^/\s]+/\S*"), "URL, such as http://HOST:4318/v1/traces"),
+}
+"""Settings that are text of a form, where they are anything."""
 
 
 @dataclass(frozen=True)
@@ -139,13 +142,10 @@ class ProxyOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tenant_header and not HEADER_NAME.fullmatch(self.tenant_header):
-            raise ConfigError(f"tenant_header {self.tenant_header!r} is no header name", param="tenant_header")
-        if self.otlp_traces_endpoint and not OTLP_ENDPOINT.fullmatch(self.otlp_traces_endpoint):
-            message = (
-                f"otlp_traces_endpoint {self.otlp_traces_endpoint!r} is no URL, such as http://HOST:4318/v1/traces"
-            )
-            raise ConfigError(message, param="otlp_traces_endpoint")
+        for name, (form, meant) in FORMS.items():
+            value = getattr(self, name)
+            if value and not form.fullmatch(value):
+                raise ConfigError(f"{name} {value!r} is no {meant}", param=name)
         if self.policy not in POLICIES:
             raise ConfigError(unknown("policy", self.policy, POLICIES), param="policy")
         for name in self.xargs:

@@ -14,37 +14,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from msgspec import structs
+from typing import Any
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
-from epd_serve.trace import Trace
-from proxy.config.limits import Timeouts
-from proxy.encode.learnt_speeds import LearntSpeeds
+from proxy.context import RequestContext, Services
+from proxy.encode.single_flight import Seat
 from proxy.encode.spread import calls, share_of, spread
 from proxy.errors import StageDied, StageFault, most_telling
 from proxy.media.loader import LoadedItem
-from proxy.metrics import Metrics
 from proxy.registry.instance_state import Lease, Work
-from proxy.registry.table import InstanceTable
+from proxy.request.client import CancelScope
 from proxy.request.parse import Endpoint
 from proxy.request.payload import encoded
-from proxy.routing.policy import Candidate, with_neighbours
+from proxy.routing.policy import Candidate, preferred, with_neighbours
 from proxy.stages.bodies import encode_body
-from proxy.stages.circuits import Circuits
-from proxy.stages.client import StageClient
-from proxy.stages.job import Job
-from proxy.stages.retry_budget import RetryBudget
+from proxy.stages.circuits import StageCall
 
 logger = logging.getLogger(__name__)
-RELOOK_S = 0.5  # a full store's last report may lapse, and an encoder fall silent, without any news
-Answer = TypeVar("Answer")
+RELOOK_S = 0.5  # a full store's last report may lapse without any news
 
 
 @dataclass(frozen=True)
@@ -52,17 +44,13 @@ class EncodeOrder:
     """What is the same for all calls about one request's items.
 
     Attributes:
-        again: keys to be encoded even where an encoder believes that they are there.
+        seats: by key, in the flights of the items: told of each that is done, and left where items wait apart.
+        again: keys to be encoded even where they are believed to be there.
         shunned: incarnations of encoders to ask last (they made what got lost).
-        done: called for each item with the encoder that has it and its entry of `ec_transfer_params`, or {}.
-        is_known: whether a key's feature is there, although the call that was to make it failed.
-        waits: called before these items wait apart (`WatchedBody.apart_s`): nobody else must wait for them then.
     """
 
-    job: Job
-    done: Callable[[LoadedItem, Instance, dict[str, Any]], None]
-    is_known: Callable[[str], bool] = lambda _: False
-    waits: Callable[[Sequence[LoadedItem]], None] = lambda _: None
+    ctx: RequestContext
+    seats: Mapping[str, Seat]
     again: frozenset[str] = frozenset()
     shunned: frozenset[str] = frozenset()
 
@@ -70,27 +58,11 @@ class EncodeOrder:
 class Encoders:
     """All encoders of the table."""
 
-    def __init__(
-        self,
-        table: InstanceTable,
-        stages: StageClient,
-        metrics: Metrics,
-        timeouts: Timeouts,
-        *,
-        retries: int,
-        trace: Trace,
-        circuits: Circuits,
-        budget: RetryBudget,
-    ) -> None:
-        self._table = table
-        self._stages = stages
-        self._metrics = metrics
-        self._timeouts = timeouts
-        self._retries = retries
-        self._trace = trace
-        self._circuits = circuits
-        self._budget = budget
-        self._speeds = LearntSpeeds()
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._table, self._metrics = services.table, services.metrics
+        self._directory = services.dispatcher.directory
+        self._timeouts = services.settings.timeouts
 
     async def encode(
         self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId] = frozenset()
@@ -98,178 +70,159 @@ class Encoders:
         """Have distinct items encoded in parallel, each by its owner or where it is done sooner
         (`proxy/encode/spread.py`), once the encoders take the request.
 
-        An item that fails is tried elsewhere, alone. Items that no encoder produced are logged and counted;
-        `order.done` is not called for them.
+        An item that fails is tried elsewhere, alone. Items that no encoder produced are logged and counted; their seats
+        do not land.
 
         Raises:
             StageRefusal: an encoder refuses an item.
         """
-        job = order.job
-        if apart_s := job.watched.apart_s:
-            order.waits(items)
+        ctx = order.ctx
+        if apart_s := ctx.watched.apart_s:
+            for item in items:
+                order.seats[item.key].leave()  # nobody else must wait for them meanwhile
+            ctx.passed.give_back()
             since = time.monotonic()
             await asyncio.sleep(apart_s)
-            job.record.took("apart", since)
-        if job.watched.over:
-            self._give_up(order, items, "encoder_failed")
-            return
-        await job.passed.to_encoders()
-        await self._encode(order, items, tried)
-
-    async def _encode(self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId]) -> None:
-        encoders, reason = await self._available(order, tried)
-        if not encoders:
-            self._give_up(order, items, reason)
-            return
+            ctx.record.took("apart", since)
+        if ctx.watched.over:
+            return self.give_up(ctx, len(items), "encoder_failed")
+        await ctx.passed.to_encoders()
+        encoders = await self._available(order, tried)
+        if isinstance(encoders, str):
+            return self.give_up(ctx, len(items), encoders)
         costs = [item.tokens for item in items]
         each = share_of(costs, len(encoders))
-        workers = with_neighbours([self._with_speed(encoder) for encoder in encoders], each)
+        workers = with_neighbours(encoders, each)
         shares = spread([item.key for item in items], costs, workers)
-        chosen = [worker.id for worker, share in zip(workers, shares, strict=True) if share]
-        order.job.record.spread(each, workers, chosen)
+        ctx.record.spread(each, workers, [one.id for one, share in zip(workers, shares, strict=True) if share])
         with ExitStack() as leases:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for worker, part in calls(costs, shares, alone=bool(tried)):
-                        called = [items[index] for index in part]
-                        # Counted before the first call begins: who chooses next has to see all of them.
-                        weight = sum(item.tokens for item in called)
-                        lease = self._table.acquire(encoders[worker].id, Work.ENCODE, weight)
-                        leases.callback(lease.release)
-                        group.create_task(self._encode_at(lease, weight, order, called, tried))
-            except BaseExceptionGroup as failed:
-                raise most_telling(failed) from None
+            works = []
+            for worker, part in calls(costs, shares, alone=bool(tried)):
+                # Counted before the first call begins: who chooses next has to see all of them.
+                lease = self._table.acquire(encoders[worker].id, Work.ENCODE, sum(costs[index] for index in part))
+                leases.callback(lease.release)
+                works.append(self._encode_at(lease, order, [items[index] for index in part], tried))
+            await together(works)
 
-    async def _available(self, order: EncodeOrder, tried: Collection[IncarnationId]) -> tuple[list[Candidate], str]:
-        """Encoders to choose from, or none and why. Waits for room in a store, `encode_s` at most, and in a pause for
-        an encoder, which may be on its way."""
+    async def _available(self, order: EncodeOrder, tried: Collection[IncarnationId]) -> Sequence[Candidate] | str:
+        """Encoders to choose from, or why there are none. Waits for room in a store, `encode_s` at most, and in a pause
+        for an encoder, which may be on its way."""
         pause = self._table.pause
         until = pause.now() + self._timeouts.encode_s
         waits = False
         while True:
             untried = [encoder for encoder in self._table.live(Role.E) if encoder.incarnation_id not in tried]
-            if not untried:
-                if pause.left_s:
-                    await self._table.changed(pause.left_s)
-                    continue
-                return [], "encoder_failed" if tried else "no_encoder"
-            untried = [encoder for encoder in untried if not self._hangs(encoder.incarnation_id)]
-            if not untried:
-                return [], "encoder_silent"
-            roomy = [encoder for encoder in untried if not encoder.full]
-            if roomy:
-                preferred = [encoder for encoder in roomy if encoder.incarnation not in order.shunned] or roomy
-                return [encoder for encoder in preferred if not encoder.suspended] or preferred, ""
+            heard = [encoder for encoder in untried if not self._hangs(encoder.incarnation_id)]
+            roomy = [encoder for encoder in heard if not encoder.full]
             left_s = until - pause.now()
+            if roomy:
+                return preferred(roomy, [one.incarnation_id for one in roomy if one.incarnation in order.shunned])
+            if untried and not heard:
+                return "encoder_silent"
+            if not untried:
+                left_s = pause.left_s
             if left_s <= 0:
-                return [], "store_full"
-            self._metrics.store_waits.inc()
-            if not waits:
-                waits = True
-                order.job.record.note("waits", line="store", full=len(untried))
-            await self._table.changed(min(left_s, RELOOK_S))
-
-    def _with_speed(self, encoder: Candidate) -> Candidate:
-        """What it reports of its speed, or what was learnt."""
-        return encoder if encoder.rate > 0 else structs.replace(encoder, rate=self._speeds.rate(encoder.incarnation_id))
+                return "store_full" if untried else "encoder_failed" if tried else "no_encoder"
+            if untried:
+                self._metrics.store_waits.inc()
+                if not waits:
+                    order.ctx.record.note("waits", line="store", full=len(untried))
+                waits, left_s = True, min(left_s, RELOOK_S)
+            await self._table.changed(left_s)
 
     async def _encode_at(
-        self,
-        lease: Lease,
-        weight: float,
-        order: EncodeOrder,
-        items: Sequence[LoadedItem],
-        tried: frozenset[IncarnationId],
+        self, lease: Lease, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId]
     ) -> None:
-        """One call. Releases `lease`."""
-        job, instance = order.job, lease.instance
+        """One call, and what has to be done elsewhere of it. Releases `lease`."""
+        ctx, instance, seats = order.ctx, lease.instance, order.seats
         incarnation_id = instance.incarnation_id
-        done = 0.0
-        self._speeds.begin(incarnation_id, time.monotonic())
         try:
-            with job.watched.at(incarnation_id, encoding=True) as stay, self._circuits.call(instance):
+            with ctx.watched.at(incarnation_id, encoding=True) as stay, self._services.circuits.call(instance) as call:
                 try:
-                    answer = await self._post(order, instance, items)
+                    entries = await self._post(order, instance, items, call)
                 except StageDied as error:
-                    job.watched.died(stay, incarnation_id, ago_s=error.ago_s)
+                    ctx.watched.died(stay, incarnation_id, ago_s=error.ago_s)
                     raise
-            done = weight
         except (StageError, DeadlineError) as error:
-            logger.warning("request %s: %s", job.id, error.message)
-            job.record.failed("encode_failed", error, instance.id)
+            logger.warning("request %s: %s", ctx.id, error.message)
+            ctx.record.failed("encode_failed", error, instance.id)
             if isinstance(error, StageFault) and self._table.is_alive(*incarnation_id):
-                self._circuits.acquit(job.faults.note(error, incarnation_id))
+                self._services.circuits.acquit(ctx.faults.note(error, incarnation_id))
+            entries = None
         finally:
-            self._speeds.end(incarnation_id, time.monotonic(), done=done)
             lease.release()
-        if done:
-            entries = answer.get("ec_transfer_params")
-            entries = entries if isinstance(entries, dict) else {}
-            for item in items:
-                entry = entries.get(item.key)
-                order.done(item, instance, entry if isinstance(entry, dict) else {})
-            return
-        there = {item.key for item in items if order.is_known(item.key)}  # announced before the encoder died
         for item in items:
-            if item.key in there:
-                order.done(item, instance, {})
-        items = [item for item in items if item.key not in there]
-        tried = tried | {incarnation_id}
-        if not items:
-            return
-        if len(tried) > self._retries or job.watched.over:
-            self._give_up(order, items, "encoder_failed")
-            return
+            if entries is None:
+                there = not order.again and self._directory.knows(item.key, time.monotonic())  # before the encoder died
+            else:
+                there, entry = True, entries.get(item.key)
+                if isinstance(entry, dict) and entry:  # else its announcement will say
+                    metadata, maker = entry.get("metadata"), instance.incarnation
+                    self._directory.promised(item.key, metadata, maker=maker, now=time.monotonic())
+            if there:
+                seats[item.key].land()
+        if left := [item for item in items if not seats[item.key].landed]:
+            await self._elsewhere(order, left, instance, tried | {incarnation_id})
+
+    async def _elsewhere(
+        self, order: EncodeOrder, items: Sequence[LoadedItem], failed: Instance, tried: frozenset[IncarnationId]
+    ) -> None:
+        ctx = order.ctx
+        if len(tried) > self._services.settings.retries or ctx.watched.over:
+            return self.give_up(ctx, len(items), "encoder_failed")
         if any(other.incarnation_id not in tried for other in self._table.live(Role.E)):
-            if not self._budget.withdraw(time.monotonic()):
+            if not self._services.budget.withdraw(time.monotonic()):
                 self._metrics.retries_refused.inc()
-                job.record.note("retry_refused", stage=instance.id)
-                self._give_up(order, items, "no_retries_left")
-                return
-            self._metrics.retries.labels(instance.id).inc()
-            job.record.again("retry", stage=instance.id, of="encode")
+                ctx.record.note("retry_refused", stage=failed.id)
+                return self.give_up(ctx, len(items), "no_retries_left")
+            self._metrics.retries.labels(failed.id).inc()
+            ctx.record.again("retry", stage=failed.id, of="encode")
         await self.encode(order, items, tried)
 
-    async def _post(self, order: EncodeOrder, instance: Instance, items: Sequence[LoadedItem]) -> dict[str, Any]:
-        job = order.job
-        body = encoded(encode_body(job.base, items, order.again))
-        begun, outcome, span = time.monotonic(), "cancelled", job.record.call_span()
-        self._trace.stamp(job.id, "encode_sent", to=instance.id)
+    async def _post(
+        self, order: EncodeOrder, instance: Instance, items: Sequence[LoadedItem], call: StageCall
+    ) -> Mapping[str, object]:
+        """What the encoder answers about its items, by key. Raises StageDied when it falls silent meanwhile: its queue
+        may be long, and then `encode_s` is right, or its processes may be stopped, and then it is not."""
+        ctx, timeouts, watchdog = order.ctx, self._timeouts, self._services.watchdog
+        body = encoded(encode_body(ctx.base, items, order.again))
+        begun, outcome, span = time.monotonic(), "cancelled", ctx.record.call_span()
+        headers, silence = ctx.headers(span), CancelScope[StageError]()
+        watchdog.watch(silence, ctx.sink, [call], timeouts.encode_silence_s)
+        answer: Mapping[str, object] = {}
         try:
-            answer = await self._unless_it_hangs(
-                instance,
-                self._stages.post(instance, Endpoint.CHAT, body, job.headers(span), timeout_s=self._timeouts.encode_s),
-            )
+            with silence:
+                post = self._services.stages.post
+                answer = await post(instance, Endpoint.CHAT, body, headers, timeout_s=timeouts.encode_s)
+            if silence.reason is not None:
+                raise silence.reason
             outcome = "ok"
-            job.record.encoded_by(instance.id)
-            return answer
+            ctx.record.encoded_by(instance.id)
+            entries = answer.get("ec_transfer_params")
+            return entries if isinstance(entries, dict) else {}
         except EpdError as error:
             outcome = error.code or type(error).__name__
             raise
         finally:
+            watchdog.unwatch(silence)
             self._metrics.stage_seconds.labels("E", outcome).observe(time.monotonic() - begun)
-            self._trace.stamp(job.id, "encode_done", by=instance.id, outcome=outcome)
-            job.record.took("encode_call", begun, span=span, stage=instance.id, items=len(items), outcome=outcome)
+            ctx.record.took("encode_call", begun, span=span, stage=instance.id, items=len(items), outcome=outcome)
 
     def _hangs(self, incarnation_id: IncarnationId) -> bool:
         return self._table.silence_s(*incarnation_id) > self._timeouts.encode_silence_s
 
-    async def _unless_it_hangs(self, instance: Instance, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """The call's answer. Raises StageDied when the encoder falls silent meanwhile: its queue may be long, and then
-        `encode_s` is right, or its processes may be stopped, and then it is not."""
-        task = asyncio.ensure_future(call)
-        try:
-            while not (await asyncio.wait([task], timeout=RELOOK_S))[0]:
-                if self._hangs(instance.incarnation_id):
-                    silent_s = self._table.silence_s(*instance.incarnation_id)
-                    raise StageDied(f"stage {instance.id} has stopped to report", stage=instance.id, ago_s=silent_s)
-            return task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task])
+    def give_up(self, ctx: RequestContext, items: int, reason: str) -> None:
+        """So many go on unencoded."""
+        logger.warning("request %s: %d items go on unencoded (%s)", ctx.id, items, reason)
+        self._metrics.encode_fallback.labels(reason).inc(items)
+        ctx.record.note("not_encoded", items=items, reason=reason)
 
-    def _give_up(self, order: EncodeOrder, items: Sequence[LoadedItem], reason: str) -> None:
-        logger.warning("request %s: %d items go on unencoded (%s)", order.job.id, len(items), reason)
-        self._metrics.encode_fallback.labels(reason).inc(len(items))
-        order.job.record.note("not_encoded", items=len(items), reason=reason)
+
+async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All of them at once. Raises the most telling error, after the others have been cancelled."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as failed:
+        raise most_telling(failed) from None

@@ -1,4 +1,4 @@
 """What a client's body may hold: every field of vLLM's requests with a verdict, and content parts of messages.
 
-Imports no other room. The front door's schemas (`http/openapi_schemas.py`) rest on these verdicts.
+Imports no other room. What `/openapi.json` says of bodies (`proxy/http/openapi.py`) rests on these verdicts.
 """

@@ -1,18 +1,26 @@
-"""What becomes of every field that a client may send, each with its reason. Data, judged by people; no code of vLLM.
+"""What becomes of every field that a client may send, each with its reason, and the sieve that holds bodies to it.
 
-A field of vLLM's requests is passed on, set by the proxy alone, refused by name, or ignored. All others are unknown.
-Which fields there are is `proxy/fields/vllm_fields.py`'s, read from the wheels: `make check` names one that nobody
-judged.
+A field of vLLM's requests is passed on, set by the proxy alone, refused by name, or ignored. All others are unknown:
+left out and counted, or refused in strict mode. Which fields there are is `proxy/fields/vllm_fields.py`'s, read from
+the wheels: `make check` names one that nobody judged.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import difflib
+import functools
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from epd_serve.errors import RequestError
+from proxy.fields.vllm_fields import FIELDS, RELEASES, TYPES
+from proxy.strict_json import SHOWN_CHARS
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Why a field is answered with 400. `harmless`: values, beside null, that ask for nothing and are left out."""
 
     reason: str
@@ -211,3 +219,169 @@ it may pass over, as it changes no answer."""
 def names_of(groups: dict[str, str]) -> frozenset[str]:
     """All names of a table of reasons."""
     return frozenset(name for names in groups.values() for name in names.split())
+
+
+OTHER = "other"
+MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
+"""Fields that a client may send once the operator trusts clients with them."""
+MESSAGES_MODEL = "messages"
+"""What `rules_of` calls a body of `/v1/messages`, before a chat is made of it."""
+
+
+class Level(NamedTuple):
+    """What an object may have.
+
+    Attributes:
+        allowed: names. inner: those below which there is another level.
+        types: letters (`proxy/fields/vllm_fields.py`) of the names for which a list or an object is taken.
+    """
+
+    allowed: frozenset[str]
+    types: Mapping[str, str]
+    inner: Mapping[str, Level]
+
+
+class Rules(NamedTuple):
+    """The rules of one of vLLM's models, in one of its releases."""
+
+    top: Level
+    refused: Mapping[str, Refusal]
+
+
+@functools.cache
+def rules_of(model: str, release: str = "", *, media_options: bool = False) -> Rules:
+    """Returns the rules for `model`, a key of `FIELDS` or `MESSAGES_MODEL`.
+
+    Args:
+        release: vLLM's version; one between two that were read counts as the older of them. Empty, or older than all:
+            what any of them has, for stages of unknown versions. Nothing that is refused is among it.
+        media_options: `MEDIA_OPTIONS` pass.
+    """
+    trusted = MEDIA_OPTIONS if media_options else ()
+    refused = {name: why for name, why in REFUSED.items() if "." not in name and name not in trusted}
+    if model == MESSAGES_MODEL:
+        return Rules(_level(NESTED_ANTHROPIC, {}, "", frozenset(ANTHROPIC.split())), refused)
+    refused |= {name.removeprefix(f"{model}."): why for name, why in REFUSED.items() if name.startswith(f"{model}.")}
+    releases = FIELDS[model]
+    fields = releases.get(known_release(release)) or frozenset().union(*releases.values())
+    allowed = (fields & names_of(PASSED).union(trusted)) - refused.keys()
+    return Rules(_level(NESTED[model], TYPES[model], "", allowed), refused)
+
+
+def known_release(version: str) -> str:
+    """The newest release read that is not newer than `version`, "" where there is none."""
+    return next((release for release in reversed(RELEASES) if _numbers(release) <= _numbers(version)), "")
+
+
+class Sieve(Struct):
+    """Sifts one body, in place.
+
+    Attributes:
+        strict: an unknown field is an error.
+        dropped: what was left out, by words that are few: names of fields that vLLM has, paths, `other`.
+    """
+
+    strict: bool
+    dropped: list[str] = []
+
+    def body(self, body: dict[str, Any], rules: Rules) -> None:
+        """Leave in `body` what may reach a stage.
+
+        Raises:
+            RequestError: 400, naming the field that is refused, of a type that vLLM does not take, or in strict mode
+                unknown.
+        """
+        self._sift(body, rules.top, (), rules.refused)
+
+    def xargs(self, xargs: dict[str, Any], allowed: Collection[str]) -> None:
+        """The same for `vllm_xargs`, of which only what the operator names reaches an engine."""
+        for name, value in xargs.items():
+            ours = name in XARGS_REFUSED or name.startswith(OUR_XARGS)
+            if ours and value is not None and name not in allowed:
+                where = f"vllm_xargs.{name}"
+                raise RequestError(f"{where} is set by the server and cannot be sent by a client.", param=where)
+        self._sift(xargs, Level(frozenset(allowed), {}, {}), ("vllm_xargs",), _NONE)
+
+    def _sift(
+        self, body: dict[str, Any], level: Level, where: tuple[str | int, ...], refused: Mapping[str, Refusal]
+    ) -> None:
+        """One object. `where`: names and indices that lead to it; they are put into words where something is wrong."""
+        if not body.keys() <= level.allowed:
+            for name in [name for name in body if name not in level.allowed]:
+                self._judge(body.pop(name), level, (*where, name), refused)
+        types, inner = level.types, level.inner
+        for name, value in body.items():
+            kind, letters, below = type(value), types.get(name), inner.get(name)
+            if letters is not None and _LETTERS[kind].isdisjoint(letters):
+                raise _mistyped((*where, name), letters)
+            if below is not None and kind is dict:
+                self._sift(value, below, (*where, name), _NONE)
+            elif kind is list and (below is not None or letters == "L"):
+                for number, one in enumerate(value):
+                    if type(one) is not dict:
+                        if letters == "L":
+                            raise _mistyped((*where, name, number), "o")
+                    elif below is not None:
+                        self._sift(one, below, (*where, name, number), _NONE)
+
+    def _judge(self, value: object, level: Level, where: tuple[str | int, ...], refused: Mapping[str, Refusal]) -> None:
+        """What no level allows."""
+        name = str(where[-1])
+        if value is None or (len(where) == 1 and name not in refused and name in _IGNORED):
+            return
+        if (refusal := refused.get(name)) is not None:
+            if value not in refusal.harmless:
+                raise RequestError(f"{name} {refusal.reason}", param=name)
+            return
+        shown = _path(where)[:SHOWN_CHARS]
+        if name.endswith("_embeds"):  # tensors; those that have a place in a part, `proxy/fields/parts.py` refuses
+            raise RequestError(f"{shown} is not accepted from clients.", param=shown)
+        if self.strict:
+            near = difflib.get_close_matches(name[:SHOWN_CHARS], sorted(level.allowed), n=1, cutoff=0.6)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise RequestError(
+                f"{shown} is not a field that this server knows{meant}", param=shown, code="unknown_field"
+            )
+        place = ".".join(one for one in where[:-1] if isinstance(one, str))
+        self.dropped.append(place or (name if name in _NAMED else OTHER))
+
+
+def _path(where: tuple[str | int, ...]) -> str:
+    return "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in where)[1:]
+
+
+def _mistyped(where: tuple[str | int, ...], letters: str) -> RequestError:
+    path = _path(where)
+    return RequestError(f"{path} must be {' or '.join(_WORDS[one] for one in letters)}.", param=path)
+
+
+def _level(nested: Mapping[str, str], types: Mapping[str, str], prefix: str, allowed: frozenset[str]) -> Level:
+    """`prefix`: of the paths in the tables that lead here, with its point."""
+    return Level(
+        allowed,
+        {name: types[prefix + name] for name in allowed if prefix + name in types},
+        {
+            name: _level(nested, types, f"{prefix}{name}.", frozenset(nested[prefix + name].split()))
+            for name in allowed
+            if prefix + name in nested
+        },
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+_WORDS = {"o": "an object", "l": "a list", "L": "a list", "s": "a string", "n": "a number"}
+_LETTERS: dict[type, frozenset[str]] = {
+    dict: frozenset("o"),
+    list: frozenset("lL"),
+    str: frozenset("s"),
+    int: frozenset("n"),
+    float: frozenset("n"),
+    bool: frozenset("n"),
+    type(None): frozenset("lLosn"),
+}
+_NONE: dict[str, Refusal] = {}
+_IGNORED = names_of(IGNORED)
+_NAMED = frozenset().union(names_of(PASSED), *(names for model in FIELDS.values() for names in model.values()))

@@ -1,7 +1,7 @@
 """One attempt at prefill and decode: D and P at once under one transfer id.
 
 P is called first, which the first token waits for; its packets go straight into blocks that D allots meanwhile. A
-stream begins with P's first token where that may be shown (`proxy/generate/first_token.py`), and goes on with D's; one
+stream begins with P's first token where that may be shown (`proxy/generate/migration.py`), and goes on with D's; one
 token P answers alone. Closing a stage's connection cancels it, so cancellation of the task that runs here cancels every
 stage, and an attempt that fails has left both when it raises.
 """
@@ -12,357 +12,280 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import Instance
-from epd_serve.trace import Trace
-from proxy.background import Background
-from proxy.config.limits import Timeouts
+from proxy import strict_json
+from proxy.context import RequestContext, Services
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
-from proxy.generate.first_token import alike, is_one_token, may_be_shown
-from proxy.generate.migration import Way, way_on
+from proxy.generate.migration import Way, alike, is_one_token, may_be_shown, way_on
 from proxy.generate.relay import Client, relay, show
 from proxy.generate.router import Route
-from proxy.generate.stall_watchdog import StallWatchdog
-from proxy.generate.token_history import TokenHistory
-from proxy.metrics import Metrics
 from proxy.registry.instance_state import Lease
-from proxy.registry.table import InstanceTable
-from proxy.request.cancel_scope import CancelScope
-from proxy.request.client_sink import ClientSink
+from proxy.request.client import CancelScope
 from proxy.request.payload import Pieces, encoded
-from proxy.stages.bodies import (
-    After,
-    decode_body,
-    first_token_body,
-    fused_body,
-    prefill_body,
-    public_answer,
-    with_ids,
-)
-from proxy.stages.circuits import Circuits, StageCall
-from proxy.stages.client import StageClient
-from proxy.stages.job import Job
+from proxy.stages.bodies import After, decode_body, first_token_body, fused_body, prefill_body, public_answer, with_ids
+from proxy.stages.circuits import StageCall
+from proxy.stages.history import AnotherAnswerError
 
 logger = logging.getLogger(__name__)
 PREFILL_LINGER_S = 5.0
 
 
 class Attempt:
-    """Runs attempts; holds nothing of any of them."""
+    """One attempt, on the instances of `route`, from the body `base`; after what the client has, if it has something.
+
+    Args:
+        before_decode: what D is to wait for, where P need not.
+    """
 
     def __init__(
         self,
-        table: InstanceTable,
-        stages: StageClient,
-        circuits: Circuits,
-        timeouts: Timeouts,
-        metrics: Metrics,
-        trace: Trace,
-        background: Background,
-        *,
-        first_token: str = "prefill",
-        go_on: str = "auto",
-    ) -> None:
-        self._table = table
-        self._watchdog = StallWatchdog(table, timeouts.stage_silence_s, background)
-        self._stages = stages
-        self._circuits = circuits
-        self._metrics = metrics
-        self._trace = trace
-        self._prefill_shows = first_token == "prefill"
-        self._go_on = go_on
-
-    async def run(
-        self,
-        job: Job,
+        services: Services,
+        ctx: RequestContext,
         base: Mapping[str, Any],
         route: Route,
-        sink: ClientSink,
-        history: TokenHistory,
         before_decode: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Answer `job` from the body `base` on the instances of `route`.
+        history, settings, circuits = ctx.history, services.settings, services.circuits
+        self._services = services
+        self._ctx = ctx
+        self._base = base
+        self._route = route
+        self._before_decode = before_decode
+        self._decoding = circuits.call(route.decode.instance)
+        self._prefilling = circuits.call(route.prefill.instance) if route.prefill is not None else None
+        self.calls = (self._decoding,) if self._prefilling is None else (self._prefilling, self._decoding)
+        self._opening = asyncio.Lock()
+        self._answer: asyncio.Task[None] | None = None
+        self._after: After | None = None
+        flags = route.decode.instance.answer_flags
+        keeps = history.goes_on and settings.go_on != "never" and flags is not None
+        self._prefill_shows = settings.first_token == "prefill"
+        self._shows = not history.begun and self._prefill_shows and may_be_shown(ctx.request, route)
+        if history.begun:
+            self._after = After(history.tokens, way_on(ctx.request, history, settings.go_on) is Way.REPLAY)
+        else:
+            history.flags = flags
+        self._asks_ids = keeps or self._shows or history.begun
+        self._client = Client(
+            ctx.sink,
+            history,
+            hides=self._asks_ids and not ctx.request.body.get("return_token_ids"),
+            keeps=keeps,
+        )
 
-        Args:
-            history: what the client has, after which the answer goes on. before_decode: what D is to wait for, where P
-                need not.
+    async def run(self) -> None:
+        """Answer the request.
 
         Raises:
             StageError: a stage failed or hung, with another attempt possible or not (`sink.repeatable`). StageRefusal.
         """
-        self._metrics.paths.labels(route.path.name).inc()
-        prefill_id = route.prefill.instance.id if route.prefill is not None else None
-        job.record.attempted(route.path.name, prefill_id, route.decode.instance.id)
-        head = prefill_id or route.decode.instance.id
-        prompt_tokens, item_tokens = self._table.step_budgets(head)
-        if prompt_tokens:  # it holds its steps to an SLO, and this request with them
-            job.record.note("step_budgets", stage=head, prompt_tokens=prompt_tokens, item_tokens=item_tokens)
-        decoding = self._circuits.call(route.decode.instance)
-        prefilling = self._circuits.call(route.prefill.instance) if route.prefill is not None else None
-        calls = (decoding,) if prefilling is None else (prefilling, decoding)
-        cancel_scope: CancelScope[StageError] = CancelScope()
-        self._watchdog.watch(cancel_scope, sink, calls)
+        watchdog, scope = self._services.watchdog, CancelScope[StageError]()
+        self._services.metrics.paths.labels(self._route.path.name).inc()
+        watchdog.watch(scope, self._ctx.sink, self.calls)
         try:
-            with cancel_scope:
-                await self._run(job, base, route, sink, history, decoding, prefilling, before_decode)
+            with scope:
+                await self._run()
                 return
-            assert cancel_scope.reason is not None, "nothing else swallows an end"
-            raise cancel_scope.reason
+            assert scope.reason is not None, "nothing else swallows an end"
+            raise scope.reason
         except BaseExceptionGroup as failed:
             raise most_telling(failed) from None
         finally:
-            self._watchdog.unwatch(cancel_scope)
-            for call in calls:
+            watchdog.unwatch(scope)
+            for call in self.calls:
                 call.over()
 
-    async def _run(
-        self,
-        job: Job,
-        base: Mapping[str, Any],
-        route: Route,
-        sink: ClientSink,
-        history: TokenHistory,
-        decoding: StageCall,
-        prefilling: StageCall | None,
-        before_decode: Callable[[], Awaitable[None]] | None,
-    ) -> None:
-        flags = route.decode.instance.answer_flags
-        keeps = history.goes_on and self._go_on != "never" and flags is not None
-        if not history.begun:
-            history.flags = flags
-        shows = route.prefill is not None and not history.begun and self._prefill_shows
-        shows = shows and may_be_shown(job.request, route)
-        asks = keeps or shows or history.begun
-        after = self._after(job, history)
-        client = Client(sink, history, hides=asks and not job.request.body.get("return_token_ids"), keeps=keeps)
-        to_decode = with_ids(base) if asks else base
-        if route.prefill is None or prefilling is None:
-            to_fused = to_decode if after is None else fused_body(to_decode, after)
-            await self._answer_alone(job, to_fused, route, route.decode, client, decoding)
-        elif self._prefill_shows and is_one_token(job.request) and alike(route) and after is None:
+    async def _run(self) -> None:
+        route, prefill, prefilling, after = self._route, self._route.prefill, self._prefilling, self._after
+        body = with_ids(self._base) if self._asks_ids else self._base
+        if prefill is None or prefilling is None:
+            await self._alone(route.decode, body if after is None else fused_body(body, after), self._decoding)
+        elif after is None and self._prefill_shows and is_one_token(self._ctx.request) and alike(route):
             route.decode.release()
-            await self._answer_alone(job, to_decode, route, route.prefill, client, prefilling)
+            await self._alone(prefill, body, prefilling)
         else:
-            bodies = _Bodies(base, to_decode, after, shows)
-            await self._run_both(job, bodies, route, route.prefill, client, decoding, prefilling, before_decode)
+            await self._both(prefill, prefilling, body)
 
-    def _after(self, job: Job, history: TokenHistory) -> After | None:
-        if not history.begun:
-            return None
-        history.fold()
-        return After(history.tokens, way_on(job.request, history, self._go_on) is Way.REPLAY)
+    def _dispatched(self, transfer_id: str = "") -> None:
+        route, record = self._route, self._ctx.record
+        head, decode = (route.prefill or route.decode).instance.id, route.decode.instance.id
+        record.attempted(route.path.name, head if route.prefill is not None else "", decode, transfer_id)
+        prompt_tokens, item_tokens = self._services.table.step_budgets(head)
+        if prompt_tokens:  # it holds its steps to an SLO, and this request with them
+            record.note("step_budgets", stage=head, prompt_tokens=prompt_tokens, item_tokens=item_tokens)
 
-    async def _answer_alone(
-        self, job: Job, body: Mapping[str, Any], route: Route, lease: Lease, client: Client, call: StageCall
-    ) -> None:
-        if not job.request.stream:
-            job.passed.prefilled()  # nobody can tell when
-        self._trace.stamp(job.id, "dispatched", path=route.path.name)
-        await self._answer(job, lease, encoded(body), client, call)
+    async def _alone(self, lease: Lease, body: Mapping[str, Any], call: StageCall) -> None:
+        if not self._ctx.request.stream:
+            self._ctx.passed.prefilled()  # nobody can tell when
+        payload = encoded(body)
+        self._dispatched()
+        await self._answers(lease, payload, call)
 
-    async def _run_both(
-        self,
-        job: Job,
-        bodies: _Bodies,
-        route: Route,
-        prefill: Lease,
-        client: Client,
-        decoding: StageCall,
-        prefilling: StageCall,
-        before_decode: Callable[[], Awaitable[None]] | None,
-    ) -> None:
-        transfer_id, sender, opening = secrets.token_hex(16), prefill.instance, asyncio.Lock()
-        answer: asyncio.Task[None]
-        if bodies.shows:
-            to_prefill = encoded(first_token_body(bodies.base, transfer_id, sender))
+    async def _both(self, prefill: Lease, prefilling: StageCall, body: Mapping[str, Any]) -> None:
+        after, shows, sender, request = self._after, self._shows, prefill.instance, self._ctx.request
+        transfer_id = secrets.token_hex(16)
+        if shows:
+            to_prefill = encoded(first_token_body(self._base, transfer_id, sender))
         else:
-            to_prefill = encoded(prefill_body(bodies.base, transfer_id, sender, job.request.endpoint, bodies.after))
-        to_decode = encoded(
-            decode_body(bodies.to_decode, transfer_id, sender, first_token=bodies.shows, after=bodies.after)
-        )
-        self._trace.stamp(job.id, "dispatched", path=route.path.name, transfer=transfer_id)
-        if bodies.shows:
-            sends = partial(self._show, job, sender, to_prefill, client, prefilling, opening, lambda: answer.cancel())
-        else:
-            sends = partial(self._deliver, job, sender, to_prefill)
-
-        def needed() -> bool:
-            """D cannot answer without it, or does not."""
-            return not (decoding.judged or client.sink.finished) or answer.cancelling() > 0
+            to_prefill = encoded(prefill_body(self._base, transfer_id, sender, request.endpoint, after))
+        to_decode = encoded(decode_body(body, transfer_id, sender, first_token=shows, after=after))
+        self._dispatched(transfer_id)
 
         async def answers() -> None:
-            if before_decode is not None:
-                await before_decode()
-                self._trace.stamp(job.id, "decode_sent")
-            await self._answer(job, route.decode, to_decode, client, decoding, prefilling, opening)
+            if self._before_decode is not None:
+                await self._before_decode()
+                self._ctx.record.note("decode_sent")
+            await self._answers(self._route.decode, to_decode, self._decoding)
 
         async with asyncio.TaskGroup() as group:
-            prefilled = group.create_task(self._prefill(job, prefill, sends, prefilling, needed))
-            answer = group.create_task(answers())
-            await asyncio.wait([answer])
-            if not (prefilled.done() or answer.cancelled()):  # its answer is of no interest any more, its tidy end is
+            prefilled = group.create_task(self._prefills(prefill, to_prefill, prefilling))
+            self._answer = group.create_task(answers())
+            await asyncio.wait([self._answer])
+            # P's answer is of no interest any more, its tidy end is.
+            if not (prefilled.done() or self._answer.cancelled()):
                 await asyncio.wait([prefilled], timeout=PREFILL_LINGER_S)
                 prefilled.cancel()
 
-    async def _deliver(self, job: Job, instance: Instance, body: bytes | Pieces, span: str) -> None:
+    async def _prefills(self, lease: Lease, body: bytes | Pieces, call: StageCall) -> None:
+        """Run P. Its failure fails the attempt while D cannot answer without it, or does not: no longer when the client
+        has D's first byte."""
+        instance, ctx = lease.instance, self._ctx
+        try:
+            with self._called("prefilled", lease) as span, call:
+                if self._shows:
+                    await self._show(instance, body, call, span)
+                else:
+                    await self._deliver(instance, body, span)
+            ctx.passed.prefilled()
+        except EpdError as error:
+            if isinstance(error, KvNotDelivered):
+                self._services.metrics.kv_failed(error.reason)
+            assert self._answer is not None, "both are called at once"
+            if self._answer.cancelling() or not (self._decoding.judged or ctx.sink.finished):
+                if isinstance(error, DeadlineError):
+                    raise StageTimeout(error.message, stage=instance.id) from error
+                raise
+            logger.warning("request %s: after the first token, %s", ctx.id, error.message)
+
+    async def _deliver(self, instance: Instance, body: bytes | Pieces, span: str) -> None:
         """Have P send its KV. Raises KvNotDelivered where its answer says that it could not."""
-        answer = await self._stages.post(instance, job.request.endpoint, body, job.headers(span), timeout_s=None)
-        job.record.cached_tokens = _cached_tokens(answer)
+        ctx = self._ctx
+        answer = await self._services.stages.post(
+            instance, ctx.request.endpoint, body, ctx.headers(span), timeout_s=None
+        )
+        ctx.record.cached_tokens = _cached_tokens(answer)
         params = answer.get("kv_transfer_params")
         if isinstance(params, dict) and params.get("ok") is False:
             raise KvNotDelivered(str(params.get("reason") or "no reason given"), stage=instance.id)
 
-    async def _show(
-        self,
-        job: Job,
-        instance: Instance,
-        body: bytes | Pieces,
-        client: Client,
-        call: StageCall,
-        opening: asyncio.Lock,
-        leave_decode: Callable[[], object],
-        span: str,
-    ) -> None:
+    async def _show(self, instance: Instance, body: bytes | Pieces, call: StageCall, span: str) -> None:
         """Have P send its KV, and show its first token. Where that is all, D is left."""
+        ctx = self._ctx
 
         def first() -> None:
             call.succeeded()
-            self._first_byte(job, instance)
+            self._first_byte(instance)
 
         def whole() -> None:
-            leave_decode()
-            job.watched.answered()
+            assert self._answer is not None, "both are called at once"
+            self._answer.cancel()
+            ctx.watched.answered()
 
-        stream = self._stages.events(instance, job.request.endpoint, body, job.headers(span))
+        stream = self._services.stages.events(instance, ctx.request.endpoint, body, ctx.headers(span))
         async with aclosing(stream) as events:
             await show(
                 events,
-                client,
-                job.request.body,
+                self._client,
+                ctx.request.body,
                 stage=instance.id,
-                opening=opening,
+                opening=self._opening,
                 on_first=first,
                 on_whole=whole,
             )
 
-    async def _prefill(
-        self,
-        job: Job,
-        lease: Lease,
-        sends: Callable[[str], Awaitable[None]],
-        call: StageCall,
-        needed: Callable[[], bool],
-    ) -> None:
-        """Run P. Its failure fails the attempt while P is `needed`: no longer when the client has D's first byte."""
-        instance = lease.instance
-        begun, outcome, span = time.monotonic(), "cancelled", job.record.call_span()
-        try:
-            with call:
-                await sends(span)
-            outcome = "ok"
-            job.passed.prefilled()
-        except DeadlineError as error:
-            outcome = error.code or type(error).__name__
-            raise StageTimeout(error.message, stage=instance.id) from error
-        except EpdError as error:
-            outcome = error.code or type(error).__name__
-            if isinstance(error, KvNotDelivered):
-                self._metrics.kv_failed(error.reason)
-            if needed():
-                raise
-            logger.warning("request %s: after the first token, %s", job.id, error.message)
-        finally:
-            lease.release()
-            self._trace.stamp(job.id, "prefilled", outcome=outcome)
-            job.record.took("prefilled", begun, span=span, stage=instance.id, outcome=outcome)
-            self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.monotonic() - begun)
+    async def _answers(self, lease: Lease, body: bytes | Pieces, call: StageCall) -> None:
+        """Have the client answered by who decodes."""
+        ctx = self._ctx
+        with self._called("answered", lease) as span, call:
+            try:
+                if ctx.request.stream:
+                    return await self._relay(lease.instance, body, call, span)
+                post = partial(self._services.stages.post, decode=strict_json.fields)
+                answer = await post(lease.instance, ctx.request.endpoint, body, ctx.headers(span), timeout_s=None)
+            except DeadlineError as error:
+                # Before P has answered, it is P for whom D waits.
+                late = next(one for one in self.calls if one is call or not one.judged)
+                late.failed()
+                raise StageTimeout(error.message, stage=late.incarnation_id[0]) from error
+        ctx.watched.answered()
+        keep = bool(ctx.request.body.get("return_token_ids"))
+        await ctx.sink.respond_json(200, public_answer(answer, keep_token_ids=keep))
 
-    async def _answer(
-        self,
-        job: Job,
-        lease: Lease,
-        body: bytes | Pieces,
-        client: Client,
-        call: StageCall,
-        prefilling: StageCall | None = None,
-        opening: asyncio.Lock | None = None,
-    ) -> None:
-        instance, request, sink = lease.instance, job.request, client.sink
-        begun, outcome, span = time.monotonic(), "cancelled", job.record.call_span()
+    async def _relay(self, instance: Instance, body: bytes | Pieces, call: StageCall, span: str) -> None:
+        ctx, history = self._ctx, self._ctx.history
+        first_tokens = self._services.metrics.first_token_streams
 
         def news() -> None:
-            client.history.answers += 1
-            job.watched.answered()
-            if not sink.committed:
-                self._first_byte(job, instance)
-            elif client.history.lost_at is not None:
-                self._went_on(job, client.history, instance)
+            history.answers += 1
+            ctx.watched.answered()
+            if self._answer is not None and history.answers == 1:
+                first_tokens.labels("kept" if ctx.sink.committed else "decode").inc()
+            if not ctx.sink.committed:
+                self._first_byte(instance)
+            elif history.lost_at is not None:
+                self._went_on(instance, history.lost_at)
 
+        stream = self._services.stages.events(instance, ctx.request.endpoint, body, ctx.headers(span))
+        async with aclosing(stream) as events:
+            try:
+                await relay(
+                    events,
+                    self._client,
+                    stage=instance.id,
+                    on_first=call.succeeded,
+                    on_news=news,
+                    opening=self._opening,
+                )
+            except AnotherAnswerError:
+                if not history.answers:
+                    first_tokens.labels("other").inc()
+                raise
+
+    @contextmanager
+    def _called(self, event: str, lease: Lease) -> Iterator[str]:
+        """The time of a call, whose span it yields: what it took and how it ended is noted, and its place is free
+        afterwards."""
+        instance, record = lease.instance, self._ctx.record
+        begun, outcome, span = time.monotonic(), "cancelled", record.call_span()
         try:
-            with call:
-                try:
-                    if request.stream:
-                        stream = self._stages.events(instance, request.endpoint, body, job.headers(span))
-                        async with aclosing(stream) as events:
-                            await relay(
-                                events,
-                                client,
-                                stage=instance.id,
-                                on_first=call.succeeded,
-                                on_news=news,
-                                opening=opening,
-                            )
-                    else:
-                        answer = await self._stages.fields(
-                            instance, request.endpoint, body, job.headers(span), timeout_s=None
-                        )
-                        call.succeeded()
-                        job.watched.answered()
-                        job.record.took("answered", begun, span=span, stage=instance.id, outcome="ok")
-                        keep = bool(request.body.get("return_token_ids"))
-                        await sink.respond_json(200, public_answer(answer, keep_token_ids=keep))
-                except DeadlineError as error:
-                    # Before P has answered, it is P for whom D waits.
-                    late = prefilling if prefilling is not None and not prefilling.judged else call
-                    late.failed()
-                    raise StageTimeout(error.message, stage=late.incarnation_id[0]) from error
+            yield span
             outcome = "ok"
         except EpdError as error:
             outcome = error.code or type(error).__name__
             raise
         finally:
             lease.release()
-            if request.stream or outcome != "ok":
-                job.record.took("answered", begun, span=span, stage=instance.id, outcome=outcome)
-            self._metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.monotonic() - begun)
+            record.took(event, begun, span=span, stage=instance.id, outcome=outcome)
+            self._services.metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.monotonic() - begun)
 
-    def _went_on(self, job: Job, history: TokenHistory, instance: Instance) -> None:
+    def _went_on(self, instance: Instance, lost_at: float) -> None:
         """The client's stream goes on, from this instance."""
-        assert history.lost_at is not None, "a stage was lost before another one goes on"
-        gap_s, history.lost_at = time.monotonic() - history.lost_at, None
-        way = way_on(job.request, history, self._go_on).value
-        self._metrics.migrated(way, gap_s)
-        job.record.went_on(instance.id, way=way, tokens=len(history.tokens), gap_s=gap_s)
+        history = self._ctx.history
+        gap_s, history.lost_at = time.monotonic() - lost_at, None
+        way = way_on(self._ctx.request, history, self._services.settings.go_on).value
+        self._services.metrics.migrated(way, gap_s)
+        self._ctx.record.went_on(instance.id, way=way, tokens=len(history.tokens), gap_s=gap_s)
 
-    def _first_byte(self, job: Job, instance: Instance) -> None:
-        job.passed.prefilled()
-        self._metrics.first_tokens.labels(instance.role.value).inc()
-        self._trace.stamp(job.id, "first_byte", stage=instance.id)
-        job.record.first_byte(instance.id)
-
-
-class _Bodies(NamedTuple):
-    """What P's and D's bodies are made from. `shows`: the client is shown P's first token."""
-
-    base: Mapping[str, Any]
-    to_decode: Mapping[str, Any]
-    after: After | None
-    shows: bool
+    def _first_byte(self, instance: Instance) -> None:
+        self._ctx.passed.prefilled()
+        self._services.metrics.first_tokens.labels(instance.role.value).inc()
+        self._ctx.record.first_byte(instance.id)
 
 
 def _cached_tokens(answer: Mapping[str, Any]) -> int | None:

@@ -17,99 +17,82 @@ recomputes. So where metadata travels, media to be recomputed goes under a name 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import Any
 
 from epd_serve.wire import ALL_MISSING, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG
 from proxy.config.settings import ProxySettings
+from proxy.context import Delivery, RequestContext
 from proxy.media.loader import LoadedItem
 from proxy.stages.bodies import media_name, placeholder_body, renamed_body, with_xargs
-from proxy.stages.job import Job
 
 
-class Delivery(StrEnum):
-    METADATA = "metadata"
-    FEATURES = "features"
-    PIXELS = "pixels"
-
-
-def first_delivery(job: Job, settings: ProxySettings) -> Delivery:
-    """What to try first. `job.features` says what the encoders made of the items."""
-    if job.features is None or job.features.missing:
+def next_delivery(ctx: RequestContext, settings: ProxySettings, before: Delivery | None = None) -> Delivery:
+    """What to try now, by what the encoders made of the items. `before`: in the attempt after which lost features were
+    encoded again; None where nothing was lost yet."""
+    if ctx.features is None or ctx.features.missing:
         return Delivery.PIXELS
-    if settings.send_pixels == "auto" and metadata_suffices(job):
+    if before in (None, Delivery.METADATA) and settings.send_pixels == "auto" and metadata_suffices(ctx):
         return Delivery.METADATA
-    if settings.on_missing_feature == "reencode" or _only_under_another_name(job, settings):
-        return Delivery.FEATURES
-    return Delivery.PIXELS
+    may_encode_again = before is None and settings.on_missing_feature == "reencode"
+    return Delivery.FEATURES if may_encode_again or _only_under_another_name(ctx, settings) else Delivery.PIXELS
 
 
-def delivery_after_encoding_again(before: Delivery, job: Job, settings: ProxySettings) -> Delivery:
-    """What to try once the lost features were encoded again."""
-    assert job.features is not None, "only requests with features are encoded again"
-    if job.features.missing:
-        return Delivery.PIXELS
-    if before is Delivery.METADATA and metadata_suffices(job):
-        return Delivery.METADATA
-    return Delivery.FEATURES if _only_under_another_name(job, settings) else Delivery.PIXELS
-
-
-def goes_as_metadata(job: Job, settings: ProxySettings) -> bool:
-    """Whether the items of `job` would be delivered as metadata, if that were known.
+def goes_as_metadata(ctx: RequestContext, settings: ProxySettings) -> bool:
+    """Whether the items of a request would be delivered as metadata, if that were known.
 
     Not with processor options: vLLM makes another identity of `uuid` and options, and embeddings have none.
     """
-    return settings.send_pixels == "auto" and not job.request.processor_options
+    return settings.send_pixels == "auto" and not ctx.request.processor_options
 
 
-def metadata_suffices(job: Job) -> bool:
-    """Whether P and D can do without the media of `job`.
+def metadata_suffices(ctx: RequestContext) -> bool:
+    """Whether P and D can do without the media of a request.
 
     All items or none, since media and metadata must not mix within a modality, whose items have the same fields.
     """
-    if job.features is None or job.request.processor_options:
+    if ctx.features is None or ctx.request.processor_options:
         return False
     fields: dict[str, set[str]] = {}
-    for item in job.items:
-        metadata = job.features.metadata.get(item.key)
+    for item in ctx.items:
+        metadata = ctx.features.metadata.get(item.key)
         if not metadata or fields.setdefault(item.ref.modality, set(metadata)) != set(metadata):
             return False
-    return bool(job.items)
+    return bool(ctx.items)
 
 
-def delivered(job: Job, delivery: Delivery, settings: ProxySettings) -> Mapping[str, Any]:
+def delivered(ctx: RequestContext, delivery: Delivery, settings: ProxySettings) -> Mapping[str, Any]:
     """The body that both P's and D's are made from."""
-    if job.features is None:
-        return job.base
+    if ctx.features is None:
+        return ctx.base
     if delivery is Delivery.METADATA:
-        return with_xargs(placeholder_body(job.base, job.items, job.features.metadata), **_FAIL)
+        return with_xargs(placeholder_body(ctx.base, ctx.items, ctx.features.metadata), **_FAIL)
     if delivery is Delivery.FEATURES:
-        return with_xargs(job.base, **_FAIL)
-    base, missing = job.base, job.features.missing
-    if renamed := _renamed(job, settings):
+        return with_xargs(ctx.base, **_FAIL)
+    base, missing = ctx.base, ctx.features.missing
+    if renamed := _renamed(ctx, settings):
         base = renamed_body(base, renamed)
         missing = tuple(dict.fromkeys(media_name(item.key) for item in renamed))
-    if job.request.processor_options and set(missing) == {item.key for item in job.items}:
+    if ctx.request.processor_options and set(missing) == {item.key for item in ctx.items}:
         missing = (ALL_MISSING,)
     return with_xargs(base, **{MISSING_XARG: ",".join(missing)}) if missing else base
 
 
-def _renamed(job: Job, settings: ProxySettings) -> Sequence[LoadedItem]:
-    """Items of `job` whose media goes under a name of its own. What is surely recomputed needs no feature's name, and
-    another life of this proxy may have sent it as metadata."""
-    assert job.features is not None, "only requests with features are asked about"
-    if _only_under_another_name(job, settings):
-        return job.items
-    if settings.send_pixels != "auto" or job.request.processor_options:
+def _renamed(ctx: RequestContext, settings: ProxySettings) -> Sequence[LoadedItem]:
+    """Items whose media goes under a name of its own. What is surely recomputed needs no feature's name, and another
+    life of this proxy may have sent it as metadata."""
+    assert ctx.features is not None, "only requests with features are asked about"
+    if _only_under_another_name(ctx, settings):
+        return ctx.items
+    if settings.send_pixels != "auto" or ctx.request.processor_options:
         return ()
-    return [item for item in job.items if item.key in job.features.missing]
+    return [item for item in ctx.items if item.key in ctx.features.missing]
 
 
-def _only_under_another_name(job: Job, settings: ProxySettings) -> bool:
-    """Whether stages may hold an item of `job` without its media under its key. Not with processor options: vLLM's own
+def _only_under_another_name(ctx: RequestContext, settings: ProxySettings) -> bool:
+    """Whether stages may hold an item of it without its media under its key. Not with processor options: vLLM's own
     name for the item has them in it."""
-    assert job.features is not None, "only requests with features are asked about"
-    return settings.send_pixels == "auto" and job.features.metadata_in_use and not job.request.processor_options
+    assert ctx.features is not None, "only requests with features are asked about"
+    return settings.send_pixels == "auto" and ctx.features.metadata_in_use and not ctx.request.processor_options
 
 
 _FAIL = {ON_MISSING_XARG: ON_MISSING_FAIL}

@@ -1,4 +1,15 @@
-"""Streams that go on at another stage: which can, in which way, and how many at once. Pure, but for the wait.
+"""Answers of two stages: which may begin with P's first token, which can go on at another stage, in which way, and how
+many at once. Pure, but for the wait.
+
+A client must not be able to tell that its answer has two authors. So P's first token is shown only of
+
+    one answer to one prompt, chat or completion       a merged stream has one first event to cut
+    no parser (`parses_chat`), no tools                at the end of an answer parsers say what they have held back
+    vLLM flags alike (`Instance.answer_flags`)         else P might sample, or say, something else than D
+
+and, once it is there, only what `proxy.generate.relay.first_token` lets pass. All else is shown D's.
+
+A stream whose stage is gone goes on in one of two ways.
 
 FAST: what the client has becomes part of the prompt, which one prefill computes. That is the same answer where nothing
 hangs on which tokens are prompt and which were sampled. REPLAY: the stage samples the given tokens again, one by one,
@@ -12,8 +23,9 @@ from enum import StrEnum
 
 from epd_serve.answer_flags import parses_chat
 from proxy.config.limits import MigrationLimits
-from proxy.generate.token_history import TokenHistory
+from proxy.generate.router import Route
 from proxy.request.parse import Endpoint, ParsedRequest
+from proxy.stages.history import TokenHistory
 
 _COUNTS_USAGE = "--enable-force-include-usage"
 _PENALTIES = ("presence_penalty", "frequency_penalty")
@@ -22,6 +34,8 @@ _REPLAYED = (
     "thinking_token_budget", "watermarking", "repetition_detection", "vllm_xargs",
 )  # fmt: skip
 """Fields that look at the tokens of the answer apart from those of the prompt, or may. A seed of 0 is one."""
+_DECODE_ALONE = ("tools", "thinking_token_budget", "watermarking")
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 class Way(StrEnum):
@@ -32,15 +46,35 @@ class Way(StrEnum):
     NONE = "none"
 
 
+def alike(route: Route) -> bool:
+    """Whether D of this route can go on after what P, or a former P, has sampled."""
+    if route.prefill is None:
+        return False
+    flags = route.prefill.instance.answer_flags
+    return flags is not None and flags == route.decode.instance.answer_flags
+
+
+def is_one_token(request: ParsedRequest) -> bool:
+    """Whether the client wants no more than one token, so that P can answer alone. Where two of the fields that its
+    endpoint has say how many, vLLM heeds the first."""
+    limits = (request.body.get(name) for name in _LIMITS)
+    return next((limit for limit in limits if limit is not None), None) == 1
+
+
+def may_be_shown(request: ParsedRequest, route: Route) -> bool:
+    """Whether P's first token can be the client's, as far as that is known beforehand."""
+    if not (request.stream and alike(route)) or _why_not_one(request):
+        return False
+    if any(request.body.get(name) for name in _DECODE_ALONE):
+        return False
+    return request.endpoint is not Endpoint.CHAT or not parses_chat(route.decode.instance.answer_flags or ())
+
+
 def why_not(request: ParsedRequest) -> str:
     """Why no other stage could go on with the answer to this, or ""."""
+    if why := _why_not_one(request):
+        return f"{why} do not go on"
     body = request.body
-    if request.endpoint not in (Endpoint.CHAT, Endpoint.COMPLETIONS):
-        return f"answers of {request.endpoint.value} do not go on"
-    if (body.get("n") or 1) > 1:
-        return "n answers do not go on"
-    if request.endpoint is Endpoint.COMPLETIONS and not _one_prompt(body.get("prompt")):
-        return "answers to several prompts do not go on"
     for name in ("echo", "use_beam_search"):
         if body.get(name):
             return f"answers with {name} do not go on"
@@ -48,7 +82,7 @@ def why_not(request: ParsedRequest) -> str:
 
 
 def way_on(request: ParsedRequest, history: TokenHistory, go_on: str = "auto") -> Way:
-    """How another stage is to go on after `history`, which is folded. `go_on`: the setting."""
+    """How another stage is to go on after `history`. `go_on`: the setting."""
     body = request.body
     if history.finished:
         return Way.REPLAY if _counts_usage(request, history) and not history.counted else Way.NONE
@@ -68,8 +102,17 @@ def _counts_usage(request: ParsedRequest, history: TokenHistory) -> bool:
     return asked or any(flag.startswith(_COUNTS_USAGE) for flag in history.flags or ())
 
 
-def _one_prompt(prompt: object) -> bool:
-    return isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(token, int) for token in prompt))
+def _why_not_one(request: ParsedRequest) -> str:
+    """What the request wants in place of one answer to one prompt, or ""."""
+    prompt = request.body.get("prompt")
+    if request.endpoint not in (Endpoint.CHAT, Endpoint.COMPLETIONS):
+        return f"answers of {request.endpoint.value}"
+    if (request.body.get("n") or 1) > 1:
+        return "n answers"
+    if request.endpoint is Endpoint.CHAT or isinstance(prompt, str):
+        return ""
+    one = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+    return "" if one else "answers to several prompts"
 
 
 class MigrationPace:

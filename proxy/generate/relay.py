@@ -1,41 +1,27 @@
-"""Relay a stage's event stream to the client: bytewise, committed at the first event of an answer, never silently cut.
+"""Relay a stage's event stream to the client: committed at the first event of an answer, never silently cut.
 
 vLLM reports failures inside a stream as an error event followed by [DONE], which clients would score as success.
 Here such an event becomes an error: retried by the caller before the commit point, fatal for the connection after.
+
+A stream may begin with P's first token (`show`): P answers the client's own request, but ends there; D, which is made
+to sample the same one (`epd_serve.engine.first_token`), goes on after it. Its client must not be able to tell, so of
+what `may_be_shown` lets pass only that is shown with which D's stream is sure to begin. A token with which P's answer
+*stops* is the whole answer, and D is not needed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
-from epd_serve.errors import StageError
+from epd_serve.errors import EpdError, StageError
+from epd_serve.wire import KV_NOT_SENT, TOKEN_SENT
 from proxy import strict_json
-from proxy.errors import stage_answer_error
-from proxy.generate.continuation import Continuation
-from proxy.generate.first_token import FirstEvent
-from proxy.generate.token_event import (
-    TokenForm,
-    prompt_digest,
-    token_form,
-    without_ids,
-    without_prompt_ids,
-)
-from proxy.generate.token_history import TokenHistory
-from proxy.request.client_sink import ClientSink
-from proxy.stages.sse import (
-    BLANK_LINE,
-    DONE,
-    data_of,
-    error_payload,
-    is_comment,
-    is_done,
-    is_opening,
-    last_of,
-    may_fail,
-    split,
-)
+from proxy.errors import KvNotDelivered, stage_answer_error
+from proxy.request.client import ClientSink
+from proxy.stages.history import TEXT, Continuation, TokenHistory, read, written
+from proxy.stages.sse import DONE, ROLE, Event, is_plain, split, without_ids
 
 
 def _nothing() -> None: ...
@@ -57,45 +43,40 @@ class Client:
         self.hides = hides
         self.keeps = keeps
 
-    def same_prompt(self, events: bytes, stage: str) -> bytes:
-        """The first events of an answer, without the ids of the prompt where the client wants none.
+    def check_prompt(self, events: Iterable[Event], stage: str) -> None:
+        """Look at the first events of an answer.
 
         Raises:
             StageError: the answer before was to another prompt, as after a change of the chat template.
         """
-        if (digest := prompt_digest(events)) is None:
-            return events
-        if self.history.begun and self.history.prompt not in (None, digest):
-            raise StageError(f"stage {stage} makes another prompt of the request", stage=stage)
-        self.history.prompt = digest
-        return without_prompt_ids(events) if self.hides else events
+        for event in events:
+            if event.chunk is not None and (prompt := event.chunk.prompt):
+                if self.history.begun and self.history.prompt not in (None, hash(prompt)):
+                    raise StageError(f"stage {stage} makes another prompt of the request", stage=stage)
+                self.history.prompt = hash(prompt)
 
-    async def write(self, events: bytes) -> None:
-        """Send the client what it is to have of these whole events of a stage."""
-        public = without_ids(events) if self.hides else events
-        if public:
-            await self.sink.write(public)
-        self.history.begin()
-        if self.keeps:
-            self.history.add(events)
-        elif not self.history.why_not:
-            self.history.give_up("its stage was not asked for ids of tokens")
+    def take(self, events: Iterable[Event], *, ahead: bool = False) -> bytes:
+        """What it is to be sent of these events of a stage, which is kept as sent.
 
-    async def show(self, events: bytes) -> None:
-        """Send it P's first token, after which D goes on whether or not what D says is kept."""
-        await self.sink.write(without_ids(events) if self.hides else events)
-        self.history.begin()
-        self.history.add(events)
-
-    async def finish(self, events: bytes) -> None:
-        """Send it these, the last of which is [DONE]."""
-        if self.hides:
-            events = without_ids(events)
-        if self.history.migrations:
-            note = b": x-epd-migrations: %d" % self.history.migrations + BLANK_LINE
-            end = last_of(events)
-            events = events.removesuffix(end) + note + end
-        await self.sink.finish(events)
+        Args:
+            ahead: of another stage, which goes on after them whether or not what that one says is kept.
+        """
+        public, history = list[bytes](), self.history
+        keeps, hides = self.keeps or ahead, self.hides
+        if not history.begun:
+            history.begin()
+        if not keeps and not history.why_not:
+            history.give_up("its stage was not asked for ids of tokens")
+        for event in events:
+            if event.done:
+                if history.migrations:
+                    public.append(b": x-epd-migrations: %d\n\n" % history.migrations)
+            elif keeps and not event.comment:
+                history.add(event.chunk, ahead)
+            if event.goes_on or not (hides and event.only_ids):
+                public.append(event.raw)
+        said = b"".join(public)
+        return without_ids(said) if hides else said
 
 
 async def relay(
@@ -117,57 +98,52 @@ async def relay(
     Raises:
         StageError: the stream failed or ended without [DONE]. StageRefusal: it failed with a 4xx.
     """
-    sink, history, hides, keeps = client.sink, client.history, client.hides, client.keeps
-    held = b""  # openings: what follows them may still be an error, which is retried only before the commit point
+    sink, history, reads = client.sink, client.history, client.hides or client.keeps
+    held: list[Event] = []  # what follows them may still be an error, which is retried only before the commit point
     answered = begun = False  # by the stage; with the client
-    passing = False  # all that comes is the client's
-    form: TokenForm | None = None
     opening = opening or asyncio.Lock()
     going_on: Continuation | None = None
     async for several in events:
-        if form is not None and (public := form.without_ids(several)) is not None:  # as below, for a third of it
-            await sink.write(public if hides else several)
-            if keeps:
-                history.add(several)
+        if begun and not (reads or going_on) and is_plain(several):
+            await sink.write(several)
             continue
-        fails = may_fail(several)
-        if passing and not fails:
-            if going_on is not None:
-                several = going_on.dated(several)
-            if DONE not in several:
-                await client.write(several)
-                continue
-            if is_done(last_of(several)):
-                await client.finish(several)
-                return
+        news, failure = _read(several)
+        if failure is not None and not begun:  # nor has the client any of what came with it
+            raise _failed(failure, stage)
+        if not begun:
+            news = [event for event in news if not event.comment]
         if not answered:
-            several = client.same_prompt(several, stage)
-        ready, held, failure, ended = _sift(held, several, committed=begun, fails=fails)
-        if ready:
-            if not answered:
-                if ended and _says_nothing(ready):
-                    raise StageError(f"stage {stage} ended its stream without an answer", stage=stage)
-                answered = True
-                on_first()
+            news = [*held, *news]
+            if all(event.opening for event in news):
+                held = news
+                continue
+            if len(news) > 1 and all(event.opening or event.data == DONE for event in news):
+                raise StageError(f"stage {stage} ended its stream without an answer", stage=stage)
+            client.check_prompt(news, stage)
+            answered = True
+            on_first()
+        if not begun:
             async with opening:
-                if not begun and going_on is None and history.begun:
+                if going_on is None and history.begun:
                     going_on = Continuation(history, stage=stage)
                 if going_on is not None:
-                    ready = going_on.rest(ready)
-                if ready:
-                    if not begun:
-                        begun = True
-                        on_news()
-                    if not sink.committed:
-                        await sink.start_stream()
-                    if ended:
-                        await client.finish(ready)
-                        return
-                    await client.write(ready)
-                    form = token_form(ready) if going_on is None else None
-            passing = begun and (going_on is None or going_on.done)
+                    news = going_on.rest(news)
+                if not news:
+                    continue
+                begun = True
+                on_news()
+                if not sink.committed:
+                    await sink.start_stream()
+        elif going_on is not None:
+            news = going_on.rest(news)
+        said = client.take(news)
+        said = going_on.dated(said) if going_on is not None else said
+        if news and news[-1].done:
+            return await sink.finish(said)
+        if said:
+            await sink.write(said)
         if failure is not None:
-            raise stage_answer_error(failure, stage=stage, status=_status_in(failure))
+            raise _failed(failure, stage)
     raise StageError(f"stage {stage} ended its stream early", stage=stage)
 
 
@@ -190,34 +166,83 @@ async def show(
     Raises:
         As `relay`; KvNotDelivered: P says that D will not get the KV.
     """
-    sink = client.sink
-    held, first = b"", None
+    sink, held, waits = client.sink, list[Event](), True
     async for several in events:
-        rest = several
-        for event in split(several):
-            rest = rest[len(event) :]
-            failure = error_payload(event)
-            if failure is not None:
-                raise stage_answer_error(failure, stage=stage, status=_status_in(failure))
-            if is_done(event):
+        news, failure = _read(several)
+        if failure is not None:
+            raise _failed(failure, stage)
+        for number, event in enumerate(news):
+            if event.done:
                 return
-            if first is None and is_opening(event):
-                held += event
-            elif first is None and not is_comment(event):
-                first = FirstEvent(event, body, stage=stage)
-                async with opening:
-                    if sink.committed:
-                        continue
-                    if first.whole:
-                        on_whole()
-                    elif first.public:
-                        on_first()
-                        await sink.start_stream()
-                        await client.show(held + first.public)
-                if first.whole:
-                    await relay(_following(held + event + rest, events), client, stage=stage, on_first=on_first)
-                    return
+            if not waits or event.comment:
+                continue
+            if event.opening:
+                held.append(event)
+                continue
+            waits = False
+            shown = first_token(event, body, stage=stage)
+            async with opening:
+                if shown is None or sink.committed:
+                    continue
+                if shown is event:
+                    on_whole()
+                else:
+                    on_first()
+                    await sink.start_stream()
+                    await sink.write(client.take([*held, shown], ahead=True))
+            if shown is event:
+                whole = b"".join(one.raw for one in (*held, *news[number:]))
+                return await relay(_following(whole, events), client, stage=stage, on_first=on_first)
     raise StageError(f"stage {stage} ended its stream early", stage=stage)
+
+
+def first_token(event: Event, body: Mapping[str, Any], *, stage: str) -> Event | None:
+    """What the client may be shown of P's first event of an answer: the event itself where P's answer ends there for
+    the client, too, else as it would be were it not the last one, with the token's id. None where D is waited for:
+
+        text that may be the beginning of a stop string  vLLM holds it back until it knows, but not at the end
+        no text                                          part of a character, or a token that is not shown
+        something else than text                         what a parser has found
+
+    Raises:
+        KvNotDelivered: D will not get what it needs to go on. StageError: no event of an answer.
+    """
+    answer, choice = read(event, stage)
+    if choice.get("finish_reason") == "stop":
+        return event
+    said = choice.get("stop_reason")
+    if choice.get("finish_reason") != "length" or not isinstance(said, str):
+        return None
+    if said.startswith(KV_NOT_SENT):
+        raise KvNotDelivered(said.removeprefix(KV_NOT_SENT), stage=stage)
+    told = {name: value for name, value in choice.get("delta", {TEXT: choice.get(TEXT)}).items() if value}
+    told.pop(ROLE, None)
+    text = told.pop("content" if "delta" in choice else TEXT, None)
+    if told or not isinstance(text, str) or not said.startswith(TOKEN_SENT):
+        return None
+    stop = () if body.get("include_stop_str_in_output") else body.get("stop") or ()
+    stops = (stop,) if isinstance(stop, str) else stop  # which vLLM keeps out of the text
+    if any(text.endswith(one[:length]) for one in stops for length in range(1, len(one))):
+        return None
+    choice["finish_reason"] = choice["stop_reason"] = None
+    if "delta" in choice:
+        del choice["stop_reason"]
+    answer.pop("system_fingerprint", None)  # stands in last events
+    choice["token_ids"] = [int(said.removeprefix(TOKEN_SENT))]
+    return Event(written(answer))
+
+
+def _read(several: bytes) -> tuple[list[Event], bytes | None]:
+    """(whole events up to the end of their stream, the error that ends it). What is behind either does not count."""
+    events: list[Event] = []
+    for raw in split(several):
+        event = Event(raw)
+        if not event.goes_on and (failure := event.failure) is not None:
+            return events, failure
+        events.append(event)
+        if event.done:
+            break
+    return events, None
 
 
 async def _following(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -226,47 +251,11 @@ async def _following(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterato
         yield several
 
 
-def _sift(held: bytes, several: bytes, *, committed: bool, fails: bool) -> tuple[bytes, bytes, bytes | None, bool]:
-    """Event by event: (what the client gets now, what is held back, the error that ends the stream, whether it is
-    over). Nothing behind an error or [DONE] counts, and before the commit point nothing in the same read before an
-    error: the client has none of it yet, so the attempt may be repeated. `fails`: one of them may be an error, or have
-    a name."""
-    ready = b""
-    for event in split(several):
-        failure = error_payload(event) if fails else None
-        if failure is not None:
-            return ready if committed else b"", held, failure, False
-        if not (committed or ready):
-            if is_comment(event):
-                continue
-            if is_opening(event):
-                held += event
-                continue
-        ready, held = ready + held + event, b""
-        if (fails or DONE in event) and is_done(event):
-            return ready, held, None, True
-    return ready, held, None, False
-
-
-def _says_nothing(events: bytes) -> bool:
-    """Whether they are an answer without a choice, as a stage gives that is being ended."""
-    every = split(events)
-    empty = all(is_opening(event) or data_of(event) == DONE or _has_no_choice(event) for event in every)
-    return empty and data_of(every[0]) != DONE
-
-
-def _has_no_choice(event: bytes) -> bool:
-    try:
-        answer = strict_json.decode(data_of(event))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(answer, dict) and answer.get("choices") == []
-
-
-def _status_in(payload: bytes) -> int:
-    """The HTTP status that vLLM puts into `error.code`; 500 when it is absent."""
+def _failed(payload: bytes, stage: str) -> EpdError:
+    """The error in an event, with the HTTP status that vLLM puts into `error.code`; 500 where it is absent."""
     try:
         code = strict_json.decode(payload)["error"]["code"]
     except (ValueError, KeyError, TypeError):
-        return 500
-    return code if isinstance(code, int) and 400 <= code < 600 else 500
+        code = 500
+    status = code if isinstance(code, int) and 400 <= code < 600 else 500
+    return stage_answer_error(payload, stage=stage, status=status)

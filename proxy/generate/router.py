@@ -1,62 +1,33 @@
 """Plans for requests over the instances of one table, and the wait for a missing role: `proxy/routing/plan.py` meets
 the table here.
 
-A request is planned once, when it is about to go to the stages: then nothing of what the plan goes by is stale. Where
-heads that encode for themselves stand beside others, it is planned before its items are encoded as well, since who
-encodes follows from where it goes; that plan stands unless something is waited for meanwhile. Every further plan has a
-reason, which `epd-serve why` tells.
+A request has one plan at a time (`RequestContext.plan`). It stands while the request has not changed what it went by,
+its instances are up, and for `STANDS_S`, since they are not counted as busy before it is taken; then the next attempt
+has a new one. Where heads that encode for themselves stand beside others, a plan is made before the items are encoded,
+since who encodes follows from where the request goes.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection
+from types import TracebackType
+from typing import Self
 
 from msgspec import Struct
 
 from epd_serve.errors import NoInstanceError
-from epd_serve.instances import IncarnationId
+from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
-from proxy.metrics import Metrics
+from proxy.context import RequestContext, Services
 from proxy.registry.instance_state import Lease, Work
-from proxy.registry.prefix_index import Known
-from proxy.registry.table import InstanceTable
-from proxy.routing.paths import Path
-from proxy.routing.plan import Flags, Pick, Plan, Question, View, make_plan, ways
-from proxy.routing.policy import Placement
-from proxy.stages.job import Job
+from proxy.routing.plan import Path, Plan, Question, View, make_plan, ways
 
 STANDS_S = 0.05
-"""For how long a plan stands whose instances are not counted as busy yet."""
-
-
-class Needs(Struct, frozen=True):
-    """What a plan has to heed beside the request itself.
-
-    Attributes:
-        avoid: incarnations at which it has failed.
-        flags: `Instance.answer_flags` of who decodes, where an answer goes on; None for any.
-        ahead: its items are being encoded.
-    """
-
-    avoid: Collection[IncarnationId] = ()
-    flags: Flags = None
-    ahead: bool = False
-
-
-class Made(Struct, frozen=True):
-    """A plan: why and when it was made, and for which prompt."""
-
-    plan: Plan
-    because: str
-    at: float
-    placement: Placement
-    known: Known
 
 
 class Route(Struct, frozen=True):
-    """The instances of one attempt, already counted as busy. Whoever holds it releases it.
+    """The instances of one attempt, counted as busy until its context is left.
 
     Attributes:
         decode_waits: D is to be called when the first item is encoded.
@@ -67,102 +38,96 @@ class Route(Struct, frozen=True):
     decode: Lease
     decode_waits: bool = False
 
-    def release(self) -> None:
+    @property
+    def instances(self) -> list[Instance]:
+        return [lease.instance for lease in (self.decode, self.prefill) if lease is not None]
+
+    def incarnation_of(self, stage: str) -> IncarnationId:
+        """Of the instance of this id, which is one of the route's."""
+        return next(one.incarnation_id for one in self.instances if one.id == stage)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.decode.release()
         if self.prefill is not None:
             self.prefill.release()
 
 
 class Router:
-    """Plans over the instances of one table.
+    """Plans over the instances of one table."""
 
-    Args:
-        policy: name of the one that chooses (`proxy/routing/policy.py`).
-        overlap: whether D waits for a tower that shares cores with it (`auto`).
-    """
-
-    def __init__(
-        self,
-        table: InstanceTable,
-        metrics: Metrics,
-        *,
-        instance_wait_s: float,
-        policy: str = "first-token",
-        overlap: str = "auto",
-    ) -> None:
-        self._table = table
-        self._metrics = metrics
-        self._instance_wait_s = instance_wait_s
-        self._policy = policy
-        self._spares_towers = overlap == "auto"
+    def __init__(self, services: Services) -> None:
+        self._table = services.table
+        self._metrics = services.metrics
+        self._settings = services.settings
         self._random = random.Random()
 
-    def before_encoding(self, job: Job) -> tuple[bool, Made | None]:
-        """Whether the items of `job` are to go to encoders before it goes elsewhere, and the plan that says so, where
-        that follows from no less. Nothing is counted as busy by this."""
-        if not job.items:
-            return False, None
-        possible = ways(Question(Placement(), _tokens_of(job), fused=_fused(job)), self._roles())
+    def encodes_apart(self, ctx: RequestContext) -> bool:
+        """Whether the items of `ctx` are to go to encoders before it goes elsewhere. Plans it where that follows from
+        no less."""
+        if not ctx.items:
+            return False
+        roles = View(dict.fromkeys(self._table.live_roles(), ()), self._table.wanted)
+        possible = ways(_question(ctx, ctx.tokens), roles)
         if len(possible) == 1:
-            return True in possible, None
-        made = self.plan(job, "it arrived")
-        if made is None or not made.plan.path.encode:
-            return False, made
-        job.record.planned(made.plan, made.because)
-        return True, None  # what is pending has changed when they are encoded
+            return True in possible
+        ctx.plan = self.plan(ctx)
+        if ctx.plan is None or not ctx.plan.path.encode:
+            return False
+        ctx.record.planned(ctx.plan)
+        return True
 
-    def take(self, job: Job, made: Made) -> Route | None:
-        """The route of a plan, if it still stands: an instance may have gone, and what it went by changes."""
-        if time.monotonic() - made.at > STANDS_S:
-            return None
-        picks = [made.plan.head] if made.plan.tail is None else [made.plan.head, made.plan.tail]
-        if not all(self._stands(pick) for pick in picks):
-            return None
-        return self._taken(job, made)
-
-    async def route(self, job: Job, because: str, needs: Needs = Needs()) -> Route:
-        """The route of a new plan, as `plan` makes it. Waits up to `instance_wait_s` for a missing role, and as long as
-        a pause takes. Raises NoInstanceError after that.
+    async def route(self, ctx: RequestContext) -> Route:
+        """The route of the plan that stands, or of a new one. Waits up to `instance_wait_s` for a missing role, and as
+        long as a pause takes. Raises NoInstanceError after that.
         """
-        now = self._table.pause.now
-        until = now() + self._instance_wait_s
-        since, missing = time.monotonic(), ""
-        while (made := self.plan(job, because, needs)) is None:
-            if (left_s := until - now()) <= 0:
-                job.record.took("waited", since, missing=missing)
-                raise NoInstanceError(f"no live instance: {self._missing()} is missing; try again later")
-            missing = missing or self._missing()
-            await self._table.changed(left_s)
-        if missing:
-            job.record.took("waited", since, missing=missing)
-        return self._taken(job, made)
+        plan, ctx.plan = ctx.plan, None
+        if plan is None or not self._stands(ctx, plan):
+            plan = self.plan(ctx) or await self._awaited(ctx)
+        return self._taken(ctx, plan)
 
-    def plan(self, job: Job, because: str, needs: Needs = Needs()) -> Made | None:
-        """A plan through what is live now, None where a role is missing. Nothing is counted as busy by it. `because`:
-        why it is made."""
-        known = self._table.prefixes.known(job.prompt.nodes)
+    def plan(self, ctx: RequestContext) -> Plan | None:
+        """A plan through what is live now, None where a role is missing. Nothing is counted as busy by it."""
+        known = self._table.prefixes.known(ctx.prompt.nodes)
         # The beginning that is known is counted, the rest estimated.
-        tokens = known.tokens + job.prompt.tokens_after[known.node] if known.tokens else job.tokens
-        placement = Placement(max(tokens, 1.0), self._random.getrandbits(32))
-        items, encoded = _tokens_of(job), job.features is not None
-        question = Question(placement, items, encoded, _fused(job), needs.avoid, needs.flags, needs.ahead)
-        plan = make_plan(question, self._view(question, known), self._policy)
-        return None if plan is None else Made(plan, because, time.monotonic(), placement, known)
-
-    def _missing(self) -> str:
-        return ", ".join(self._table.missing()) or "an instance"
-
-    def _view(self, question: Question, known: Known) -> View:
-        """What the question needs: of encoders only that they are there, unless it is open who encodes."""
-        table = self._table
+        tokens = known.tokens + ctx.prompt.tokens_after[known.node] if known.tokens else ctx.tokens
+        question, table = _question(ctx, tokens + ctx.answer_tokens), self._table
+        # Of encoders only that they are there, unless it is open who encodes.
         idle = () if question.undecided else (Role.E,)
         live = {role: () if role in idle else table.live(role) for role in table.live_roles()}
         flags = {}
         if question.flags is not None:
             flags = {one.id: table.instance(one.id).answer_flags for its in live.values() for one in its}
-        cached = {incarnation_id: float(tokens) for incarnation_id, tokens in known.held.items()}
-        shares = question.ahead and self._spares_towers and self._tower_shares_cores()
-        return View(live, table.wanted, cached, flags, tower_shares_cores=shares)
+        view = View(
+            live,
+            table.wanted,
+            known.tokens,
+            {incarnation_id: float(tokens) for incarnation_id, tokens in known.held.items()},
+            flags,
+            tower_shares_cores=question.ahead and self._settings.overlap == "auto" and self._tower_shares_cores(),
+            draw=self._random.getrandbits(32),
+            at=time.monotonic(),
+        )
+        return make_plan(question, view, self._settings.policy, ctx.because)
+
+    async def _awaited(self, ctx: RequestContext) -> Plan:
+        now = self._table.pause.now
+        until, since, missing = now() + self._settings.timeouts.instance_wait_s, time.monotonic(), self._missing()
+        try:
+            while (left_s := until - now()) > 0:
+                await self._table.changed(left_s)
+                if (plan := self.plan(ctx)) is not None:
+                    return plan
+            raise NoInstanceError(f"no live instance: {self._missing()} is missing; try again later")
+        finally:
+            ctx.record.took("waited", since, missing=missing)
+
+    def _missing(self) -> str:
+        return ", ".join(self._table.missing()) or "an instance"
 
     def _tower_shares_cores(self) -> bool:
         """Whether encoders compute on cores on which others would prepare a request. One who prepares has a core beside
@@ -173,30 +138,38 @@ class Router:
         others = [one.computes_on for one in on_cores if one.role.takes_features]
         return any(cores & theirs for cores in encoders for theirs in others)
 
-    def _roles(self) -> View:
-        """Who there is, and no more than that."""
-        return View(dict.fromkeys(self._table.live_roles(), ()), self._table.wanted)
+    def _stands(self, ctx: RequestContext, plan: Plan) -> bool:
+        return (
+            time.monotonic() - plan.made_at <= STANDS_S
+            and plan.question == _question(ctx, plan.question.tokens)
+            and all(
+                self._table.is_up(one.id) and self._table.is_alive(*one.incarnation_id)
+                for one in (pick.chosen for pick in plan.picks)
+            )
+        )
 
-    def _stands(self, pick: Pick) -> bool:
-        return self._table.is_up(pick.chosen.id) and self._table.is_alive(*pick.chosen.incarnation_id)
-
-    def _taken(self, job: Job, made: Made) -> Route:
-        plan, table = made.plan, self._table
-        job.record.planned(plan, made.because)
-        tokens = {"all": made.placement.cost, "known": made.known.tokens, "prefill": plan.head.chosen.cached}
-        if plan.tail is not None:
-            tokens["decode"] = plan.tail.chosen.cached
+    def _taken(self, ctx: RequestContext, plan: Plan) -> Route:
+        table, head, tail = self._table, plan.head.chosen, plan.tail.chosen if plan.tail is not None else None
+        ctx.record.planned(plan)
+        tokens = {"all": plan.question.tokens, "known": plan.known, "prefill": head.cached}
+        if tail is not None:
+            tokens["decode"] = tail.cached
         for which, count in tokens.items():
             self._metrics.prefix_tokens.labels(which).inc(count)
-        if plan.tail is None:
-            return Route(plan.path, None, table.acquire(plan.head.chosen.id, Work.DECODE, plan.left))
-        prefill = table.acquire(plan.head.chosen.id, Work.PREFILL, plan.left)
-        return Route(plan.path, prefill, table.acquire(plan.tail.chosen.id, Work.DECODE), plan.decode_waits)
+        if tail is None:
+            return Route(plan.path, None, table.acquire(head.id, Work.DECODE, plan.left))
+        prefill = table.acquire(head.id, Work.PREFILL, plan.left)
+        return Route(plan.path, prefill, table.acquire(tail.id, Work.DECODE), plan.decode_waits)
 
 
-def _tokens_of(job: Job) -> tuple[float, ...]:
-    return tuple([item.tokens for item in job.items])
-
-
-def _fused(job: Job) -> bool:
-    return job.request.needs_fused is not None
+def _question(ctx: RequestContext, tokens: float) -> Question:
+    """`tokens`: of the prompt."""
+    return Question(
+        max(tokens, 1.0),
+        tuple([item.tokens for item in ctx.items]),
+        encoded=ctx.features is not None,
+        fused=ctx.request.needs_fused is not None,
+        avoid=frozenset(ctx.avoid),
+        flags=ctx.history.flags if ctx.history.begun else None,
+        ahead=ctx.encoding is not None,
+    )

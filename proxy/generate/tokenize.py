@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from epd_serve.errors import DeadlineError, NoInstanceError, OverloadedError, StageError
 from epd_serve.instances import IncarnationId
 from epd_serve.roles import Role
+from proxy.context import RequestContext, Services
 from proxy.errors import StageFault
-from proxy.media.loader import LoadedItem
-from proxy.registry.table import InstanceTable
-from proxy.request.client_sink import ClientSink
-from proxy.request.parse import ParsedRequest
 from proxy.request.payload import encoded
 from proxy.routing.policy import preferred
 from proxy.stages.bodies import inlined_body
-from proxy.stages.client import StageClient
-from proxy.stages.faults import Faults, faulty_body
+from proxy.stages.retries import faulty_body
 
 TIMEOUT_S = 15.0
 """How long one stage may take: the longest prompt takes its tokenizer a second or two, and another stage has one too.
@@ -37,14 +33,13 @@ MAX_CONCURRENT = 64
 class TokenizeStep:
     """Asks one stage, and after a failure others."""
 
-    def __init__(self, table: InstanceTable, stages: StageClient, *, retries: int) -> None:
-        self._table = table
-        self._stages = stages
-        self._retries = retries
+    def __init__(self, services: Services) -> None:
+        self._table = services.table
+        self._services = services
         self._places = asyncio.Semaphore(MAX_CONCURRENT)
 
-    async def run(self, request_id: str, request: ParsedRequest, items: Sequence[LoadedItem], sink: ClientSink) -> None:
-        """Answer `request` through `sink`.
+    async def run(self, ctx: RequestContext) -> None:
+        """Answer the request through its sink.
 
         Raises:
             OverloadedError: too many wait. NoInstanceError. Or what the last stage that was asked did.
@@ -55,31 +50,31 @@ class TokenizeStep:
         except TimeoutError:
             raise OverloadedError(f"{MAX_CONCURRENT} requests to tokenizers are in progress; try again later") from None
         try:
-            answer = await self._ask(request_id, request, inlined_body(request, items))
+            answer = await self._ask(ctx, inlined_body(ctx.request, ctx.items))
         finally:
             self._places.release()
-        await sink.respond_json(200, answer)
+        await ctx.sink.respond_json(200, answer)
 
-    async def _ask(self, request_id: str, request: ParsedRequest, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        payload, headers = encoded(body), {"x-request-id": request_id}
+    async def _ask(self, ctx: RequestContext, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        payload, headers = encoded(body), {"x-request-id": ctx.id}
         tried: set[IncarnationId] = set()
         failure: StageError | DeadlineError | None = None
-        faults = Faults()
-        while len(tried) <= self._retries:
+        while len(tried) <= self._services.settings.retries:
             live = [one for role in Role if role.has_language_model for one in self._table.live(role)]
             untried = [one for one in live if one.incarnation_id not in tried]
-            if not untried and self._table.pause.left_s:
+            if not untried:
+                if not self._table.pause.left_s:
+                    break
                 await self._table.changed(self._table.pause.left_s)
                 continue
-            if not untried:
-                break
-            chosen = random.choice(preferred(untried))
-            tried.add(chosen.incarnation_id)
-            instance = self._table.instance(chosen.id)
+            instance = self._table.instance(random.choice(preferred(untried)).id)
+            tried.add(instance.incarnation_id)
             try:
-                return await self._stages.post(instance, request.endpoint, payload, headers, timeout_s=TIMEOUT_S)
+                return await self._services.stages.post(
+                    instance, ctx.request.endpoint, payload, headers, timeout_s=TIMEOUT_S
+                )
             except (StageError, DeadlineError) as error:
                 failure = error
-                if isinstance(error, StageFault) and faults.note(error, instance.incarnation_id):
+                if isinstance(error, StageFault) and ctx.faults.note(error, instance.incarnation_id):
                     raise faulty_body(error) from None
         raise failure or NoInstanceError("no live instance has a tokenizer; try again later")

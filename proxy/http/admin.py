@@ -1,26 +1,31 @@
-"""The admin listener: metrics, the status table, and what changes the deployment. A port of its own.
+"""The admin listener: metrics, the status table, what became of requests, and what changes the deployment.
 
-Whoever reaches the clients' port reaches none of this. In the process that tells the front doors of the instances. A
-browser on the host reaches it, too, whatever page it shows: so no other page may ask here, and without a key nothing
-can be changed, nor asked for by a name, which its owner could point here (DNS rebinding).
+A port of its own: whoever reaches the clients' port reaches none of this. In the process that tells the front doors of
+the instances. A browser on the host reaches it, too, whatever page it shows: so no other page may ask here, and without
+a key nothing can be changed, nor asked for by a name, which its owner could point here (DNS rebinding).
 """
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
+from fastapi.responses import Response
 from starlette.datastructures import Headers
 
-from epd_serve.errors import RequestError
+from epd_serve.errors import NotFoundError, RequestError
 from proxy.http import status
-from proxy.http.app import add_error_seam
+from proxy.http.app import WITHOUT_PAGES, add_error_seam, json_answer, observing_routes
+from proxy.records.counts import MINUTE_S, Counts
+from proxy.records.records import MOST, Question, RecordsAnswer
 from proxy.registry.table import InstanceTable
 from proxy.tenants.auth import AuthenticationError, bears
+
+Look = Callable[[Question], Awaitable[RecordsAnswer]]
+"""Asks every front door."""
 
 
 class ForbiddenError(RequestError):
@@ -86,41 +91,80 @@ def create_admin(
         more: routes that want `key`, too.
     """
 
-    def allowed(request: Request) -> None:
+    async def check_page(request: Request) -> None:
         if not trusted:
             check_sender(request, key)
 
-    app = FastAPI(
-        title="EPD-Serve admin", docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(allowed)]
-    )
-    add_error_seam(app)
-
-    def check(request: Request) -> None:
+    async def check(request: Request) -> None:
         check_key(request.headers, key)
+
+    app = FastAPI(title="EPD-Serve admin", dependencies=[Depends(check_page)], **WITHOUT_PAGES)
+    add_error_seam(app)
 
     @app.get("/health")
     async def health(request: Request, role: str | None = None) -> Response:
         if role is None:
-            return JSONResponse({"status": "ok"})
-        check(request)
+            return json_answer(status.Health("ok"))
+        await check(request)
         code, body = status.health_of(role, table)
-        return JSONResponse(body, code)
+        return json_answer(body, code)
 
-    @app.get("/instances")
-    async def instances(request: Request) -> Response:
-        check(request)
-        return JSONResponse(status.instances(table))
+    keyed = APIRouter()
 
-    @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        check(request)
-        return PlainTextResponse(await metrics_text(), media_type=CONTENT_TYPE_LATEST)
+    @keyed.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return json_answer(app.openapi())
 
-    @app.get("/openapi.json", include_in_schema=False)
-    async def openapi(request: Request) -> Response:
-        check(request)
-        return JSONResponse(app.openapi())
-
-    for router in more:
+    for router in (keyed, observing_routes(lambda: status.instances(table), metrics_text), *more):
         app.include_router(router, dependencies=[Depends(check)])
     return app
+
+
+def everybody(_: Request) -> str:
+    """Whoever asks may know of all tenants' requests."""
+    return ""
+
+
+def request_routes(look: Look, tenant: Callable[[Request], str] = everybody) -> APIRouter:
+    """What became of requests: `/requests` (the newest, slowest or failed ones), `/requests/ID`, and `/rates`, the last
+    minute.
+
+    Args:
+        tenant: of whoever asks, who is told of no other's requests; "" for all. May raise AuthenticationError.
+    """
+    router = APIRouter(tags=["requests"])
+
+    @router.get("/requests", operation_id="requests")
+    async def requests(
+        asked: Request,
+        order: Annotated[
+            Literal["newest", "slowest", "failed"], Query(description="Which first, and of `failed` only those.")
+        ] = "newest",
+        limit: Annotated[int, Query(ge=1, le=MOST)] = 20,
+    ) -> Response:
+        answer = await look(Question(order=order, limit=limit, tenant=tenant(asked)))
+        return json_answer({"requests": answer.requests})
+
+    @router.get("/requests/{name:path}", operation_id="request")
+    async def request(
+        asked: Request,
+        name: Annotated[
+            str,
+            Path(max_length=128, description="`x-request-id` of the answer: the server's name, or the client's own."),
+        ],
+    ) -> Response:
+        found = (await look(Question(id=name, tenant=tenant(asked)))).requests
+        if not found:
+            raise NotFoundError(
+                f"no front door remembers a request {name}: it may be too long ago (records.requests, "
+                "records.size_bytes), or the front door that had it has ended",
+                code="unknown_request",
+            )
+        return json_answer({"request": found[0], "others": [one["id"] for one in found[1:]]})
+
+    @router.get("/rates", operation_id="rates")
+    async def rates(asked: Request) -> Response:
+        answer = await look(Question(window_s=MINUTE_S, tenant=tenant(asked)))
+        return json_answer((answer.counts or Counts()).summary())
+
+    return router

@@ -1,35 +1,47 @@
-"""The OpenAI front door: routes and the error seam. Everything else is in the parts that `Pipeline` puts together."""
+"""The clients' port: its routes, what they say of themselves in the OpenAPI document, and the error seam. Everything
+else is in the parts that `Pipeline` puts together."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from epd_serve import __version__
 from epd_serve.errors import EpdError, NotFoundError, RequestError
+from proxy import strict_json
 from proxy.background import Background
 from proxy.config.settings import ProxySettings
 from proxy.errors import error_body, error_headers, internal_error
 from proxy.http import status
 from proxy.http.exchange import Exchange
-from proxy.http.openapi import document as openapi_document
-from proxy.http.unserved import unserved
+from proxy.http.message_form import error_of
+from proxy.http.openapi import (
+    ANSWERS,
+    MODEL_ERRORS,
+    NOT_FOUND,
+    OPERATIONS,
+    answers,
+    content,
+    reference,
+    schemas,
+    unserved,
+)
 from proxy.media.fetch import Resolver, resolve
 from proxy.pipeline import Pipeline
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint
 
-logger = logging.getLogger(__name__)
+NO = "It is not, or the server is coming to an end."
 
 
 def create_app(
@@ -50,7 +62,7 @@ def create_app(
         background: of the process, where it runs more than the application's own tasks.
 
     `/metrics` and `/instances` are here unless the settings say that an admin listener has them
-    (`proxy/http/admin.py`).
+    (`proxy/http/admin.py`). With API keys all but the probes wants one of them.
 
     The pipeline is at `app.state.pipeline`. Its connections close with the application's lifespan.
     """
@@ -62,18 +74,24 @@ def create_app(
         background=background,
     )
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await pipeline.start()
-        yield
-        await pipeline.aclose()
+    async def check_key(request: Request) -> None:  # in no thread of its own
+        pipeline.callers.tenant_of(request.headers)
 
-    app = _FrontDoor(pipeline, title="EPD-Serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.pipeline = pipeline
-    add_error_seam(app)
-    _add_status_routes(app, pipeline)
+    async def counted() -> bytes:
+        return pipeline.metrics.text() if metrics_text is None else await metrics_text(pipeline)
+
+    app = _FrontDoor(pipeline)
+    keyed, key_errors = APIRouter(dependencies=[Depends(check_key)]), dict[int, str]()
+    if settings.api_keys is not None:
+        keyed.dependencies.append(Depends(HTTPBearer(scheme_name="key", auto_error=False)))  # for the document
+        key_errors = {401: "No API key, or not one of ours."}
+        keyed.responses = answers(key_errors)
+    _add_model_routes(keyed, key_errors)
+    _add_own_routes(keyed, app)
     if settings.observed:
-        _add_observing_routes(app, pipeline, metrics_text)
+        keyed.include_router(observing_routes(lambda: status.instances(table, pipeline.circuits), counted))
+    app.include_router(keyed)
+    _add_probes(app, pipeline, key_errors)
     return app
 
 
@@ -81,117 +99,221 @@ class _FrontDoor(FastAPI):
     """Requests to a model go past FastAPI's middlewares and routes, of which they need nothing: an exchange answers its
     errors itself. Everything else it serves as ever."""
 
-    def __init__(self, pipeline: Pipeline, **more: Any) -> None:
-        super().__init__(**more)
-        self._pipeline = pipeline
+    def __init__(self, pipeline: Pipeline) -> None:
+        @asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            await pipeline.start()
+            yield
+            await pipeline.aclose()
+
+        super().__init__(title="EPD-Serve", version=__version__, lifespan=lifespan, **WITHOUT_PAGES)
+        add_error_seam(self)
+        self.state.pipeline = self.pipeline = pipeline
         self._endpoints = {endpoint.value: endpoint for endpoint in Endpoint}
-        for path in self._endpoints:  # for the answer to other methods
-            self.router.routes.append(Route(path, self, methods=["POST"]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             endpoint = self._endpoints.get(scope["path"])
             if endpoint is not None:
-                await Exchange(self._pipeline, endpoint)(scope, receive, send)
+                await Exchange(self.pipeline, endpoint)(scope, receive, send)
                 return
         await super().__call__(scope, receive, send)
 
+    def openapi(self) -> dict[str, Any]:
+        """FastAPI's own document of the routes, with what they refer to. No parameter is refused for its form."""
+        if self.openapi_schema is None:
+            document = super().openapi()
+            for operation in (one for path in document["paths"].values() for one in path.values()):
+                if operation["responses"].get("422", {}).get("description") == "Validation Error":
+                    del operation["responses"]["422"]
+            document.setdefault("components", {})["schemas"] = schemas(self.pipeline.settings)
+        return super().openapi()
 
-def _add_status_routes(app: FastAPI, pipeline: Pipeline) -> None:
+
+WITHOUT_PAGES: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+"""FastAPI serves pages of a document to everybody, with scripts from elsewhere."""
+
+
+def json_answer(body: object, code: int = 200) -> Response:
+    return Response(strict_json.encode(body), code, media_type="application/json")
+
+
+def _add_model_routes(keyed: APIRouter, key_errors: Mapping[int, str]) -> None:
+    """What the document says of requests to a model, and where other methods than POST are refused."""
+
+    async def exchange(
+        x_request_id: Annotated[
+            str,
+            Header(
+                description="The client's name for the request, which the answer carries in the same header: up to 128 "
+                "letters, digits and `._:/+=-`. Without one, or with another kind, the answer carries a name of the "
+                "server's."
+            ),
+        ] = "",
+        x_epd_explain: Annotated[
+            Literal["0", "1"],
+            Header(
+                description="`1`: tell path, instances and moments of the request in `x-epd-*` headers of the answer, "
+                "where the server is to (`--proxy explain=true`)."
+            ),
+        ] = "0",
+    ) -> Response:
+        raise AssertionError("requests to a model go past the routes")
+
+    for endpoint, (operation, body) in OPERATIONS.items():
+        answer = content({"type": "object"})
+        if endpoint.generates:
+            answer["text/event-stream"] = {"schema": reference("StreamEvent")}
+        error = "AnthropicError" if endpoint.is_anthropic else "Error"
+        summary = ANSWERS.get(endpoint, "The model's answer.")
+        errors = answers({**key_errors, **MODEL_ERRORS}, error)
+        keyed.post(
+            endpoint.value,
+            operation_id=operation,
+            summary=summary,
+            responses={200: {"description": summary, "content": answer}, **errors},
+            openapi_extra={"requestBody": {"required": True, "content": content(reference(body))}},
+        )(exchange)
+
+
+def _add_own_routes(keyed: APIRouter, app: _FrontDoor) -> None:
+    """What the server says of itself."""
+    settings = app.pipeline.settings
+
+    @keyed.get("/v1/models", operation_id="listModels", responses=answers({200: "OK"}, "Models"))
+    async def models() -> Response:
+        """Models of this server."""
+        return json_answer(status.models(settings))
+
+    @keyed.get(
+        "/v1/models/{name:path}",
+        operation_id="retrieveModel",
+        responses=answers({200: "OK"}, "ModelCard") | answers({404: NOT_FOUND}),
+    )
+    async def model(name: Annotated[str, Path(json_schema_extra={"minLength": 1})]) -> Response:
+        """One model."""
+        return json_answer(status.model(settings, name))
+
+    @keyed.get("/version", operation_id="getVersion", responses=answers({200: "OK"}, "Version"))
+    async def version() -> Response:
+        """Version of the proxy."""
+        return json_answer(status.Version(__version__))
+
+    @keyed.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return json_answer(app.openapi())
+
+
+def _add_probes(app: FastAPI, pipeline: Pipeline, key_errors: Mapping[int, str]) -> None:
+    """What is open to all, but for what tells of the status table."""
     settings, table = pipeline.settings, pipeline.table
-    document = openapi_document(settings, status.own_version()["version"])
 
     def readiness() -> status.Readiness:
         return status.Readiness(settings, table, pipeline.drain, pipeline.background.down)
 
-    @app.get("/live")
+    @app.get("/live", operation_id="getLive", responses=answers({200: "OK"}, "Live"))
     async def live() -> Response:
-        return JSONResponse({"status": "alive"})
+        """Answers while the process does."""
+        return json_answer(status.Live())
 
-    @app.get("/health")
-    async def health(request: Request) -> Response:
+    @app.get(
+        "/health",
+        operation_id="getHealth",
+        responses=answers({200: "OK", 503: NO}, "Health") | answers({404: "No such role here.", **key_errors}),
+    )
+    async def health(
+        request: Request,
+        role: Annotated[
+            str | None,
+            Query(
+                description="Ask for a role, by llm-d's word for it: `encode`, `prefill`, `decode`, `prefill-decode`, "
+                "`encode-prefill`, `encode-prefill-decode`. Wants an API key, if there are keys; where there is an "
+                "admin listener, that one answers it."
+            ),
+        ] = None,
+    ) -> Response:
+        """Whether any request is served, or an instance of a role is live."""
         code, body = readiness().health()
-        if (role := request.query_params.get("role")) is not None:
+        if role is not None:
             pipeline.callers.tenant_of(request.headers)  # it tells of the status table
             if not settings.observed:
                 raise NotFoundError("/health?role is answered by the admin listener.", param="role", code="unknown_url")
             if not pipeline.drain.announced:
                 code, body = status.health_of(role, table)
-        return JSONResponse(body, code)
+        return json_answer(body, code)
 
-    @app.get("/ready")
-    async def ready(request: Request) -> Response:
-        code, body = readiness().ready(request.query_params.get("kind"), everything="all" in request.query_params)
-        return JSONResponse(body, code)
-
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        pipeline.callers.tenant_of(request.headers)
-        return JSONResponse(status.models(settings))
-
-    @app.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str) -> Response:
-        pipeline.callers.tenant_of(request.headers)
-        return JSONResponse(status.model(settings, name))
-
-    @app.get("/openapi.json")
-    async def openapi(request: Request) -> Response:
-        pipeline.callers.tenant_of(request.headers)
-        return JSONResponse(document)
-
-    @app.get("/version")
-    async def version(request: Request) -> Response:
-        pipeline.callers.tenant_of(request.headers)
-        return JSONResponse(status.own_version())
+    @app.get(
+        "/ready",
+        operation_id="getReady",
+        responses=answers({200: "OK", 503: NO}, "Ready") | answers({404: "No such kind here."}),
+    )
+    async def ready(
+        kind: Annotated[
+            str | None,
+            Query(description="Ask for one kind: `text`, or a modality of the model (`image`, `audio`, `video`)."),
+        ] = None,
+        everything: Annotated[
+            str | None,
+            Query(
+                alias="all",
+                description="Ask for everything: all kinds, roles and instances, and all that feeds the status table.",
+            ),
+        ] = None,
+    ) -> Response:
+        """Which kinds of requests are served; 200 while any is, or all that was asked for."""
+        code, body = readiness().ready(kind, everything=everything is not None)
+        return json_answer(body, code)
 
 
-def _add_observing_routes(
-    app: FastAPI, pipeline: Pipeline, metrics_text: Callable[[Pipeline], Awaitable[bytes]] | None
-) -> None:
-    """What is on the admin listener where there is one. With API keys it wants one of them."""
+def observing_routes(
+    instances: Callable[[], dict[str, Any]], metrics_text: Callable[[], Awaitable[bytes]]
+) -> APIRouter:
+    """What is on the admin listener where there is one, else on the clients' port."""
+    router = APIRouter()
 
-    @app.get("/instances")
-    async def instances(request: Request) -> Response:
-        pipeline.callers.tenant_of(request.headers)
-        return JSONResponse(status.instances(pipeline.table, pipeline.circuits))
+    @router.get("/instances", operation_id="listInstances", responses=answers({200: "OK"}, "Instances"))
+    async def table() -> Response:
+        """The status table."""
+        return json_answer(instances())
 
-    @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        pipeline.callers.tenant_of(request.headers)
-        text = pipeline.metrics.text() if metrics_text is None else await metrics_text(pipeline)
-        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
+    @router.get("/metrics", operation_id="getMetrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Metrics in Prometheus' text format."""
+        return PlainTextResponse(await metrics_text(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
 
 
 def add_error_seam(app: FastAPI) -> None:
-    """Whatever a route raises is answered in OpenAI's shape."""
+    """Whatever a route raises is answered in OpenAI's shape, or in Anthropic's where that is spoken."""
 
-    def answer(error: EpdError) -> Response:
-        return JSONResponse(error_body(error), error.status, error_headers(error))
+    async def answer(request: Request, error: Exception) -> Response:
+        named = _named(request, error)
+        body, headers = error_body(named), error_headers(named)
+        if request.url.path in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS):
+            body = error_of(body["error"], named.status)
+        if isinstance(error, HTTPException):
+            headers |= error.headers or {}
+        return Response(strict_json.encode(body), named.status, headers, media_type="application/json")
 
-    @app.exception_handler(EpdError)
-    async def named(_: Request, error: Exception) -> Response:
-        assert isinstance(error, EpdError), "registered for EpdError"
-        return answer(error)
+    # Of what nobody named Starlette raises it again after the answer, and the server logs the traceback once.
+    for kind in (EpdError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
 
-    @app.exception_handler(RequestValidationError)
-    async def wrong(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError), "registered for it"
+
+def _named(request: Request, error: Exception) -> EpdError:
+    """What of ours it is that a route or the framework raises."""
+    if isinstance(error, EpdError):
+        return error
+    if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"] if part != "body")
-        return answer(RequestError(f"{field or 'body'}: {first['msg']}", param=field or None))
-
-    @app.exception_handler(HTTPException)
-    async def routing(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException), "registered for HTTPException"
-        where = f"{request.method} {request.url.path}"
-        if error.status_code == 404:
-            return answer(unserved(request.url.path) or NotFoundError(f"There is no {where}.", code="unknown_url"))
-        refusal = RequestError(f"{where}: {error.detail}", code="method_not_allowed")
-        refusal.status = error.status_code
-        return JSONResponse(error_body(refusal), error.status_code, error.headers)
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, __: Exception) -> Response:
-        # Starlette raises it again after this answer, and the server logs the traceback once.
-        error = internal_error()
-        return JSONResponse(error_body(error), error.status, {"connection": "close"})
+        return RequestError(f"{field or 'body'}: {first['msg']}", param=field or None)
+    if not isinstance(error, HTTPException):
+        return internal_error()
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return unserved(request.url.path) or NotFoundError(f"There is no {where}.", code="unknown_url")
+    refusal = RequestError(f"{where}: {error.detail}", code="method_not_allowed")
+    refusal.status = error.status_code
+    return refusal

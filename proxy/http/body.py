@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from epd_serve.errors import PayloadTooLargeError
-from proxy.config.limits import BodyPace
 from proxy.config.settings import ProxySettings
-from proxy.errors import BusyError, SlowBodyError
-from proxy.request.cancel_scope import CancelScope
-from proxy.tenants.fair_share import FairShare, NoRoom, OverShare
-from proxy.tenants.key_limits import KeyLimitError
-from proxy.tenants.memory_budget import MemoryReservation
+from proxy.errors import SlowBodyError
+from proxy.request.client import CancelScope
+from proxy.tenants.fair_share import FairShare, MemoryReservation
+
+_NO_BOUND = nullcontext()
 
 
 class ClientLeft(Exception):
@@ -34,76 +33,48 @@ async def read_body(
     """The whole body, for as long as it comes fast enough.
 
     Args:
-        held: has the bytes of it, from before they are kept. arriving: places for the bodies that are arriving.
+        held: has the bytes of it, from before they are kept. arriving: places for the bodies that are arriving, of
+            which no account gets all.
         is_here: the server has all of it already, so that nobody is waited for.
 
     Raises:
         ClientLeft: before the end. SlowBodyError: 408. PayloadTooLargeError: 413. BusyError, KeyLimitError: no place.
     """
-    max_bytes = settings.max_body_bytes
     announced = headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
-        raise _too_large(max_bytes)
-    _take_place(arriving, held.account)
+    if announced.isdecimal() and int(announced) > settings.max_body_bytes:
+        raise _too_large(settings.max_body_bytes)
+    account = held.account
+    arriving.take(account, 1)
     try:
-        if is_here:
-            return await _read(bytearray(), receive, held, max_bytes, lambda _: None)
-        return await _read_in_time(receive, held, max_bytes, settings.body_pace)
+        return await _read(receive, held, settings, is_here)
     finally:
-        arriving.give_back(held.account, 1)
+        arriving.give_back(account, 1)
 
 
-async def _read_in_time(receive: Receive, held: MemoryReservation, max_bytes: int, pace: BodyPace) -> bytearray:
+async def _read(receive: Receive, held: MemoryReservation, settings: ProxySettings, is_here: bool) -> bytearray:
+    max_bytes, pace = settings.max_body_bytes, settings.body_pace
     begun, body = time.monotonic(), bytearray()  # the event loop's clock, too
-    patience: CancelScope[str] = CancelScope()
-
-    def put_off(size_bytes: int) -> None:
-        earned_s = pace.grace_s + size_bytes / pace.bytes_per_s
-        patience.cancel_at(begun + min(earned_s, pace.most_s), "slow")
-
-    with patience:
-        put_off(0)
-        return await _read(body, receive, held, max_bytes, put_off)
+    patience: CancelScope[str] | None = None if is_here else CancelScope()
+    with patience or _NO_BOUND:
+        while True:
+            if patience is not None:
+                earned_s = pace.grace_s + len(body) / pace.bytes_per_s
+                patience.cancel_at(begun + min(earned_s, pace.most_s), "slow")
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            came = message.get("body", b"")
+            if len(body) + len(came) > max_bytes:
+                raise _too_large(max_bytes)
+            held.take(len(came))
+            body += came
+            if not message.get("more_body", False):
+                return body
     raise SlowBodyError(
-        f"The request body came too slowly: {len(body):,} bytes in "
-        f"{time.monotonic() - begun:.0f} s; {pace.bytes_per_s:,} bytes a second are asked "
-        f"for after {pace.grace_s:g} s, and all of it within {pace.most_s:g} s."
+        f"The request body came too slowly: {len(body):,} bytes in {time.monotonic() - begun:.0f} s; "
+        f"{pace.bytes_per_s:,} bytes a second are asked for after {pace.grace_s:g} s, and all of it within "
+        f"{pace.most_s:g} s."
     )
-
-
-async def _read(
-    body: bytearray,
-    receive: Receive,
-    held: MemoryReservation,
-    max_bytes: int,
-    came_so_far: Callable[[int], None],
-) -> bytearray:
-    """`body`, with all that comes. `came_so_far`: called with its bytes, while more is to come."""
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        came = message.get("body", b"")
-        if len(body) + len(came) > max_bytes:
-            raise _too_large(max_bytes)
-        held.take(len(came))
-        body += came
-        if not message.get("more_body", False):
-            return body
-        came_so_far(len(body))
-
-
-def _take_place(arriving: FairShare, account: str) -> None:
-    """A place among the bodies that are arriving, of which no account gets all."""
-    try:
-        arriving.take(account, 1)
-    except NoRoom:
-        raise BusyError("as many request bodies are arriving as may; try again later", code="bodies_full") from None
-    except OverShare:
-        raise KeyLimitError(
-            f"{arriving.held_by(account)} request bodies of this account are arriving, which is its share; "
-            "try again later"
-        ) from None
 
 
 def _too_large(max_bytes: int) -> PayloadTooLargeError:

@@ -1,28 +1,28 @@
 """What clients of `/v1/messages` get of a chat's answer: Anthropic's JSON, events and errors. No I/O.
 
-A stage answers a chat (`proxy/fields/messages.py`); each form below is what vLLM 0.32 makes of one
-(`entrypoints/anthropic/serving.py`).
+A stage answers a chat (`proxy/fields/messages.py`); what becomes of it is what vLLM 0.32 makes of one
+(`entrypoints/anthropic/serving.py`). Whole or streamed, an answer becomes the same events, which make a message.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 from msgspec import Struct, field
 
 from epd_serve.errors import EpdError
 from proxy import strict_json
-from proxy.stages.sse import is_comment, is_done, split
+from proxy.stages.sse import DONE, split
 
 Json = dict[str, Any]
 
 ERROR_TYPES = {413: "request_too_large", 503: "overloaded_error"}
 """Anthropic's types of errors that OpenAI has no type for, by HTTP status."""
-STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class _Details(Struct):
@@ -48,7 +48,9 @@ class _Function(Struct):
 
 
 class _Call(Struct):
-    index: int = 0
+    """`index`: of a call in pieces, which come in chunks; whole ones have none."""
+
+    index: int | None = None
     id: str | None = None
     function: _Function = field(default_factory=_Function)
 
@@ -68,23 +70,19 @@ class _Choice(Struct):
     stop_reason: int | str | None = None
 
 
-class _Chat(Struct):
-    """An answer in one piece, or a chunk of one. `error`: ours (`proxy.errors.error_event`), which ends a stream."""
+class _Answer(Struct):
+    """Of a chat in one piece, a chunk of one, or of a tokenizer, which gives a `count`. `error`: ours
+    (`proxy.errors.error_event`), which ends a stream."""
 
     id: str = ""
     model: str = ""
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: dict[str, Any] | None = None
+    count: int | None = None
 
 
-class _Count(Struct):
-    count: int
-
-
-_CHAT = msgspec.json.Decoder(_Chat)
-_COUNT = msgspec.json.Decoder(_Count)
-_T = TypeVar("_T")
+_ANSWER = msgspec.json.Decoder(_Answer)
 
 
 class UnreadableAnswerError(EpdError):
@@ -98,32 +96,124 @@ class UnreadableAnswerError(EpdError):
 
 
 class MessageForm:
-    """Of one answer to `/v1/messages`. Raises UnreadableAnswerError."""
+    """Of one answer to `/v1/messages` or `/v1/messages/count_tokens`. Raises UnreadableAnswerError.
+
+    A block is open from its first piece to the first of another one.
+    """
 
     def __init__(self) -> None:
-        self._stream = _Stream()
+        self._begun = False
+        self._kind = ""  # of the block that is open
+        self._index = -1  # of the block that was opened last
+        self._call = -1  # of the call that it is, by the chat
+        self._arguments = ""
+        self._cut = False  # some call has no object for arguments
+        self._later = ""  # text that came within a call
+        self._last = _Choice()
+        self._usage = _Usage()
 
     def whole(self, status: int, body: bytes) -> bytes:
-        return _error(body, status) if status >= 400 else strict_json.encode(message_of(body))
-
-    def events(self, events: bytes) -> bytes:
-        return b"".join(event for chunk in split(events) for event in self._stream.events(chunk))
-
-
-class CountForm:
-    """Of one answer to `/v1/messages/count_tokens`, which comes in one piece."""
-
-    def whole(self, status: int, body: bytes) -> bytes:
+        """An answer in one piece, or an error."""
         if status >= 400:
-            return _error(body, status)
-        return strict_json.encode({"input_tokens": _decoded(body, _COUNT).count})
+            return strict_json.encode(error_of(strict_json.decode(body)["error"], status))
+        answer = _decoded(body)
+        if answer.count is not None:
+            return strict_json.encode({"input_tokens": answer.count})
+        if len(answer.choices) != 1:
+            raise UnreadableAnswerError
+        return strict_json.encode(_message_of([*self._made(answer), *self._end()]))
 
     def events(self, events: bytes) -> bytes:
-        raise AssertionError("tokenizers answer in one piece")
+        """What these whole events of a chat become."""
+        made: list[bytes] = []
+        for chunk in split(events):
+            name, _, data = chunk.partition(b":")
+            if not name:  # a comment
+                made.append(chunk)
+                continue
+            for event in self._end() if data.strip() == DONE else self._made(_decoded(data)):
+                made.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), strict_json.encode(event)))
+        return b"".join(made)
 
+    def _made(self, answer: _Answer) -> Iterator[Json]:
+        if answer.error is not None:
+            yield error_of(answer.error)
+            return
+        self._usage = answer.usage or self._usage
+        if not self._begun:
+            self._begun = True
+            yield {"type": "message_start", "message": self._opening(answer)}
+        for choice in answer.choices:
+            yield from self._said(choice.delta or choice.message or _Said())
+            if choice.finish_reason is not None:
+                self._last = choice
 
-def _error(body: bytes, status: int) -> bytes:
-    return strict_json.encode(error_of(strict_json.decode(body)["error"], status))
+    def _opening(self, answer: _Answer) -> Json:
+        return {
+            "id": f"msg_{answer.id.removeprefix('chatcmpl-')}",
+            "type": "message",
+            "role": "assistant",
+            "model": answer.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage.public,
+        }
+
+    def _said(self, said: _Said) -> Iterator[Json]:
+        if said.reasoning:
+            yield from self._piece("thinking", said.reasoning)
+        if said.content and self._kind == "tool_use":
+            self._later += said.content  # a call is one block, however its pieces come
+        elif said.content:
+            yield from self._piece("text", said.content)
+        for number, call in enumerate(said.tool_calls or ()):
+            index, function = number if call.index is None else call.index, call.function
+            if index != self._call and function.name:
+                yield from self._close()
+                self._call, self._arguments = index, ""
+                yield self._open({"type": "tool_use", "id": call.id, "name": function.name, "input": {}})
+            if function.arguments and index == self._call and self._kind == "tool_use":
+                self._arguments += function.arguments
+                yield self._delta("input_json", partial_json=function.arguments)
+
+    def _piece(self, kind: str, text: str) -> Iterator[Json]:
+        if self._kind != kind:
+            yield from self._close()
+            yield self._open({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+        yield self._delta(kind, **{kind: text})
+
+    def _open(self, block: Json) -> Json:
+        self._kind, self._index = block["type"], self._index + 1
+        return {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _delta(self, kind: str, **fields: str) -> Json:
+        return {"type": "content_block_delta", "index": self._index, "delta": {"type": f"{kind}_delta", **fields}}
+
+    def _close(self) -> Iterator[Json]:
+        """End the block that is open, and say the text that came within it. Clients want a signature of thoughts, and
+        send it back with them; nobody reads it."""
+        if not self._kind:
+            return
+        if self._kind == "thinking":
+            yield self._delta("signature", signature=secrets.token_hex(16))
+        self._cut |= self._kind == "tool_use" and _object(self._arguments) is None
+        self._kind = ""
+        yield {"type": "content_block_stop", "index": self._index}
+        if self._later:
+            text, self._later = self._later, ""
+            yield from self._piece("text", text)
+            yield from self._close()
+
+    def _end(self) -> Iterator[Json]:
+        """Why it ended, too. A call that a stop text cut off must not be made, so it does not count then."""
+        yield from self._close()
+        called, text = self._call >= 0, self._last.stop_reason
+        reason = STOP_REASONS.get(self._last.finish_reason or "", "tool_use" if called else "end_turn")
+        stopped = isinstance(text, str) and reason != "max_tokens" and (self._cut or not called)
+        delta = {"stop_reason": "stop_sequence" if stopped else reason, "stop_sequence": text if stopped else None}
+        yield {"type": "message_delta", "delta": delta, "usage": self._usage.public}
+        yield {"type": "message_stop"}
 
 
 def error_of(error: Mapping[str, Any], status: int = 0) -> Json:
@@ -136,135 +226,27 @@ def error_of(error: Mapping[str, Any], status: int = 0) -> Json:
     return {"type": "error", "error": {"type": "api_error" if kind == "server_error" else kind, "message": message}}
 
 
-def message_of(body: bytes) -> Json:
-    """A chat's answer as a message. The arguments of a call that `max_tokens` cut off are no object: it has none."""
-    chat = _decoded(body, _CHAT)
-    if len(chat.choices) != 1:
-        raise UnreadableAnswerError
-    choice = chat.choices[0]
-    said = choice.message or _Said()
-    content: list[Json] = []
-    if said.reasoning:
-        content.append({"type": "thinking", "thinking": said.reasoning, "signature": _signature()})
-    if said.content:
-        content.append({"type": "text", "text": said.content})
-    calls = said.tool_calls or []
-    inputs = [_object(call.function.arguments) for call in calls]
-    for call, given in zip(calls, inputs, strict=True):
-        content.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": given or {}})
-    return {
-        **_head(chat),
-        "content": content or [{"type": "text", "text": ""}],  # clients look into the first block
-        **_end(choice, called=bool(calls), complete=bool(calls) and None not in inputs),
-        "usage": (chat.usage or _Usage()).public,
-    }
+def _message_of(events: Iterable[Json]) -> Json:
+    """The message that these events tell of, of at least one block. The arguments of a call that `max_tokens` cut off
+    are no object: it has none."""
+    message: Json = {}
+    for event in events:
+        match event:
+            case {"message": message}:
+                pass
+            case {"content_block": block}:
+                message["content"].append(block)
+            case {"delta": {"partial_json": text}}:
+                message["content"][-1]["input"] = _object(text) or {}
+            case {"delta": {"type": _, **pieces}}:
+                message["content"][-1] |= pieces
+            case {"delta": ended}:
+                message |= ended
+    message["content"] = message["content"] or [{"type": "text", "text": ""}]
+    return message
 
 
-class _Stream:
-    """Makes events of chunks, each as it comes. A block is open from its first piece to the first of another one."""
-
-    def __init__(self) -> None:
-        self._begun = False
-        self._kind = ""  # of the block that is open
-        self._index = -1  # of the block that was opened last
-        self._call = -1  # of the call that it is, by the chat
-        self._arguments = ""
-        self._later = ""  # text that came within a call
-        self._last = _Choice()
-        self._usage = _Usage()
-
-    def events(self, chunk: bytes) -> Iterator[bytes]:
-        """What one event of a chat becomes."""
-        if is_comment(chunk):
-            yield chunk
-        elif is_done(chunk):
-            yield from self._end()
-            yield _event("message_stop")
-        else:
-            chat = _decoded(chunk.partition(b":")[2], _CHAT)
-            if chat.error is not None:
-                yield _event(**error_of(chat.error))
-                return
-            self._usage = chat.usage or self._usage
-            if not self._begun:
-                self._begun = True
-                message = {**_head(chat), "content": [], "stop_reason": None, "stop_sequence": None}
-                yield _event("message_start", message={**message, "usage": self._usage.public})
-            for choice in chat.choices:
-                yield from self._said(choice.delta or _Said())
-                if choice.finish_reason is not None:
-                    self._last = choice
-
-    def _said(self, said: _Said) -> Iterator[bytes]:
-        if said.reasoning:
-            yield from self._piece("thinking", said.reasoning)
-        if said.content and self._kind == "tool_use":
-            self._later += said.content  # a call is one block, however its pieces come
-        elif said.content:
-            yield from self._piece("text", said.content)
-        for call in said.tool_calls or ():
-            if call.index != self._call and call.function.name:
-                yield from self._close()
-                self._call, self._arguments = call.index, ""
-                yield self._open({"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}})
-            if call.function.arguments and call.index == self._call and self._kind == "tool_use":
-                self._arguments += call.function.arguments
-                yield self._delta(type="input_json_delta", partial_json=call.function.arguments)
-
-    def _piece(self, kind: str, text: str) -> Iterator[bytes]:
-        if self._kind != kind:
-            yield from self._close()
-            yield self._open({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
-        yield self._delta(**{"type": f"{kind}_delta", kind: text})
-
-    def _open(self, block: Json) -> bytes:
-        self._kind, self._index = block["type"], self._index + 1
-        return _event("content_block_start", index=self._index, content_block=block)
-
-    def _delta(self, **delta: Any) -> bytes:
-        return _event("content_block_delta", index=self._index, delta=delta)
-
-    def _close(self) -> Iterator[bytes]:
-        """End the block that is open, and say the text that came within it."""
-        if not self._kind:
-            return
-        if self._kind == "thinking":
-            yield self._delta(type="signature_delta", signature=_signature())
-        self._kind = ""
-        yield _event("content_block_stop", index=self._index)
-        if self._later:
-            text, self._later = self._later, ""
-            yield from self._piece("text", text)
-            yield from self._close()
-
-    def _end(self) -> Iterator[bytes]:
-        yield from self._close()
-        called = self._call >= 0
-        delta = _end(self._last, called=called, complete=called and _object(self._arguments) is not None)
-        yield _event("message_delta", delta=delta, usage=self._usage.public)
-
-
-def _head(chat: _Chat) -> Json:
-    return {
-        "id": f"msg_{chat.id.removeprefix('chatcmpl-')}",
-        "type": "message",
-        "role": "assistant",
-        "model": chat.model,
-    }
-
-
-def _end(choice: _Choice, *, called: bool, complete: bool) -> Json:
-    """Why it ended. `called`: it has called tools; `complete`: all of each call is there. A call that a stop text cut
-    off must not be made, so it does not count then."""
-    reason, text = STOP_REASONS.get(choice.finish_reason or "stop", "end_turn"), choice.stop_reason
-    if reason != "max_tokens":
-        if isinstance(text, str) and not complete:
-            return {"stop_reason": "stop_sequence", "stop_sequence": text}
-        reason = "tool_use" if called else reason
-    return {"stop_reason": reason, "stop_sequence": None}
-
-
-def _object(arguments: str | None) -> Json | None:
+def _object(arguments: str) -> Json | None:
     """The arguments of a call, which may have none; None where they are no object."""
     try:
         value = json.loads(arguments or "{}")
@@ -273,17 +255,8 @@ def _object(arguments: str | None) -> Json | None:
     return value if isinstance(value, dict) else None
 
 
-def _signature() -> str:
-    """Clients want one, and send it back with the thoughts; nobody reads it."""
-    return secrets.token_hex(16)
-
-
-def _decoded(raw: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+def _decoded(raw: bytes) -> _Answer:
     try:
-        return decoder.decode(raw)
+        return _ANSWER.decode(raw)
     except ValueError as error:  # msgspec's are
         raise UnreadableAnswerError from error
-
-
-def _event(type: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (type.encode(), strict_json.encode({"type": type, **fields}))

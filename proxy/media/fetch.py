@@ -7,6 +7,7 @@ the URL's host is replaced by it, the name travels as Host header and TLS server
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,10 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from epd_serve.errors import RequestError
-from proxy.config.domains import DomainRules
-from proxy.config.limits import MediaLimits
-from proxy.errors import BusyError, media_too_large
-from proxy.tenants.fair_semaphore import FairSemaphore, TurnTimeout
+from proxy.config.limits import DomainRules, MediaLimits
+from proxy.errors import BusyError, media_refused, media_too_large
+from proxy.tenants.fair_share import FairSemaphore
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 Grow = Callable[[int], None]
@@ -67,18 +67,15 @@ class UrlFetcher:
         self._limits = limits
         self._domains = DomainRules(limits.allowed_domains, limits.denied_domains)
         self._resolver = resolver
+        # A transport without a client around it, which would follow redirects unjudged and keep cookies for the next.
         # No keep-alive: a pooled TLS connection was verified for one name and must not serve another on that address.
-        self._client = httpx.AsyncClient(
-            transport=transport,
-            trust_env=False,
-            follow_redirects=False,
-            timeout=limits.fetch_timeout_s,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        self._transport = transport or httpx.AsyncHTTPTransport(
+            trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
         )
         self._turns = FairSemaphore(limits.max_parallel_fetches, spare=apart)
 
     async def aclose(self) -> None:
-        await self._client.aclose()
+        await self._transport.aclose()
 
     async def fetch(self, url: str, *, param: str, account: str, grow: Grow) -> bytearray:
         """The bytes behind `url`.
@@ -90,10 +87,11 @@ class UrlFetcher:
             RequestError: 400. PayloadTooLargeError: 413; both name `param`. BusyError: 503, its turn did not come in
             time. What `grow` raises.
         """
+        limits = self._limits
         try:
-            async with self._turns.turn(account, within_s=self._limits.fetch_wait_s):
+            async with self._turns.turn(account, within_s=limits.fetch_wait_s):
                 return await self._fetch(url, param, grow)
-        except TurnTimeout:
+        except TimeoutError:
             raise BusyError(
                 f"{param}: this server fetches as many media as it may; try again later",
                 param=param,
@@ -101,11 +99,12 @@ class UrlFetcher:
             ) from None
 
     async def _fetch(self, url: str, param: str, grow: Grow) -> bytearray:
+        timeout_s = self._limits.fetch_timeout_s
         try:
-            async with asyncio.timeout(self._limits.fetch_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await self._follow(url, param, grow)
         except TimeoutError:
-            raise _unreachable(param, f"no complete answer within {self._limits.fetch_timeout_s:g} s") from None
+            raise _unreachable(param, f"no complete answer within {timeout_s:g} s") from None
         except (httpx.InvalidURL, UnicodeError):  # what it says quotes the URL, which may hold a secret
             raise _unreachable(param, "not a valid URL") from None
         except httpx.HTTPError as error:
@@ -114,85 +113,77 @@ class UrlFetcher:
     async def _follow(self, url: str, param: str, grow: Grow) -> bytearray:
         target = httpx.URL(url)
         for _ in range(self._limits.max_redirects + 1):
-            answer = await self._get(target, param, grow)
+            *first, last = await self._judged_addresses(target, param)
+            for address in first:
+                with contextlib.suppress(httpx.ConnectError):
+                    answer = await self._get(address, target, param, grow)
+                    break
+            else:
+                answer = await self._get(last, target, param, grow)
             if isinstance(answer, bytearray):
                 return answer
             target = target.join(answer)
         raise _unreachable(param, f"more than {self._limits.max_redirects} redirects")
 
-    async def _get(self, url: httpx.URL, param: str, grow: Grow) -> bytearray | str:
-        """The body at `url`, or the location it redirects to."""
+    async def _judged_addresses(self, url: httpx.URL, param: str) -> Sequence[str]:
+        """At least one address of the host of `url`, all of which may be connected to."""
         if url.scheme not in ("http", "https") or not url.host:
             raise _unreachable(param, f"scheme {url.scheme!r} is not supported")
         if url.userinfo:
             raise _unreachable(param, "credentials in URLs are not supported")
         host = url.raw_host.decode("ascii")
         if url.scheme not in self._limits.schemes or not self._domains.admit(host):
-            raise RequestError(
-                f"{param}: this server does not fetch from {url.scheme}://{host}.",
-                param=param,
-                code="media_domain_refused",
-            )
+            what = f"this server does not fetch from {url.scheme}://{host}"
+            raise media_refused(param, what, "media_domain_refused")
         port = url.port or (443 if url.scheme == "https" else 80)
         if not 0 < port < 65536:
             raise _unreachable(param, f"there is no port {port}")
-        error: httpx.ConnectError | None = None
-        for address in await self._allowed_addresses(url.host, port, param):
-            try:
-                return await self._get_from(address, url, param, grow)
-            except httpx.ConnectError as refused:
-                error = refused
-        assert error is not None, "a resolved host has an address"
-        raise error
-
-    async def _allowed_addresses(self, host: str, port: int, param: str) -> Sequence[str]:
         try:
-            addresses = list(dict.fromkeys(await self._resolver(host, port)))
+            addresses = list(dict.fromkeys(await self._resolver(url.host, port)))
         except (OSError, UnicodeError):
             addresses = []
         if not addresses:
-            raise _unreachable(param, f"host {host!r} cannot be resolved")
+            raise _unreachable(param, f"host {url.host!r} cannot be resolved")
         if not self._limits.allow_private_addresses and not all(map(is_public, addresses)):
-            raise RequestError(
-                f"{param}: host {host!r} is not a public address, and this server fetches from public ones only.",
-                param=param,
-                code="media_address_refused",
-            )
+            what = f"host {url.host!r} is not a public address, and this server fetches from public ones only"
+            raise media_refused(param, what, "media_address_refused")
         return addresses
 
-    async def _get_from(self, address: str, url: httpx.URL, param: str, grow: Grow) -> bytearray | str:
-        host = url.netloc.decode("ascii")
-        request = self._client.build_request(
+    async def _get(self, address: str, url: httpx.URL, param: str, grow: Grow) -> bytearray | str:
+        """The body at `url`, or the location it redirects to."""
+        request = httpx.Request(
             "GET",
             url.copy_with(host=address, fragment=None),
-            headers={"host": host, "accept-encoding": "identity", "user-agent": "epd-serve"},
+            headers={
+                "host": url.netloc.decode("ascii"),
+                "accept": "*/*",
+                "accept-encoding": "identity",
+                "user-agent": "epd-serve",
+            },
             extensions={"sni_hostname": url.raw_host.decode("ascii")},
         )
-        response = await self._client.send(request, stream=True)
+        response = await self._transport.handle_async_request(request)
         try:
-            if response.is_redirect and "location" in response.headers:
-                return response.headers["location"]
+            headers, limit = response.headers, self._limits.max_bytes
+            if response.is_redirect and "location" in headers:
+                return headers["location"]
             if response.status_code != 200:
                 raise _unreachable(param, f"the server answered {response.status_code}")
-            if response.headers.get("content-encoding", "identity") != "identity":
+            if headers.get("content-encoding", "identity") != "identity":
                 raise _unreachable(param, "the server sent a compressed answer that was not asked for")
-            return await self._read(response, param, grow)
+            announced = headers.get("content-length", "")
+            if announced.isdecimal() and int(announced) > limit:
+                raise media_too_large(param, limit)
+            received = bytearray()
+            async for chunk in response.aiter_raw():
+                if len(received) + len(chunk) > limit:
+                    raise media_too_large(param, limit)
+                grow(len(chunk))
+                received += chunk
+            return received
         finally:
             await response.aclose()
 
-    async def _read(self, response: httpx.Response, param: str, grow: Grow) -> bytearray:
-        limit = self._limits.max_bytes
-        received = bytearray()
-        announced = response.headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > limit:
-            raise media_too_large(param, limit)
-        async for chunk in response.aiter_raw():
-            if len(received) + len(chunk) > limit:
-                raise media_too_large(param, limit)
-            grow(len(chunk))
-            received += chunk
-        return received
-
 
 def _unreachable(param: str, what: str) -> RequestError:
-    return RequestError(f"{param}: {what}.", param=param, code="media_unreachable")
+    return media_refused(param, what, "media_unreachable")

@@ -1,40 +1,38 @@
 """Load every media item of a request once, safely, and give it its key.
 
-Owns the order of checks and the bounds over a whole request. How to fetch is `fetch.py`'s and `local_files.py`'s,
-how to judge an image `images.py`'s, how keys are made `store/keys.py`'s.
+Owns the order of checks and the bounds over a whole request. How to fetch is `fetch.py`'s and `sources.py`'s, how to
+judge an image `images.py`'s and a clip `containers.py`'s, how keys are made `store/keys.py`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pybase64
 
 from epd_serve.errors import PayloadTooLargeError, RequestError
-from proxy.config.limits import SCHEMES
 from proxy.config.settings import ProxySettings
-from proxy.errors import most_telling
+from proxy.errors import media_refused, most_telling
 from proxy.fields.parts import MediaRef, Modality
 from proxy.media.containers import inspect_clip, requested_frames
-from proxy.media.data_url import MAX_HEAD, base64_bytes, read_base64, read_data_url
-from proxy.media.fetch import UrlFetcher
+from proxy.media.fetch import Grow, UrlFetcher
 from proxy.media.images import inspect_image
-from proxy.media.local_files import read_local
+from proxy.media.sources import MAX_HEAD, base64_bytes, read_base64, read_data_url, read_local
 from proxy.request.parse import ParsedRequest
 from proxy.request.payload import Inlined
-from proxy.tenants.fair_semaphore import FairSemaphore
-from proxy.tenants.memory_budget import MemoryReservation
+from proxy.tenants.fair_share import FairSemaphore, MemoryReservation
 from store.errors import StoreError
 from store.keys import feature_key
 
 MAX_SCHEME = 16  # characters looked at: the rest may be megabytes
 TOGETHER_BYTES = 256 << 10
-"""Small items share a thread's turn up to so much: a turn costs as much as a small image. A large one has its own, so
-that other requests come in between."""
+"""The items of a request share a thread's turn up to so much: a turn costs as much as a small image. Beyond it each
+has its own, so that other requests come in between."""
 BYTES_PER_TOKEN = {Modality.AUDIO: 1000, Modality.VIDEO: 500}
 """Compressed files: 25 tokens a second of speech at 200 kbit/s; two frames a second of some 250 tokens at 2 Mbit/s."""
 DEFAULT_MIME = {Modality.IMAGE: "image/png", Modality.AUDIO: "audio/wav", Modality.VIDEO: "video/mp4"}
@@ -64,7 +62,8 @@ class MediaLoader:
     """Loads items. Blocking work runs on a few threads of its own, which accounts get in turns."""
 
     def __init__(self, settings: ProxySettings, fetcher: UrlFetcher) -> None:
-        self._identity = settings.identity
+        model = settings.identity
+        self._key = partial(feature_key, model=model.model, revision=model.revision, dtype=model.dtype)
         self._image_tokens = settings.image_tokens
         self._limits = settings.media
         self._fetcher = fetcher
@@ -92,89 +91,64 @@ class MediaLoader:
         Raises:
             RequestError: naming the item at fault. BusyError. What `held.take` raises.
         """
-        refs = request.media
+        refs, limits, options = request.media, self._limits, request.processor_options
         if not refs:
             return ()
-        if len(refs) > self._limits.max_items:
-            raise RequestError(
-                f"messages: {len(refs)} media items, the limit is {self._limits.max_items}.", param="messages"
-            )
+        if len(refs) > limits.max_items:
+            raise RequestError(f"messages: {len(refs)} media items, the limit is {limits.max_items}.", param="messages")
         for ref in refs:
-            self._check_scheme(ref)
-        options = request.processor_options
+            if ref.key != "input_audio" and _scheme(ref) not in limits.schemes:
+                what = f"this server takes URLs of these schemes: {', '.join(limits.schemes) or 'none'}"
+                raise media_refused(ref.param, what, "media_scheme")
         videos = any(ref.modality is Modality.VIDEO for ref in refs)
-        frames = requested_frames(options, self._limits.max_frames) if videos else 0
-        total = _Total(self._limits.max_total_bytes)
-        fetched = await self._fetched([ref for ref in refs if _scheme(ref) in ("http", "https")], total, held)
+        frames = requested_frames(options, limits.max_frames) if videos else 0
+        size_bytes = 0
+
+        def grow(more_bytes: int) -> None:
+            nonlocal size_bytes
+            size_bytes += more_bytes
+            if size_bytes > limits.max_total_bytes:
+                raise PayloadTooLargeError(
+                    f"messages: media of more than {limits.max_total_bytes:,} bytes in all.", param="messages"
+                )
+
+        def grow_held(more_bytes: int) -> None:
+            grow(more_bytes)
+            held.take(more_bytes)
+
+        fetched = await self._fetched(refs, held.account, grow_held)
         if fetched:
             on_fetched()
-
-        def item(ref: MediaRef) -> LoadedItem:
-            """Loads one item, in a thread."""
-            mime, data, inlined = self._bytes_of(ref, fetched)
-            return self._item(ref, mime, data, inlined, frames, options, tenant)
-
+        most = {ref.param: self._most_bytes(ref, fetched) for ref in refs}
+        turns = [refs] if sum(most.values()) <= TOGETHER_BYTES else [(ref,) for ref in refs]
+        item = partial(self._item, fetched=fetched, frames=frames, options=options, tenant=tenant)
         loaded: list[LoadedItem] = []
-        for together in self._shares(refs, fetched):
-            most_bytes = sum(self._most_bytes(ref, fetched) for ref in together)
+        for together in turns:
+            most_bytes = sum(most[ref.param] for ref in together)
             held.take(most_bytes)
-            items = await self._in_turn(lambda refs=together: [item(ref) for ref in refs], held)  # type: ignore[misc]
+            items = await self._in_turn(item, together, held)
             gone = sum(len(fetched.pop(ref.param, b"")) for ref in together)
             held.give_back(most_bytes + gone - sum(one.source.size_bytes for one in items))
-            total.grow(sum(one.size_bytes for one in items) - gone)
+            grow(sum(one.size_bytes for one in items) - gone)
             loaded += items
         return tuple(loaded)
 
-    async def _fetched(self, refs: Sequence[MediaRef], total: _Total, held: MemoryReservation) -> dict[str, bytearray]:
+    async def _fetched(self, refs: Iterable[MediaRef], account: str, grow: Grow) -> dict[str, bytearray]:
         """What other hosts have, by the parameter that names it."""
-        if not refs:
+        urls = [ref for ref in refs if _scheme(ref) in ("http", "https")]
+        if not urls:
             return {}
-
-        def grow(more_bytes: int) -> None:
-            total.grow(more_bytes)
-            held.take(more_bytes)
-
         try:
             async with asyncio.TaskGroup() as group:
                 fetching = {
                     ref.param: group.create_task(
-                        self._fetcher.fetch(ref.source, param=ref.param, account=held.account, grow=grow)
+                        self._fetcher.fetch(ref.source, param=ref.param, account=account, grow=grow)
                     )
-                    for ref in refs
+                    for ref in urls
                 }
         except BaseExceptionGroup as failed:
             raise most_telling(failed) from None
         return {param: task.result() for param, task in fetching.items()}
-
-    def _check_scheme(self, ref: MediaRef) -> None:
-        if ref.key == "input_audio":
-            return
-        scheme = _scheme(ref)
-        if scheme not in SCHEMES:
-            raise RequestError(
-                f"{ref.param}: the URL must begin with data:, http:// or https://.",
-                param=ref.param,
-                code="media_scheme",
-            )
-        if scheme not in self._limits.schemes:
-            raise RequestError(
-                f"{ref.param}: this server takes no {scheme}: URLs, only {', '.join(self._limits.schemes) or 'none'}.",
-                param=ref.param,
-                code="media_scheme",
-            )
-
-    def _shares(self, refs: Iterable[MediaRef], fetched: Mapping[str, bytearray]) -> Iterator[list[MediaRef]]:
-        """Which items are loaded within one turn, in order."""
-        together: list[MediaRef] = []
-        size = 0
-        for ref in refs:
-            most = self._most_bytes(ref, fetched)
-            if together and size + most > TOGETHER_BYTES:
-                yield together
-                together, size = [], 0
-            together.append(ref)
-            size += most
-        yield together
 
     def _most_bytes(self, ref: MediaRef, fetched: Mapping[str, bytearray]) -> int:
         """What loading an item takes at most beside what is held of it: its bytes, and as many in base64 as stay."""
@@ -200,39 +174,25 @@ class MediaLoader:
     def _item(
         self,
         ref: MediaRef,
-        mime: str,
-        data: bytes,
-        inlined: memoryview | None,
+        *,
+        fetched: Mapping[str, bytearray],
         frames: int,
         options: dict[str, object],
         tenant: str,
     ) -> LoadedItem:
+        """Loads one item, in a thread."""
+        mime, data, inlined = self._bytes_of(ref, fetched)
         if not data:
             raise RequestError(f"{ref.param}: empty.", param=ref.param)
-        limits, size = self._limits, (0, 0)
+        size = (0, 0)
         if ref.modality is Modality.IMAGE:
-            mime, size = inspect_image(data, param=ref.param, max_pixels=limits.max_pixels)
+            mime, size = inspect_image(data, param=ref.param, max_pixels=self._limits.max_pixels)
             tokens = float(self._image_tokens.tokens(*size))
         else:
             tokens = max(len(data) / BYTES_PER_TOKEN[ref.modality], 1.0)
-            max_s = limits.max_audio_s if ref.modality is Modality.AUDIO else limits.max_video_s
-            pixels = inspect_clip(data, param=ref.param, max_s=max_s, max_pixels=limits.max_pixels)
-            if ref.modality is Modality.VIDEO and (pixels or 0) * frames > limits.max_video_pixels:
-                raise RequestError(
-                    f"{ref.param}: {frames} frames of {pixels:,} pixels, the limit is {limits.max_video_pixels:,}.",
-                    param=ref.param,
-                    code="too_many_pixels",
-                )
+            inspect_clip(data, ref.param, self._limits, frames=frames if ref.modality is Modality.VIDEO else 0)
         try:
-            key = feature_key(
-                data,
-                processor_options=options,
-                model=self._identity.model,
-                revision=self._identity.revision,
-                dtype=self._identity.dtype,
-                tenant=tenant,
-                modality=ref.modality.value,
-            )
+            key = self._key(data, processor_options=options, tenant=tenant, modality=ref.modality.value)
         except StoreError as error:
             raise RequestError(f"{', '.join(options)}: {error}.", param=next(iter(options))) from None
         head = b"" if ref.key == "input_audio" else f"data:{mime};base64,".encode("ascii")
@@ -240,12 +200,14 @@ class MediaLoader:
         source = Inlined(head, inlined if inlined is not None else pybase64.b64encode(data))
         return LoadedItem(replace(ref, source=""), source, key, tokens, len(data), size)
 
-    async def _in_turn(self, work: Callable[[], list[LoadedItem]], held: MemoryReservation) -> list[LoadedItem]:
-        """Do it in a thread. No thread can be stopped: where the request ends first, its turn and all that it holds
-        last until the thread is done."""
+    async def _in_turn(
+        self, load: Callable[[MediaRef], LoadedItem], refs: Iterable[MediaRef], held: MemoryReservation
+    ) -> list[LoadedItem]:
+        """Load these in a thread. No thread can be stopped: where the request ends first, its turn and all that it
+        holds last until the thread is done."""
         async with AsyncExitStack() as until_done:
             await until_done.enter_async_context(self._turns.turn(held.account))
-            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            running = asyncio.get_running_loop().run_in_executor(self._threads, lambda: [load(ref) for ref in refs])
             try:
                 return await asyncio.shield(running)
             except asyncio.CancelledError:
@@ -260,21 +222,6 @@ class MediaLoader:
 async def _close_after(running: asyncio.Future[list[LoadedItem]], held: AsyncExitStack) -> None:
     await asyncio.wait([running])
     await held.aclose()
-
-
-class _Total:
-    """All media of one request, as they come."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._size_bytes = 0
-
-    def grow(self, more_bytes: int) -> None:
-        self._size_bytes += more_bytes
-        if self._size_bytes > self._limit_bytes:
-            raise PayloadTooLargeError(
-                f"messages: media of more than {self._limit_bytes:,} bytes in all.", param="messages"
-            )
 
 
 def source_bytes(refs: Iterable[MediaRef]) -> int:

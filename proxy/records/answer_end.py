@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-DATA, BLANK_LINE = b"data:", b"\n\n"
+BLANK_LINE = b"\n\n"
 
 
 class AnswerEnd(Struct, frozen=True):
@@ -45,52 +45,27 @@ class _Answer(Struct):
     status: str | None = None
     response: _Answer | None = None
 
-    @property
-    def finish(self) -> str:
-        """Of the last choice that says why it ended."""
-        for choice in reversed(self.choices):
-            if choice.finish_reason is not None:
-                return choice.finish_reason
-        return self.status or ""
-
 
 _DECODER = msgspec.json.Decoder(_Answer)
-_NOTHING = _Answer()
 
 
 def answer_end(last: bytes) -> AnswerEnd:
     """Args:
     last: a whole answer as JSON, or the last whole events of a stream.
     """
-    if last.startswith(b"{"):
-        answer = _read(last)
-        return _end(answer.finish, answer.usage)
-    usage = None
-    for event in reversed(last.split(BLANK_LINE)):
-        at = event.find(DATA)
-        if at < 0 or event.endswith(b"[DONE]"):
+    finish, found = "", None
+    for event in [last] if last.startswith(b"{") else reversed(last.split(BLANK_LINE)):
+        try:
+            answer = _DECODER.decode(event[event.find(b"{") :])
+        except msgspec.MsgspecError:  # no event of an answer: [DONE], a comment
             continue
-        answer = _read(event[at + len(DATA) :])
         answer = answer.response or answer
-        usage = usage or answer.usage
-        if finish := answer.finish:
-            return _end(finish, usage)
-    return _end("", usage)
-
-
-def _read(data: bytes) -> _Answer:
-    """What it says of its end; nothing where it is no answer."""
-    try:
-        return _DECODER.decode(data)
-    except msgspec.MsgspecError:
-        return _NOTHING
-
-
-def _end(finish: str, usage: _Usage | None) -> AnswerEnd:
-    if usage is None:
-        return AnswerEnd(finish)
+        found = found or answer.usage
+        finish = next((one.finish_reason for one in reversed(answer.choices) if one.finish_reason), answer.status or "")
+        if finish:
+            break
+    usage = found or _Usage()
+    details = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
     if usage.prompt_tokens is None:
-        prompt, completion, details = usage.input_tokens, usage.output_tokens, usage.input_tokens_details
-    else:
-        prompt, completion, details = usage.prompt_tokens, usage.completion_tokens, usage.prompt_tokens_details
-    return AnswerEnd(finish, prompt, completion, details.cached_tokens if details is not None else None)
+        return AnswerEnd(finish, usage.input_tokens, usage.output_tokens, details.cached_tokens)
+    return AnswerEnd(finish, usage.prompt_tokens, usage.completion_tokens, details.cached_tokens)

@@ -7,6 +7,8 @@ from that is worked out when somebody asks. No content: names, counts, times, co
 
 from __future__ import annotations
 
+import math
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +16,6 @@ from typing import Any
 from msgspec import Struct, field
 
 from epd_serve.errors import EpdError, RequestError
-from proxy.records.trace_context import TraceContext, new_span_id
 from proxy.routing.plan import Plan
 from proxy.routing.policy import Candidate, predictions_s
 
@@ -35,6 +36,46 @@ Event = tuple[float, str, dict[str, Any]]
 """Seconds since the arrival, a name, and details. `s` among them: for how long that has taken until then."""
 
 
+class TraceContext(Struct, frozen=True):
+    """Where a request belongs in a distributed trace: W3C Trace Context, from its headers and for those of its calls.
+
+    Attributes:
+        trace_id: 32 hex digits. span_id: 16, of the request's own span.
+        parent_id: of its client's span, or "" where the trace begins here.
+        sampled: the trace is wanted, as the client says; one that begins here is.
+        state: `tracestate`, which is passed on as it came.
+    """
+
+    trace_id: str
+    span_id: str
+    parent_id: str = ""
+    sampled: bool = True
+    state: str = ""
+
+    @classmethod
+    def of(cls, traceparent: str, tracestate: str = "") -> TraceContext:
+        """From a client's headers; what is malformed counts as not there."""
+        from opentelemetry import trace  # only where there is a collector
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        headers = {"traceparent": traceparent.strip(), "tracestate": tracestate}
+        parent = trace.get_current_span(TraceContextTextMapPropagator().extract(headers)).get_span_context()
+        if not parent.is_valid:
+            return cls(secrets.token_hex(16), new_span_id())
+        ids = trace.format_trace_id(parent.trace_id), new_span_id(), trace.format_span_id(parent.span_id)
+        return cls(*ids, parent.trace_flags.sampled, parent.trace_state.to_header())
+
+    def headers(self, span_id: str) -> dict[str, str]:
+        """Of a call whose span is this one, or "" where it has none of its own."""
+        headers = {"traceparent": f"00-{self.trace_id}-{span_id or self.span_id}-{int(self.sampled):02x}"}
+        return headers | {"tracestate": self.state} if self.state else headers
+
+
+def new_span_id() -> str:
+    """One that nobody else has; all zeros would mean none."""
+    return secrets.token_hex(8).replace("0" * 16, "0" * 15 + "1")
+
+
 class Choice(Struct, frozen=True, array_like=True):
     """What one choice of instances went by.
 
@@ -45,6 +86,7 @@ class Choice(Struct, frozen=True, array_like=True):
         candidates: who was there. paths: for each the way that the request would take, of a prompt.
         ranks: for each what spoke against it before any load, of a prompt; only those with the lowest were compared.
         chosen: ids. plan: number of the plan that it is part of. because: why that one was made.
+        skipped: why it has no encoder asked, of a prompt.
     """
 
     at_s: float
@@ -57,6 +99,7 @@ class Choice(Struct, frozen=True, array_like=True):
     ranks: Sequence[tuple[int, ...]] = ()
     plan: int = 0
     because: str = ""
+    skipped: str = ""
 
     @property
     def compared(self) -> list[Candidate]:
@@ -86,6 +129,7 @@ class Record(Struct, array_like=True):
         finish: the model's reason. Token counts are None where no stage has said them.
         events_sent: of a stream. first_byte_s: of a stream, since the arrival.
         gaps: between events of a stream with content. gaps_within: those of them within `gap_limit_s`.
+        phases_s: how long each of `PHASES` took, in all of the request's life; they overlap.
         retried: something of it was done again. migrations: how often its stream went on at another instance.
         events, choices: in order; lost: how many found no place.
         failures: instance and code of each call that failed, also where another one helped.
@@ -125,6 +169,7 @@ class Record(Struct, array_like=True):
     gap_limit_s: float = 0.0
     first_byte_s: float | None = None
     total_s: float = 0.0
+    phases_s: dict[str, float] = {}
     events: list[Event] = []
     choices: list[Choice] = []
     retried: bool = False
@@ -155,14 +200,17 @@ class Record(Struct, array_like=True):
         if span:
             details["span"] = span
         now = time.monotonic()
-        details["s"] = now - since
+        took_s = details["s"] = now - since
+        if event in PHASES:
+            phase = PHASES[event]
+            self.phases_s[phase] = self.phases_s.get(phase, 0.0) + took_s
         self._add(now, event, details)
 
     def call_span(self) -> str:
         """An id for the span of a call of a stage that begins; "" where the trace is not wanted, or there is none."""
         return new_span_id() if self.trace is not None and self.trace.sampled else ""
 
-    def planned(self, plan: Plan, because: str) -> None:
+    def planned(self, plan: Plan) -> None:
         """An attempt is to go by this plan."""
         number = max((choice.plan for choice in self.choices), default=0) + 1
         for work, pick in (("prompt", plan.head), ("decode", plan.tail)):
@@ -178,7 +226,8 @@ class Record(Struct, array_like=True):
                         pick.paths,
                         pick.ranks,
                         number,
-                        _text(because, MAX_MESSAGE_CHARS),
+                        _text(plan.because, MAX_MESSAGE_CHARS),
+                        plan.skipped if work == "prompt" else "",
                     )
                 )
 
@@ -210,11 +259,11 @@ class Record(Struct, array_like=True):
         if instance not in self.encode:
             self.encode.append(instance)
 
-    def attempted(self, path: str, prefill: str | None, decode: str) -> None:
-        """An attempt begins on these instances."""
+    def attempted(self, path: str, prefill: str, decode: str, transfer: str = "") -> None:
+        """An attempt begins on these instances, with this transfer of KV between them."""
         self.attempts += 1
-        self.path, self.prefill, self.decode = path, prefill or "", decode
-        self.note("dispatched", path=path, prefill=self.prefill, decode=decode)
+        self.path, self.prefill, self.decode = path, prefill, decode
+        self.note("dispatched", path=path, prefill=prefill, decode=decode, transfer=transfer)
 
     def went_on(self, stage: str, *, way: str, tokens: int, gap_s: float) -> None:
         """The client's stream goes on, from this instance, `gap_s` after its last event and so many tokens."""
@@ -262,31 +311,18 @@ class Record(Struct, array_like=True):
 
     def _predicted_ms(self) -> str:
         """Of the last choice of each kind, of a head where there was one: the shortest times."""
-        heads = (one for one in self.choices if one.work == "prompt" and len(one.candidates) > 1)
-        encoders = (one for one in self.choices if one.work == "encode")
-        last = {one.work: one for one in (*encoders, *heads)}
+        told = {"encode": 1, "prompt": 2}
+        last = {one.work: one for one in self.choices if len(one.candidates) >= told.get(one.work, math.inf)}
         parts = []
         for work in sorted(last):
             shortest = sorted(last[work].predicted_s().items(), key=lambda pair: pair[1])[:MAX_PREDICTIONS]
             parts += [f"{work}@{name}={1000 * s:.1f}" for name, s in shortest]
         return ", ".join(parts)
 
-    def phases_s(self) -> dict[str, float]:
-        """How long each of `PHASES` took, in all of the request's life; they overlap."""
-        phases: dict[str, float] = {}
-        for _, name, details in self.events:
-            phase = PHASES.get(name)
-            if phase is not None and "s" in details:
-                phases[phase] = phases.get(phase, 0.0) + details["s"]
-        return phases
-
     def phases_ms(self) -> Mapping[str, float]:
-        """The same for people, with the times of the first byte and of all."""
-        phases = self.phases_s()
-        if self.first_byte_s is not None:
-            phases["first_byte"] = self.first_byte_s
-        phases["total"] = self.total_s
-        return {name: round(1000 * s, 1) for name, s in phases.items()}
+        """How long each phase took, for people, with the times of the first byte and of all."""
+        phases = {**self.phases_s, "first_byte": self.first_byte_s, "total": self.total_s}
+        return {name: round(1000 * s, 1) for name, s in phases.items() if s is not None}
 
 
 PHASES = {

@@ -1,18 +1,26 @@
-"""All records of one process: from a request's arrival to its end, and what can be asked of them."""
+"""All records of one process, from a request's arrival to its end, and what can be asked of them.
+
+Those that have ended are kept in a bounded memory: the newest, and of older ones those that failed or were slow. Each
+is packed into bytes, which say exactly what they take and cost the garbage collector nothing. Half of the room is for
+the newest. What leaves that half goes to the failed ones, if it is one, or to the slow ones, if it is slower than the
+fastest of them; those have a quarter each. Slow ones are forgotten after an hour, or one bad minute would be all that
+is remembered.
+"""
 
 from __future__ import annotations
 
-import heapq
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heapify, heappop, heappush, nlargest
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from proxy.config.limits import Planned, RecordLimits, Slo
 from proxy.records.answer_end import answer_end
-from proxy.records.kept import Kept, KeptRecords
-from proxy.records.minute import SLO, UNPLANNED, Counts, LastMinute, together
+from proxy.records.counts import SLO, UNPLANNED, Counts, RequestCounts, failed_here, together
 from proxy.records.record import Record
 from proxy.records.report import report, summary
 
@@ -21,8 +29,17 @@ MOST = 200
 MOST_OF_A_NAME = 16
 """Requests that one client gave one name: all of each is told."""
 
+SLOW_FOR_S, LOOK_S = 3600.0, 60.0
+"""Slow ones are forgotten after so long, and looked through for that so often."""
+
+OWN_BYTES = 300
+"""What an entry takes beside its packed record."""
+
 Sink = Callable[[Record], object]
 """Takes a record that has ended, in the event loop: within 5 µs, or it hands it to a thread."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Record)
 
 
 class Question(Struct, frozen=True):
@@ -39,6 +56,9 @@ class Question(Struct, frozen=True):
     limit: int = 0
     window_s: float = 0.0
     tenant: str = ""
+
+    def is_about(self, one: Record | Kept) -> bool:
+        return self.tenant in ("", one.tenant) and self.id in ("", one.id, one.client_id)
 
 
 class RecordsAnswer(Struct, frozen=True):
@@ -66,6 +86,97 @@ def merged(question: Question, several: Iterable[RecordsAnswer]) -> RecordsAnswe
     return RecordsAnswer(requests[: question.limit or MOST], together(counts) if counts else None)
 
 
+class Kept(Struct, frozen=True, order=True):
+    """A request that has ended. `ended`: moment of the process's clock. The slower one ranks higher."""
+
+    total_s: float
+    ended: float
+    failed: bool
+    id: str
+    client_id: str
+    tenant: str
+    packed: bytes
+    size_bytes: int
+
+    def record(self) -> Record:
+        return _decoder.decode(self.packed)
+
+
+class KeptRecords:
+    """Of one process."""
+
+    def __init__(self, limits: RecordLimits) -> None:
+        quarter, quarter_bytes = limits.requests // 4, limits.size_bytes // 4
+        first = deque.append, deque.popleft
+        self._newest = _Share(limits.requests - 2 * quarter, limits.size_bytes // 2, deque(), *first)
+        self._failed = _Share(quarter, quarter_bytes, deque(), *first)
+        self._slow = _Share(quarter, quarter_bytes, [], heappush, heappop)
+        self._look_at = 0.0  # through the slow ones
+        self._none = not limits.requests or not limits.size_bytes
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._newest.size_bytes + self._failed.size_bytes + self._slow.size_bytes
+
+    def __iter__(self) -> Iterator[Kept]:
+        """In no order."""
+        for share in (self._newest, self._failed, self._slow):
+            yield from share.ones
+
+    def add(self, record: Record) -> None:
+        """It has ended."""
+        if self._none:
+            return
+        ended = record.clock + record.total_s
+        failed, packed = failed_here(record) or record.retried, _encoder.encode(record)
+        names = record.id, record.client_id, record.tenant
+        kept = Kept(record.total_s, ended, failed, *names, packed, len(packed) + OWN_BYTES)
+        if ended >= self._look_at:
+            self._look_at = ended + LOOK_S
+            self._slow.forget(ended - SLOW_FOR_S)
+        for old in self._newest.add(kept):
+            if old.failed:
+                self._failed.add(old)
+            elif old.ended > ended - SLOW_FOR_S:
+                self._slow.add(old)
+
+
+class _Share:
+    """One part of the room, and `ones` in it. `put` and `take`: how one comes there, and the next to leave goes."""
+
+    def __init__(
+        self,
+        most: int,
+        most_bytes: int,
+        ones: Any,
+        put: Callable[[Any, Kept], object],
+        take: Callable[[Any], Kept],
+    ) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._put, self._take = put, take
+        self.ones = ones
+        self.size_bytes = 0
+
+    def add(self, kept: Kept) -> list[Kept]:
+        """Returns those for which there is no room any more."""
+        self._put(self.ones, kept)
+        self.size_bytes += kept.size_bytes
+        gone = []
+        while len(self.ones) > self._most or self.size_bytes > self._most_bytes:
+            gone.append(self._take(self.ones))
+            self.size_bytes -= gone[-1].size_bytes
+        return gone
+
+    def forget(self, until: float) -> None:
+        """Those that ended by then."""
+        self.ones = [kept for kept in self.ones if kept.ended > until]
+        heapify(self.ones)
+        self.size_bytes = sum(kept.size_bytes for kept in self.ones)
+
+
 class Records:
     """Of one process, in its event loop.
 
@@ -74,6 +185,7 @@ class Records:
         slo: what streamed answers are to keep to. planned: what was expected of them.
 
     Attributes:
+        counts: what they add up to, which the process's metrics collect.
         ended: who takes records that have ended, in this order. One that fails costs the others nothing.
     """
 
@@ -86,9 +198,9 @@ class Records:
     ) -> None:
         self._running: dict[str, Record] = {}
         self._kept = KeptRecords(limits)
-        self._minute = LastMinute(time.monotonic(), slo, planned)
         self._failed = failed
-        self.ended: list[Sink] = [self._minute.add, self._kept.add]
+        self.counts = RequestCounts(time.monotonic(), slo, planned)
+        self.ended: list[Sink] = [self.counts.ended, self._kept.add]
 
     def begin(self, record: Record) -> None:
         """It has arrived."""
@@ -97,11 +209,12 @@ class Records:
     def arrived(self, record: Record, kind: str) -> None:
         """It asks stages for something, `text` or `media`, and has not been refused yet."""
         record.kind = kind
-        self._minute.arrived(kind, time.monotonic())
+        self.counts.asked(kind, time.monotonic(), requests=1)
 
     def prompt_known(self, record: Record, items: int, item_tokens: float, prompt_tokens: float) -> None:
         """How much it asks for is known: tokens of its items, and of its prompt with them."""
-        self._minute.prompt_known(record.kind, items, item_tokens, prompt_tokens, time.monotonic())
+        sizes = {"items": items, "item_tokens": item_tokens, "prompt_tokens": prompt_tokens}
+        self.counts.asked(record.kind, time.monotonic(), known_prompts=1, **sizes)
 
     def end(self, record: Record, last: bytes) -> None:
         """It has ended, with its outcome; an answer with these bytes."""
@@ -121,46 +234,20 @@ class Records:
 
     def look(self, question: Question) -> RecordsAnswer:
         """What this process knows."""
-        counts = self._counts(question.window_s) if question.window_s else None
-        if question.id:
-            return merged(question, [RecordsAnswer([report(record) for record in self._called(question)], counts)])
-        if question.limit <= 0:
-            return RecordsAnswer(counts=counts)
-        return RecordsAnswer([summary(record) for record in self._listed(question)], counts)
+        counts = None
+        if question.window_s:
+            counts = self.counts.counts(time.monotonic(), question.window_s)
+            counts.running = len(self._running)
+            counts.waiting = sum(not (one.attempts or one.encode) for one in self._running.values())
+        told = report if question.id else summary
+        return merged(question, [RecordsAnswer([told(record) for record in self._found(question)], counts)])
 
-    def _counts(self, window_s: float) -> Counts:
-        counts = self._minute.counts(time.monotonic(), window_s)
-        counts.running = len(self._running)
-        counts.waiting = sum(not (one.attempts or one.encode) for one in self._running.values())
-        return counts
-
-    def _called(self, question: Question) -> list[Record]:
-        name = question.id
-        running = [self._as_of_now(one) for one in self._running_of(question) if name in (one.id, one.client_id)]
-        ended = [one for one in self._kept_of(question) if name in (one.id, one.client_id)]
-        return running[:MOST_OF_A_NAME] + [one.record() for one in heapq.nlargest(MOST_OF_A_NAME, ended, key=_number)]
-
-    def _listed(self, question: Question) -> list[Record]:
-        most, kept = min(question.limit, MOST), self._kept_of(question)
-        if question.order == SLOWEST:
-            return [one.record() for one in heapq.nlargest(most, kept)]
-        if question.order == FAILED:
-            failed = (one for one in kept if one.failed)
-            return [one.record() for one in heapq.nlargest(most, failed, key=_number)]
-        running = [self._as_of_now(one) for one in self._running_of(question)]
-        ended = [one.record() for one in heapq.nlargest(most, kept, key=_number)]
-        return sorted(running + ended, key=lambda one: one.began, reverse=True)[:most]
-
-    def _running_of(self, question: Question) -> Iterable[Record]:
-        return (one for one in self._running.values() if question.tenant in ("", one.tenant))
-
-    def _kept_of(self, question: Question) -> Iterable[Kept]:
-        return (one for one in self._kept if question.tenant in ("", one.tenant))
-
-    def _as_of_now(self, record: Record) -> Record:
-        record.total_s = time.monotonic() - record.clock
-        return record
-
-
-def _number(one: Kept) -> int:
-    return one.number
+    def _found(self, question: Question) -> list[Record]:
+        most = MOST_OF_A_NAME if question.id else min(question.limit, MOST)
+        running = [] if question.order != NEWEST else filter(question.is_about, self._running.values())
+        found = nlargest(most, running, key=lambda one: one.clock)
+        for record in found:
+            record.total_s = time.monotonic() - record.clock
+        kept = (one for one in self._kept if question.is_about(one) and (one.failed or question.order != FAILED))
+        best = nlargest(most, kept, key=lambda one: one.total_s if question.order == SLOWEST else one.ended)
+        return found + [one.record() for one in best]

@@ -8,23 +8,21 @@ from typing import Any
 from proxy.records.record import Choice, Record
 
 PLACES = 6
+IN_LIST = ("id", "client_id", "began", "endpoint", "path", "code", "attempts", "retried", "migrations")
+IN_FULL = (
+    "clock", "tenant", "model", "stream", "answers", "encode", "prefill", "decode", "param", "message", "finish",
+    "bytes_in", "bytes_out",
+)  # fmt: skip
+"""Fields of a record that are told as they are."""
 
 
 def summary(record: Record) -> dict[str, Any]:
     """One line of a list."""
     return {
-        "id": record.id,
-        "client_id": record.client_id,
-        "began": record.began,
-        "endpoint": record.endpoint,
+        **{name: getattr(record, name) for name in IN_LIST},
         "items": record.media,
-        "path": record.path,
         "outcome": record.outcome or "running",
         "status": record.status or None,
-        "code": record.code,
-        "attempts": record.attempts,
-        "retried": record.retried,
-        "migrations": record.migrations,
         "first_byte_s": _rounded(record.first_byte_s),
         "total_s": _rounded(record.total_s),
     }
@@ -32,33 +30,17 @@ def summary(record: Record) -> dict[str, Any]:
 
 def report(record: Record) -> dict[str, Any]:
     """All of it."""
+    prompt, completion, cached = record.prompt_tokens, record.completion_tokens, record.cached_tokens
     return {
         **summary(record),
-        "clock": record.clock,
+        **{name: getattr(record, name) for name in IN_FULL},
         "trace_id": record.trace.trace_id if record.trace is not None else "",
-        "tenant": record.tenant,
-        "model": record.model,
-        "stream": record.stream,
-        "answers": record.answers,
-        "encode": record.encode,
-        "prefill": record.prefill,
-        "decode": record.decode,
-        "param": record.param,
-        "message": record.message,
-        "finish": record.finish,
-        "tokens": {
-            "prompt": record.prompt_tokens,
-            "completion": record.completion_tokens,
-            "cached": record.cached_tokens,
-            "counted": record.tokens_sent,
-        },
+        "tokens": {"prompt": prompt, "completion": completion, "cached": cached, "counted": record.tokens_sent},
         "gaps": {"count": record.gaps, "within": record.gaps_within, "limit_s": record.gap_limit_s},
-        "bytes_in": record.bytes_in,
-        "bytes_out": record.bytes_out,
         "phases_ms": record.phases_ms(),
         "choices": [_choice(one) for one in record.choices],
         "events": [
-            {"at_s": round(at_s, PLACES), "event": name, **{key: _plain(value) for key, value in details.items()}}
+            {"at_s": round(at_s, PLACES), "event": name, **{key: _rounded(value) for key, value in details.items()}}
             for at_s, name, details in record.events
         ],
         "left_out": record.lost,
@@ -67,13 +49,22 @@ def report(record: Record) -> dict[str, Any]:
 
 def _choice(choice: Choice) -> dict[str, Any]:
     compared, predicted = {one.id for one in choice.compared}, choice.predicted_s()
-    candidates = []
-    for at, one in enumerate(choice.candidates):
-        rank = choice.ranks[at] if choice.ranks else ()
-        candidates.append(
+    nothing = [()] * len(choice.candidates)
+    ways = zip(choice.candidates, choice.paths or nothing, choice.ranks or nothing, strict=True)
+    return {
+        "at_s": round(choice.at_s, PLACES),
+        "plan": choice.plan or None,
+        "because": choice.because,
+        "skipped": choice.skipped,
+        "work": choice.work,
+        "policy": choice.policy,
+        "cost": round(choice.cost, 1),
+        "chosen": list(choice.chosen),
+        "why": _why(choice, predicted),
+        "candidates": [
             {
                 "id": one.id,
-                "path": choice.paths[at] if choice.paths else "",
+                "path": path or "",
                 "load": round(one.load, 1),
                 "per_s": round(one.rate, 1) or None,
                 "cached_tokens": round(one.cached),
@@ -82,17 +73,8 @@ def _choice(choice: Choice) -> dict[str, Any]:
                 "chosen": one.id in choice.chosen,
                 "why_not": "" if one.id in compared else _why_not(rank, suspended=one.suspended),
             }
-        )
-    return {
-        "at_s": round(choice.at_s, PLACES),
-        "plan": choice.plan or None,
-        "because": choice.because,
-        "work": choice.work,
-        "policy": choice.policy,
-        "cost": round(choice.cost, 1),
-        "chosen": list(choice.chosen),
-        "why": _why(choice, predicted),
-        "candidates": candidates,
+            for one, path, rank in ways
+        ],
     }
 
 
@@ -116,30 +98,24 @@ def _why(choice: Choice, predicted: dict[str, float]) -> str:
         return f"the only one left, {aside} put aside" if aside else "the only one"
     if choice.work == "encode":
         return "each item where all are done soonest"
-    if choice.policy in ("first-token", "least-loaded"):
-        return _least(choice, predicted)
-    return {
+    loads = [one.load for one in compared]
+    reasons = {
+        "first-token": _least("predicted time", [1000 * s for s in predicted.values()], " ms"),
+        "least-loaded": _least("load", loads, ""),
         "round-robin": "not picked for longest",
         "power-of-two": "the less loaded of two drawn at random",
         "most-cached": "most of the prompt cached, while its load is within the bound",
-    }.get(choice.policy, choice.policy)
+    }
+    return reasons.get(choice.policy, choice.policy)
 
 
-def _least(choice: Choice, predicted: dict[str, float]) -> str:
-    if choice.policy == "first-token":
-        what, values, unit = "predicted time", [1000 * s for s in predicted.values()], " ms"
-    else:
-        what, values, unit = "load", [one.load for one in choice.compared], ""
+def _least(what: str, values: list[float], unit: str) -> str:
     first, second = (f"{value:.1f}{unit}" for value in sorted(values)[:2])
-    if first == second:
-        return f"equal {what}, {first}: its turn"
-    return f"least {what}: {first}, the next {second}"
+    return f"equal {what}, {first}: its turn" if first == second else f"least {what}: {first}, the next {second}"
 
 
-def _plain(value: Any) -> Any:
-    return _rounded(value) if isinstance(value, float) else value
-
-
-def _rounded(seconds: float | None) -> float | None:
-    """None for what is unknown, or for ever."""
-    return round(seconds, PLACES) if seconds is not None and math.isfinite(seconds) else None
+def _rounded(value: Any) -> Any:
+    """None for a time that is for ever; what is no time as it is."""
+    if not isinstance(value, float):
+        return value
+    return round(value, PLACES) if math.isfinite(value) else None

@@ -1,13 +1,17 @@
-"""Listens to what every stage announces (`epd_serve.wire.Announcement`), wherever the status table says they do.
+"""Listens to what every stage announces (`epd_serve.wire.Announcement`), wherever the status table says they do, and
+puts it where it is needed: features into the directory, reports into the status table, causes to the requests that
+failed of them.
 
-Owns the subscription: an address is connected while an instance of the table names it, once however many share it.
-What a message means is the handler's business. Announcements are hints: a lost or late one costs time, never truth.
+An address is connected while an instance of the table names it, once however many share it. Announcements are hints: a
+lost or late one costs time, never truth.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import time
 from collections.abc import Callable
 
 import zmq
@@ -17,20 +21,31 @@ from epd_serve import wire
 from epd_serve.errors import ConfigError
 from epd_serve.sockets import connect
 from proxy.background import Background
+from proxy.metrics import Metrics
+from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.table import InstanceTable
 
 logger = logging.getLogger(__name__)
 RELOOK_S = 60.0
-QUEUE = 20_000  # messages that may wait; the oldest subscriber is dropped from beyond it, never the sender held up
-HEARTBEAT_MS = 5_000
-MAX_MESSAGE_BYTES = 1 << 20  # whoever sends more loses the connection, which comes back
+OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.RCVHWM: 20_000,  # messages that may wait; more of them are dropped, never the sender held up
+    zmq.MAXMSGSIZE: 1 << 20,  # whoever sends more loses the connection, which comes back
+    zmq.RECONNECT_IVL: 50,
+    zmq.RECONNECT_IVL_MAX: 1000,
+    zmq.HEARTBEAT_IVL: 5_000,  # ms: a host that vanished is connected to again
+}
 TASK = "announcements"
 MALFORMED = "malformed"
 """The kind of a message that does not decode."""
 
+MISSING_WAIT_S = 0.05
+MISSING_LIMIT = 1024
+_OUR_ID = re.compile(r"[0-9a-f]{32}")
+
 
 class Announcements:
-    """Runs between `start` and `stop`. Without an address it holds no socket.
+    """The subscription. Runs between `start` and `stop`. Without an address it holds no socket.
 
     Args:
         handler: called with every message, in order. One that it fails on, or that does not decode, is skipped.
@@ -41,7 +56,7 @@ class Announcements:
     def __init__(
         self,
         table: InstanceTable,
-        handler: Callable[[wire.Announcement], None],
+        handler: Callable[[wire.Announcement], object],
         background: Background,
         key_file: str = "",
     ) -> None:
@@ -55,7 +70,7 @@ class Announcements:
 
     @property
     def listening(self) -> bool:
-        """Whether anybody who announces something about features is heard."""
+        """Whether anybody is heard who announces something about features, such as that one is missing."""
         return bool(self._connected & self._table.event_addresses())
 
     def ask_whole(self, instance: str) -> None:
@@ -76,12 +91,8 @@ class Announcements:
         while not self._table.announcement_addresses():
             await self._table.changed(RELOOK_S)
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, QUEUE)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)  # a host that vanished is connected to again
+            for option, value in OPTIONS.items():
+                socket.setsockopt(option, value)
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             self._socket = socket
             try:
@@ -99,22 +110,18 @@ class Announcements:
             addresses = self._table.announcement_addresses()
             self._refused &= addresses
             for address in sorted(addresses - self._connected):
-                self._connect(socket, address)
+                try:
+                    connect(socket, address, self._key_file)
+                    self._connected.add(address)
+                except (zmq.ZMQError, ConfigError) as error:
+                    if address not in self._refused:
+                        logger.error("announcements at %s cannot be subscribed to: %s", address, error)
+                    self._refused.add(address)
             for address in sorted(self._connected - addresses):
                 socket.disconnect(address)
                 self._connected.discard(address)
+            self._refused -= self._connected
             await self._table.changed(RELOOK_S)
-
-    def _connect(self, socket: zmq.asyncio.Socket, address: str) -> None:
-        try:
-            connect(socket, address, self._key_file)
-        except (zmq.ZMQError, ConfigError) as error:
-            if address not in self._refused:
-                logger.error("announcements at %s cannot be subscribed to: %s", address, error)
-            self._refused.add(address)
-        else:
-            self._refused.discard(address)
-            self._connected.add(address)
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
@@ -127,16 +134,81 @@ class Announcements:
                     self._handler(message)
 
 
-def take_in(table: InstanceTable, message: wire.Announcement) -> None:
-    """Note in the table what an instance says of itself: for those who route nothing, but say what is ready."""
-    match message:
-        case wire.StoreReport():
-            table.report(message)
-        case wire.KvReport():
-            table.report_kv(message)
-        case wire.StageReport():
-            table.report_stage(message)
-        case wire.CacheReport():
-            table.report_cache(message)
-        case _:
-            pass
+class MissingFeatures:
+    """Why requests failed for want of a feature: announced causes by the proxy's id of the request.
+
+    A consumer announces `FeatureMissing` before it fails the request, but on another connection: the failure may be
+    here first. Lives in one event loop.
+
+    Args:
+        limit: the oldest goes when more are kept.
+    """
+
+    def __init__(self, limit: int = MISSING_LIMIT) -> None:
+        self._limit = limit
+        self._causes: dict[str, asyncio.Future[wire.FeatureMissing]] = {}
+
+    def announced(self, event: wire.FeatureMissing) -> None:
+        """Keep what a consumer said. Stages lengthen the id that we gave them; ours is still in it."""
+        match = _OUR_ID.search(event.request_id)
+        ours = match.group() if match else event.request_id
+        cause = self._causes.pop(ours, None)
+        if cause is None or cause.done():
+            cause = asyncio.get_running_loop().create_future()
+        cause.set_result(event)
+        self._causes[ours] = cause
+        if len(self._causes) > self._limit:
+            del self._causes[next(iter(self._causes))]
+
+    async def of(self, request_id: str, *, timeout_s: float) -> wire.FeatureMissing | None:
+        """What was announced for this request, now or within `timeout_s`. Each announcement is given out once."""
+        cause = self._causes.setdefault(request_id, asyncio.get_running_loop().create_future())
+        try:
+            await asyncio.wait([cause], timeout=timeout_s)
+        finally:
+            self._causes.pop(request_id, None)
+        return cause.result() if cause.done() else None
+
+
+class AnnouncementDispatcher(Announcements):
+    """Takes in everything that reaches this proxy without having been asked for. Owns none of it being true:
+    announcements get lost. `key_file`: as of `Announcements`."""
+
+    def __init__(
+        self,
+        table: InstanceTable,
+        directory: FeatureDirectory,
+        metrics: Metrics,
+        background: Background,
+        key_file: str = "",
+    ) -> None:
+        self.directory = directory
+        self._metrics = metrics
+        self._missing = MissingFeatures()
+        super().__init__(table, self.dispatch, background, key_file)
+
+    def dispatch(self, message: wire.Announcement) -> None:
+        """Take in one announcement."""
+        self._metrics.announcements.labels(type(message).__name__).inc()
+        match message:
+            case wire.FeatureExpected():
+                self.directory.expected(message, time.monotonic())
+            case wire.FeatureReady():
+                self._metrics.encoded_once.announced(message.key, time.monotonic())
+                self.directory.announced(message, time.monotonic())
+            case wire.FeaturePending():
+                self.directory.renewed(message.keys, time.monotonic())
+            case wire.FeatureFailed():
+                self._metrics.encoded_once.lost([message.key])
+                self.directory.lost([message.key])
+            case wire.FeatureMissing():
+                self._metrics.encoded_once.lost(message.keys)
+                self.directory.lost(message.keys)
+                self._missing.announced(message)
+            case _:
+                if self._table.report(message):
+                    self.ask_whole(message.instance)
+
+    async def missing_for(self, request_id: str) -> wire.FeatureMissing | None:
+        """What a consumer said about a request that has just failed. It may be a moment behind the failure."""
+        return await self._missing.of(request_id, timeout_s=MISSING_WAIT_S if self.listening else 0.0)

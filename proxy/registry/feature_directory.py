@@ -10,8 +10,11 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+import msgspec
 
 from epd_serve.wire import FeatureExpected, FeatureReady
 
@@ -19,29 +22,31 @@ Metadata = Mapping[str, Any]
 TRUST_S = 30.0  # a consumer that recomputes a lost feature does not tell, so no hint may be believed for ever
 EXPECT_S = 1.0  # an encoder says every 200 ms what it holds; one that has died, or was left, does not
 PROMISE_S = 2.0  # an encoder answers before its put has ended, so that P and D start meanwhile
+NEVER = -math.inf
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One feature.
+@dataclass(slots=True)
+class _Feature:
+    """What is known of one.
 
     Attributes:
         metadata: fields of its item, as `placeholder_metadata` gives them; a function of the key, so it never ages.
         maker: incarnation of the encoder that made it, or "".
-        nbytes: its size, 0 while nobody has said.
-        ready_at: when it was announced to be stored, None if it was not or has been lost since.
-        expected_at: when an encoder last said that it works on it, None once that has ended.
+        ready_at: when it was announced to be stored, if it has not been lost since.
+        expected_at: when an encoder last said that it works on it, until that has ended.
         promised_at: when an encoder answered that it is being stored.
         pooled: the second tier holds it.
     """
 
     metadata: Metadata | None = None
     maker: str = ""
-    nbytes: int = 0
-    ready_at: float | None = None
-    expected_at: float | None = None
-    promised_at: float | None = None
+    ready_at: float = NEVER
+    expected_at: float = NEVER
+    promised_at: float = NEVER
     pooled: bool = False
+
+
+UNKNOWN = _Feature()
 
 
 class FeatureDirectory:
@@ -56,81 +61,64 @@ class FeatureDirectory:
     def __init__(self, limit: int, *, holds: Callable[[str], bool | None] = lambda _: None) -> None:
         self._limit = limit
         self._holds = holds
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._features: OrderedDict[str, _Feature] = OrderedDict()
         self._listeners: dict[str, list[Callable[[], None]]] = {}
         self.has_had_metadata = False
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._features)
 
     def expected(self, event: FeatureExpected, now: float) -> None:
         """An encoder has begun to work on these."""
         for key, metadata in event.items.items():
-            entry = self._of(key)
-            fields = placeholder_metadata(metadata) or entry.metadata
-            self._set(key, replace(entry, metadata=fields, maker=event.incarnation, expected_at=now))
+            self._made(key, metadata, event.incarnation).expected_at = now
             self._tell(key)
 
     def renewed(self, keys: Iterable[str], now: float) -> None:
         """An encoder still holds these."""
         for key in keys:
-            if self._of(key).expected_at is not None:
-                self._entries[key] = replace(self._entries[key], expected_at=now)
+            feature = self._of(key)
+            if feature.expected_at > NEVER:
+                feature.expected_at = now
 
     def announced(self, event: FeatureReady, now: float) -> None:
         """An encoder has put it."""
-        entry = self._of(event.key)
-        self._set(
-            event.key,
-            replace(
-                entry,
-                metadata=placeholder_metadata(event.metadata) or entry.metadata,
-                maker=event.incarnation,
-                nbytes=event.nbytes,
-                ready_at=now,
-                expected_at=None,
-                promised_at=None,
-                pooled=event.pooled,
-            ),
-        )
+        feature = self._made(event.key, event.metadata, event.incarnation)
+        feature.ready_at, feature.pooled = now, event.pooled
+        feature.expected_at = feature.promised_at = NEVER
         self._tell(event.key)
 
     def promised(self, key: str, metadata: object, *, maker: str, now: float) -> None:
         """An encoder answered that it has encoded this."""
-        entry = self._of(key)
-        self._set(
-            key,
-            replace(entry, metadata=placeholder_metadata(metadata) or entry.metadata, maker=maker, promised_at=now),
-        )
+        self._made(key, metadata, maker).promised_at = now
 
     def lost(self, keys: Iterable[str]) -> None:
         """Not to be had: an encoder could not store these, or a consumer did not find them."""
         for key in keys:
-            if key in self._entries:
-                entry = self._entries[key]
-                self._entries[key] = replace(entry, ready_at=None, expected_at=None, promised_at=None, pooled=False)
+            feature = self._of(key)
+            if feature is not UNKNOWN:
+                feature.ready_at = feature.expected_at = feature.promised_at = NEVER
+                feature.pooled = False
 
     def distrust(self, keys: Iterable[str]) -> None:
         """A stage refused the metadata of these."""
         for key in keys:
-            if key in self._entries:
-                self._entries[key] = replace(self._entries[key], metadata=None)
+            if key in self._features:
+                self._features[key].metadata = None
 
     def knows(self, key: str, now: float) -> bool:
         """Whether the feature is there, or as good as there, so that no encoder need be asked."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            self._entries.move_to_end(key)
-            if _fresh(entry.promised_at, PROMISE_S, now):
-                return True
+        feature = self._of(key)
+        if feature is not UNKNOWN:
+            self._features.move_to_end(key)
+        if now - feature.promised_at < PROMISE_S:
+            return True
         there = self._holds(key)
-        if there or entry is None:
-            return bool(there)
-        return _fresh(entry.ready_at, TRUST_S, now) and (entry.pooled or there is None)
+        return bool(there) or (now - feature.ready_at < TRUST_S and (feature.pooled or there is None))
 
     def is_coming(self, key: str, now: float) -> bool:
         """Whether the feature is there, or an encoder is at work on it."""
-        return _fresh(self._of(key).expected_at, EXPECT_S, now) or self.knows(key, now)
+        return now - self._of(key).expected_at < EXPECT_S or self.knows(key, now)
 
     @contextmanager
     def followed(self, keys: Iterable[str], listener: Callable[[], None]) -> Iterator[None]:
@@ -158,15 +146,20 @@ class FeatureDirectory:
         for listener in self._listeners.get(key, ()):
             listener()
 
-    def _of(self, key: str) -> Entry:
-        return self._entries.get(key, Entry())
+    def _of(self, key: str) -> _Feature:
+        return self._features.get(key, UNKNOWN)
 
-    def _set(self, key: str, entry: Entry) -> None:
-        self.has_had_metadata = self.has_had_metadata or entry.metadata is not None
-        self._entries[key] = entry
-        self._entries.move_to_end(key)
-        if len(self._entries) > self._limit:
-            self._entries.popitem(last=False)
+    def _made(self, key: str, metadata: object, maker: str) -> _Feature:
+        """An encoder says that this is its feature, and perhaps what stands in for the item."""
+        feature = self._features.setdefault(key, _Feature())
+        self._features.move_to_end(key)
+        if len(self._features) > self._limit:
+            self._features.popitem(last=False)
+        feature.maker = maker
+        if fields := placeholder_metadata(metadata):
+            feature.metadata = fields
+            self.has_had_metadata = True
+        return feature
 
 
 def placeholder_metadata(metadata: object) -> Metadata | None:
@@ -175,21 +168,15 @@ def placeholder_metadata(metadata: object) -> Metadata | None:
     A list that holds the one row of the one item is unfolded. None where anything else is in it, or nothing: what
     cannot be sent is treated like what is not known.
     """
-    if not isinstance(metadata, Mapping) or not metadata:
+    if not isinstance(metadata, Mapping):
         return None
-    fields: dict[str, Any] = {}
-    for name, value in metadata.items():
-        if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], list | tuple):
-            value = value[0]
-        if not isinstance(name, str) or not isinstance(value, list | tuple) or not all(map(_is_number, value)):
-            return None
-        fields[name] = list(value)
-    return fields
+    unfolded = {name: value[0] if _holds_one_row(value) else value for name, value in metadata.items()}
+    try:
+        fields = msgspec.convert(unfolded, dict[str, list[int | float]])
+    except msgspec.ValidationError:
+        return None
+    return fields if fields and all(map(math.isfinite, chain.from_iterable(fields.values()))) else None
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _fresh(since: float | None, for_s: float, now: float) -> bool:
-    return since is not None and now - since < for_s
+def _holds_one_row(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], list | tuple)

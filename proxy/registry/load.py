@@ -1,49 +1,129 @@
-"""How loaded an instance is: its own word about what is pending, and what it cannot know of yet. Pure.
+"""What requests hold of each incarnation of each instance, and how loaded that makes it together with its own report.
 
-The unit depends on the kind: item tokens for E, requests for D, prompt tokens for all that prefill (and one for every
-running request where those decode, too). Leases carry weights in the same unit. This is the global instance status
-table of EPD-Serve §3.4, whose least-loaded-first asks for pending work of the right kind.
+Counts only ever grow: acquired and released are counted apart, so that a process that shares its counts with others
+writes cells of its own, and "since then" is a difference. What follows from counts and reports is pure.
+
+The unit of a weight depends on the kind: item tokens for E, requests for D, prompt tokens for all that prefill (and one
+for every running request where those decode, too). This is the global instance status table of EPD-Serve §3.4, whose
+least-loaded-first asks for pending work of the right kind.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from operator import add
+from typing import NamedTuple, Protocol
 
+from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
-from proxy.registry.ledger import PER_UNIT, Tally
 
-REPORT_LAG_S = 0.05
-"""A request reaches a stage's scheduler, and its report this proxy, some time after it was acquired: what was acquired
-so shortly before a report is taken not to be in it."""
-
-STEP_S = 0.005
-"""How finely `Acquired` remembers time."""
+PER_UNIT = 1000
+"""Weights are counted in thousandths, as integers: sums stay exact however long an incarnation is."""
 
 
-class Acquired:
-    """How much had been acquired of one incarnation a short time ago. Remembers `REPORT_LAG_S` and little more."""
+class Work(StrEnum):
+    """Kinds of work that a request asks of an instance."""
+
+    ENCODE = "encode"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Tally(NamedTuple):
+    """Counts of one kind of work on one incarnation since it is known; weights in thousandths of a unit."""
+
+    acquired: int = 0
+    released: int = 0
+    acquired_weight: int = 0
+    released_weight: int = 0
+
+    @property
+    def held(self) -> int:
+        return self.acquired - self.released
+
+    @property
+    def held_weight(self) -> int:
+        return self.acquired_weight - self.released_weight
+
+
+NO_TALLY = Tally()
+NOTHING: Mapping[Work, Tally] = dict.fromkeys(Work, NO_TALLY)
+
+
+def total_of(tallies: Iterable[Tally]) -> Tally:
+    """All of them together; of at least one."""
+    return Tally(*map(sum, zip(*tallies, strict=True)))
+
+
+class Ledger:
+    """Counts of leases, here those of a proxy that is alone; subclasses count where several processes see it. Called
+    from one thread of a process; none of it waits."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[int, int]] = deque([(-1, 0)])  # (steps since the epoch of the clock, total weight)
+        self._tallies: dict[IncarnationId, dict[Work, Tally]] = {}
+        self._totals: dict[IncarnationId, Tally] = {}  # looked at for each choice
 
-    def note(self, now: float, total: int) -> None:
-        """The total is this now. Times do not go backwards."""
-        step = int(now / STEP_S)
-        if self._samples[-1][0] == step:
-            self._samples[-1] = (step, total)
-        else:
-            self._samples.append((step, total))
-        oldest_step = int((now - REPORT_LAG_S) / STEP_S)
-        while len(self._samples) > 1 and self._samples[1][0] < oldest_step:
-            self._samples.popleft()
+    def acquire(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
+        """This process has given `incarnation_id` one more piece of `work`; weight >= 0."""
+        self._count(incarnation_id, work, Tally(acquired=1, acquired_weight=weight))
 
-    def before(self, now: float) -> int:
-        """The total at `REPORT_LAG_S` before `now`, or a moment earlier."""
-        then = int((now - REPORT_LAG_S) / STEP_S)
-        return next((total for step, total in reversed(self._samples) if step < then), self._samples[0][1])
+    def release(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
+        """One that this process acquired has ended, with the weight it was acquired with."""
+        held = self.tallies(incarnation_id)[work]
+        assert held.held > 0 and held.held_weight >= weight, (
+            f"released more {work} of {incarnation_id} than was acquired"
+        )
+        self._count(incarnation_id, work, Tally(released=1, released_weight=weight))
+
+    def tallies(self, incarnation_id: IncarnationId) -> Mapping[Work, Tally]:
+        """Returns the counts of all processes that share this ledger; every `Work` is in it. Unknown incarnations have
+        held nothing."""
+        return self._tallies.get(incarnation_id, NOTHING)
+
+    def total(self, incarnation_id: IncarnationId) -> Tally:
+        """Returns the same of all kinds of work together."""
+        return self._totals.get(incarnation_id, NO_TALLY)
+
+    def forget(self, incarnation_id: IncarnationId) -> None:
+        """Nothing is held of `incarnation_id` any more, by anybody, and this process will not acquire there again."""
+        self._tallies.pop(incarnation_id, None)
+        self._totals.pop(incarnation_id, None)
+
+    def _count(self, incarnation_id: IncarnationId, work: Work, more: Tally) -> None:
+        tallies = self._tallies.setdefault(incarnation_id, dict(NOTHING))
+        tallies[work] = Tally(*map(add, tallies[work], more))
+        self._totals[incarnation_id] = total_of(tallies.values())
+
+
+class Lease:
+    """One unit of in-flight work on one incarnation, which a context may hold. Released exactly once, whoever calls
+    first.
+
+    Args:
+        weight: in the unit of the instance's role, >= 0.
+    """
+
+    def __init__(self, ledger: Ledger, instance: Instance, work: Work, weight: float) -> None:
+        assert weight >= 0, f"a lease weighs {weight}"
+        self.instance = instance
+        self._ledger = ledger
+        self._counted = (instance.incarnation_id, work, round(weight * PER_UNIT))
+        self._held = True
+        ledger.acquire(*self._counted)
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self._ledger.release(*self._counted)
+
+    def __enter__(self) -> Instance:
+        return self.instance
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Reported(Protocol):
@@ -104,7 +184,7 @@ def load(role: Role, total: Tally, report: StageReport | None, counted: int, *, 
 
     Args:
         total: of all kinds of work. report: the last one, if it is fresh.
-        counted: weight, in thousandths, acquired in total when the report was made.
+        counted: weight, in thousandths, acquired in total that may be in the report.
     """
     held, held_weight = total.held, total.held_weight
     if report is None:

@@ -58,15 +58,15 @@ class _Cache:
     asked_at: float = float("-inf")
 
 
+@dataclass(slots=True, eq=False)
 class _Chain:
     """The blocks of the latest prompt that passes through its nodes: last one first, so that along them those that an
-    instance lacks come before those that it holds, which is the order that `bisect` can search without our help."""
+    instance lacks come before those that it holds, which is the order that `bisect` can search without our help.
+    nodes: how many there are; a chain without any is forgotten."""
 
-    __slots__ = ("backwards", "block_tokens")
-
-    def __init__(self, blocks: array[int], block_tokens: int) -> None:
-        self.backwards = blocks[::-1]
-        self.block_tokens = block_tokens
+    backwards: array[int]
+    block_tokens: int
+    nodes: int = 0
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class _Node:
 
     chain: _Chain
     count: int
-    grown: int = 0
+    grown: int
 
 
 class PrefixIndex:
@@ -97,10 +97,8 @@ class PrefixIndex:
         self._max_blocks, self._max_prompt_blocks = max_blocks, max_prompt_blocks
         self._clock = clock
         self._caches: dict[str, _Cache] = {}
-        self._nodes: OrderedDict[int, _Node] = OrderedDict()
-        self._chains: OrderedDict[int, _Chain] = OrderedDict()  # by the last node of their prompt, oldest first
+        self._nodes: OrderedDict[int, _Node] = OrderedDict()  # those used last at the end
         self._prompt_blocks = 0
-        self.unnoted = 0
 
     # --- what the stages say ----------------------------------------------------------------------------------------
 
@@ -108,7 +106,7 @@ class PrefixIndex:
         """Take in what an instance says. Whether it has to be asked for the whole (`wire.WHOLE_TOPIC`): something it
         said was not heard. Raises ValueError: what it says makes no sense."""
         cache = self._caches.get(report.instance)
-        if cache is None or cache.incarnation != report.incarnation or cache.block_tokens != report.block_tokens:
+        if cache is None or (cache.incarnation, cache.block_tokens) != (report.incarnation, report.block_tokens):
             if report.block_tokens <= 0:
                 raise ValueError(f"{report.instance} has blocks of {report.block_tokens} tokens")
             cache = self._caches[report.instance] = _Cache(report.incarnation, report.block_tokens)
@@ -120,17 +118,14 @@ class PrefixIndex:
             cache.asked_at, ask = self._clock(), True
         cache.seq = report.seq
         cache.blocks.difference_update(removed)
-        room = self._max_blocks - self.blocks
-        self.unnoted += max(0, len(stored) - room)
-        cache.blocks.update(stored[: max(room, 0)])
+        cache.blocks.update(stored[: max(self._max_blocks - self.blocks, 0)])
         for prompt in report.prompts:
             self._learn(prompt, report.block_tokens)
         return ask
 
     def forget(self, incarnation_id: IncarnationId) -> None:
         """This life of an instance is over."""
-        cache = self._caches.get(incarnation_id[0])
-        if cache is not None and cache.incarnation == incarnation_id[1]:
+        if self._cache_of(incarnation_id) is not None:
             del self._caches[incarnation_id[0]]
 
     @property
@@ -140,10 +135,8 @@ class PrefixIndex:
 
     def held_by(self, incarnation_id: IncarnationId) -> int | None:
         """Tokens that an instance has cached; None of one that has said nothing."""
-        cache = self._caches.get(incarnation_id[0])
-        if cache is None or cache.incarnation != incarnation_id[1]:
-            return None
-        return len(cache.blocks) * cache.block_tokens
+        cache = self._cache_of(incarnation_id)
+        return len(cache.blocks) * cache.block_tokens if cache is not None else None
 
     # --- what requests ask ------------------------------------------------------------------------------------------
 
@@ -151,11 +144,12 @@ class PrefixIndex:
         """What is known of a prompt with these nodes."""
         for at in range(len(nodes) - 1, -1, -1):
             node = self._nodes.get(nodes[at])
-            if node is None or node.count < 0 or node.count > len(node.chain.backwards):
+            if node is None or node.count < 0:
                 continue
             self._nodes.move_to_end(nodes[at])
-            count = max(node.count, min(node.grown, len(node.chain.backwards))) if at + 1 < len(nodes) else node.count
-            chain = node.chain
+            count, chain = node.count, node.chain
+            if at + 1 < len(nodes):
+                count = max(count, node.grown)
             held = {
                 (name, cache.incarnation): found * chain.block_tokens
                 for name, cache in self._caches.items()
@@ -166,60 +160,49 @@ class PrefixIndex:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _cache_of(self, incarnation_id: IncarnationId) -> _Cache | None:
+        cache = self._caches.get(incarnation_id[0])
+        return cache if cache is not None and cache.incarnation == incarnation_id[1] else None
+
     def _learn(self, prompt: PromptBlocks, block_tokens: int) -> None:
         """Raises ValueError: it makes no sense."""
         nodes, blocks = unpacked(prompt.nodes), unpacked(prompt.blocks)
-        if not nodes:
-            return
-        chain = _Chain(blocks, block_tokens)
-        last = nodes[-1]
+        chain = _Chain(blocks[::-1], block_tokens)
         if prompt.grown:
-            node = self._nodes.get(last)
-            if node is not None and node.count >= 0 and _shared(node.chain, chain) >= node.count:
-                node.chain, node.grown = chain, len(blocks)
-                self._add_chain(last, chain)
+            node = self._nodes.get(nodes[-1]) if nodes else None
+            if node is not None and 0 <= node.count <= _shared(node.chain, chain):
+                self._put(nodes[-1], chain, node.count, len(blocks))
             return
         deepest = True
         for number in reversed(nodes):
             node = self._nodes.get(number)
-            if number == last:
-                grown = node.grown if node is not None else 0
-                if node is not None and grown > len(blocks) and _shared(node.chain, chain) == len(blocks):
-                    chain = node.chain  # the same prompt once more: what followed it is known
-                else:
-                    grown = 0
-                self._nodes[number] = _Node(chain, len(blocks), grown)
-                deepest = node is None
-            elif node is None or node.chain.block_tokens != block_tokens:
-                self._nodes[number] = _Node(chain, -1)
-            else:
+            count, grown = -1, 0
+            if number == nodes[-1]:
+                count, deepest = len(blocks), node is None
+                if node is not None and node.grown > count and _shared(node.chain, chain) == count:
+                    chain, grown = node.chain, node.grown  # the same prompt once more: what followed it is known
+            elif node is not None and node.chain.block_tokens == block_tokens:
                 shared = _shared(node.chain, chain)
-                if node.count < 0 and deepest and node.chain is not chain:
-                    node.count = shared  # here the two part
-                elif node.count > shared:
-                    node.count = shared  # a template that writes earlier turns otherwise
-                node.grown = min(node.grown, shared)
-                node.chain, deepest = chain, False
-                self._drop_chain(number)
-            self._nodes.move_to_end(number)
-        self._add_chain(last, chain)
+                count, grown = node.count, min(node.grown, shared)
+                parted = count < 0 and deepest and node.chain is not chain
+                if parted or count > shared:  # here, or earlier: a template that writes earlier turns otherwise
+                    count = shared
+                deepest = False
+            self._put(number, chain, count, grown)
 
-    def _drop_chain(self, last: int) -> None:
-        """The prompt that ends with this node is part of another one now, or forgotten."""
-        if (chain := self._chains.pop(last, None)) is not None:
-            self._prompt_blocks -= len(chain.backwards)
+    def _put(self, number: int, chain: _Chain, count: int, grown: int) -> None:
+        before = self._nodes.pop(number, None)
+        self._nodes[number] = _Node(chain, count, grown)
+        self._prompt_blocks += 0 if chain.nodes else len(chain.backwards)
+        chain.nodes += 1
+        if before is not None:
+            self._release(before.chain)
+        while self._prompt_blocks > self._max_prompt_blocks or len(self._nodes) > MAX_NODES:
+            self._release(self._nodes.popitem(last=False)[1].chain)
 
-    def _add_chain(self, last: int, chain: _Chain) -> None:
-        self._drop_chain(last)
-        self._chains[last] = chain
-        self._prompt_blocks += len(chain.backwards)
-        while self._prompt_blocks > self._max_prompt_blocks:
-            oldest = next(iter(self._chains))
-            chain = self._chains[oldest]
-            self._drop_chain(oldest)
-            chain.backwards = array("Q")  # its nodes may outlive it by a little, and know nothing any more
-        while len(self._nodes) > MAX_NODES:
-            self._nodes.popitem(last=False)
+    def _release(self, chain: _Chain) -> None:
+        chain.nodes -= 1
+        self._prompt_blocks -= 0 if chain.nodes else len(chain.backwards)
 
 
 def _held(chain: _Chain, count: int, cached: set[int]) -> int:
@@ -232,11 +215,5 @@ def _held(chain: _Chain, count: int, cached: set[int]) -> int:
 
 def _shared(one: _Chain, other: _Chain) -> int:
     """How many blocks two prompts begin with together. A block's hash covers all before it, so bisection will do."""
-    low, high = 0, min(len(one.backwards), len(other.backwards))
-    while low < high:
-        middle = (low + high) // 2
-        if one.backwards[~middle] == other.backwards[~middle]:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    most = min(len(one.backwards), len(other.backwards))
+    return bisect_left(range(most), True, key=lambda at: one.backwards[~at] != other.backwards[~at])

@@ -1,30 +1,79 @@
-"""What the stages report as Prometheus metrics, read from the status table at every scrape: load, store, KV links."""
+"""What the stages report, as others see it: KV links as rows, and everything as Prometheus metrics, read from the
+status table at every scrape.
+
+Figures of a link are means since the start of the sending worker. Rates over a time are for whoever reads the counters
+twice. What a link has counted ends with its worker: a stage that is gone, or has fallen silent, has no series.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from proxy.registry.instance_state import REPORT_TRUST_S, InstanceView
-from proxy.registry.kv_links import LinkView, link_views
+from epd_serve.wire import KvLink
+from proxy.registry.instance_state import REPORT_TRUST_S, InstanceView, leads_to
 from proxy.registry.table import InstanceTable
 
-STATE_GAUGES: Mapping[str, tuple[str, Callable[[InstanceView], float]]] = {
-    "up": ("1 while the instance gets requests.", lambda view: view.up),
-    "draining": ("1 while the instance is given nothing new, because it is to end.", lambda view: view.draining),
-    "load": (
-        "Pending work: item tokens (E), prompt tokens (P, EP; PD and EPD count 1 more per running request), requests "
-        "(D).",
-        lambda view: view.load,
-    ),
-    "pending_s": (
-        "For how long the instance keeps its device busy at its measured speed; infinite while answers run.",
-        lambda view: view.pending_s,
-    ),
+# --- KV links -------------------------------------------------------------------------------------------------------
+
+SHOWN = (
+    "state", "reason", "transport", "transfers", "failed", "cancelled", "retries", "packets", "bytes", "queued_bytes",
+)  # fmt: skip
+"""Fields of a link that `/instances` shows as they are."""
+
+
+class LinkView(NamedTuple):
+    """One link. `rank`: of the sender's worker. `peer`: instance that it leads to, or its address if nobody has it."""
+
+    sender: str
+    rank: int
+    peer: str
+    link: KvLink
+
+
+def link_views(views: Sequence[InstanceView]) -> Iterator[LinkView]:
+    """All links that are reported, peers by their names."""
+    for view in views:
+        for report in view.kv:
+            for link in report.links:
+                names = (other.instance.id for other in views if leads_to(link, other.instance))
+                yield LinkView(view.instance.id, report.rank, next(names, link.peer), link)
+
+
+def link_fields(one: LinkView) -> dict[str, Any]:
+    """A link as `/instances` shows it; a figure is None while there is nothing to take it of. `layers_per_packet`: the
+    mean g. `gb_per_s`: while packets moved. `exposed_ms`: per transfer, from the end of its prefill to DONE. `overlap`:
+    1 - exposed / transfer time; 0 where transfers waited for longer than their packets took."""
+    link = one.link
+    return {
+        "rank": one.rank,
+        "peer": one.peer,
+        "peer_rank": link.rank,
+        **{name: getattr(link, name) for name in SHOWN},
+        "layers_per_packet": _ratio(link.layers, link.packets, 2),
+        "gb_per_s": _ratio(link.bytes / 1e9, link.busy_s, 3),
+        "exposed_ms": _ratio(link.exposed_s * 1e3, link.transfers, 3),
+        "overlap": _ratio(max(0.0, link.transfer_s - link.exposed_s), link.transfer_s, 4),
+    }
+
+
+def _ratio(amount: float, of: float, digits: int) -> float | None:
+    return round(amount / of, digits) if of > 0 else None
+
+
+# --- metrics --------------------------------------------------------------------------------------------------------
+
+STATE_GAUGES = {
+    "up": "1 while the instance gets requests.",
+    "draining": "1 while the instance is given nothing new, because it is to end.",
+    "load": "Pending work: item tokens (E), prompt tokens (P, EP; PD and EPD count 1 more per running request), "
+    "requests (D).",
+    "pending_s": "For how long the instance keeps its device busy at its measured speed; infinite while answers run.",
 }
 LOAD_GAUGES = {
     "waiting": "Requests that wait in the instance's scheduler.",
@@ -41,54 +90,6 @@ LOAD_GAUGES = {
     "item_budget": "Tokens of media items that the last step was let have; 0 where no SLO is named.",
     "held_steps": "Steps so far whose budget left something for the next ones.",
 }
-
-
-class StageMetrics(Collector):
-    """`epd_stage_*` by instance and role; of its load nothing for an instance that has not reported lately."""
-
-    def __init__(self, table: InstanceTable) -> None:
-        self._table = table
-
-    def collect(self) -> Iterator[Metric]:
-        labels = ("instance", "role")
-        views = [((view.instance.id, view.instance.role.value), view) for view in self._table.snapshot()]
-        info = GaugeMetricFamily(
-            "epd_stage_info",
-            "1: where an instance is, on which devices of that node.",
-            labels=(*labels, "node", "devices"),
-        )
-        in_flight = GaugeMetricFamily(
-            "epd_stage_in_flight", "Requests that front doors wait for there, by work.", labels=(*labels, "work")
-        )
-        for named, view in views:
-            devices = ",".join(map(str, view.instance.devices))
-            info.add_metric((*named, view.instance.node, devices), 1)
-            for work, count in view.in_flight.items():
-                in_flight.add_metric((*named, work.value), count)
-        yield info
-        yield in_flight
-        cached = GaugeMetricFamily(
-            "epd_stage_cached_tokens",
-            "Tokens whose KV the instance has in its prefix cache, as it says.",
-            labels=labels,
-        )
-        for named, view in views:
-            if (tokens := self._table.prefixes.held_by(view.instance.incarnation_id)) is not None:
-                cached.add_metric(named, tokens)
-        yield cached
-        for name, (text, value) in STATE_GAUGES.items():
-            gauge = GaugeMetricFamily(f"epd_stage_{name}", text, labels=labels)
-            for named, view in views:
-                gauge.add_metric(named, value(view))
-            yield gauge
-        for name, text in LOAD_GAUGES.items():
-            gauge = GaugeMetricFamily(f"epd_stage_{name}", text, labels=labels)
-            for named, view in views:
-                if view.stage is not None and view.stage_age_s < REPORT_TRUST_S:
-                    gauge.add_metric(named, getattr(view.stage, name))
-            yield gauge
-
-
 STORE_GAUGES = {
     "capacity_bytes": "Room of the instance's arena.",
     "used_bytes": "Bytes of features in the instance's arena.",
@@ -96,39 +97,6 @@ STORE_GAUGES = {
     "waiting_puts": "Features of the instance that wait for room.",
     "encoding": "Items that the instance holds to encode.",
 }
-
-
-class StoreMetrics(Collector):
-    """`epd_store_*` by instance; nothing for an instance that has not reported."""
-
-    def __init__(self, table: InstanceTable) -> None:
-        self._table = table
-
-    def collect(self) -> Iterator[Metric]:
-        reports = [view.report for view in self._table.snapshot() if view.report is not None]
-        for name, text in STORE_GAUGES.items():
-            gauge = GaugeMetricFamily(f"epd_store_{name}", text, labels=("instance",))
-            for report in reports:
-                gauge.add_metric((report.instance,), getattr(report, name))
-            yield gauge
-        pool = GaugeMetricFamily(
-            "epd_store_pool",
-            "1 for the state of the second tier as the instance sees it.",
-            labels=("instance", "state"),
-        )
-        events = CounterMetricFamily(
-            "epd_store_events",
-            "What became of features, by event, in this life of the instance; the guide on monitoring lists events.",
-            labels=("instance", "event"),
-        )
-        for report in reports:
-            pool.add_metric((report.instance, report.pool), 1)
-            for event, count in sorted(report.counters.items()):
-                events.add_metric((report.instance, event), count)
-        yield pool
-        yield events
-
-
 LINK_LABELS = ("instance", "rank", "peer", "peer_rank", "transport")
 """`rank` of the sending worker, `peer_rank` of the receiving one; `transport` is empty while the link is not up."""
 
@@ -143,59 +111,142 @@ LINK_COUNTERS = {
 }
 TRANSFER_OUTCOMES = {"ok": "transfers", "failed": "failed", "cancelled": "cancelled"}
 
+Samples = Iterable[tuple[tuple[str, ...], float]]
+"""Values of the labels, and of the metric."""
 
-class KvMetrics(Collector):
+Source = Callable[[InstanceTable, Sequence[InstanceView]], Iterator[Metric]]
+
+
+def stage_metrics(table: InstanceTable, views: Sequence[InstanceView]) -> Iterator[Metric]:
+    """`epd_stage_*` by instance and role; of its load nothing for an instance that has not reported lately."""
+    labels = ("instance", "role")
+    named = [((view.instance.id, view.instance.role.value), view) for view in views]
+    yield _gauge(
+        "epd_stage_info",
+        "1: where an instance is, on which devices of that node.",
+        (*labels, "node", "devices"),
+        [((*names, view.instance.node, ",".join(map(str, view.instance.devices))), 1) for names, view in named],
+    )
+    yield _gauge(
+        "epd_stage_in_flight",
+        "Requests that front doors wait for there, by work.",
+        (*labels, "work"),
+        [((*names, work.value), count) for names, view in named for work, count in view.in_flight.items()],
+    )
+    cached = [(names, table.prefixes.held_by(view.instance.incarnation_id)) for names, view in named]
+    yield _gauge(
+        "epd_stage_cached_tokens",
+        "Tokens whose KV the instance has in its prefix cache, as it says.",
+        labels,
+        [(names, tokens) for names, tokens in cached if tokens is not None],
+    )
+    for name, text in STATE_GAUGES.items():
+        yield _gauge(f"epd_stage_{name}", text, labels, [(names, getattr(view, name)) for names, view in named])
+    fresh = [(names, view.stage) for names, view in named if view.stage and view.stage_age_s < REPORT_TRUST_S]
+    up = {view.instance.id for view in views if view.up}
+    held: dict[str, list[int]] = {}
+    for (name, role), report in fresh:
+        if name in up:
+            held.setdefault(role, []).append(report.running + report.waiting)
+    yield _gauge(
+        "epd_stage_spread",
+        "Requests that run or wait at the fullest instance of a role beyond those at the emptiest, as they report.",
+        ("role",),
+        [((role,), max(counts) - min(counts)) for role, counts in held.items()],
+    )
+    for name, text in LOAD_GAUGES.items():
+        yield _gauge(f"epd_stage_{name}", text, labels, [(names, getattr(report, name)) for names, report in fresh])
+
+
+def store_metrics(_: InstanceTable, views: Sequence[InstanceView]) -> Iterator[Metric]:
+    """`epd_store_*` by instance; nothing for an instance that has not reported."""
+    reports = [view.report for view in views if view.report is not None]
+    for name, text in STORE_GAUGES.items():
+        samples = [((report.instance,), getattr(report, name)) for report in reports]
+        yield _gauge(f"epd_store_{name}", text, ("instance",), samples)
+    yield _gauge(
+        "epd_store_pool",
+        "1 for the state of the second tier as the instance sees it.",
+        ("instance", "state"),
+        [((report.instance, report.pool), 1) for report in reports],
+    )
+    yield _counter(
+        "epd_store_events",
+        "What became of features, by event, in this life of the instance; the guide on monitoring lists events.",
+        ("instance", "event"),
+        [((one.instance, event), count) for one in reports for event, count in sorted(one.counters.items())],
+    )
+
+
+def kv_metrics(_: InstanceTable, views: Sequence[InstanceView]) -> Iterator[Metric]:
     """`epd_kv_*` by link, nothing for an instance that reports none.
 
     What a link has counted ends with its worker: a stage that is gone, or has fallen silent, has no series.
     """
+    links = [
+        ((one.sender, str(one.rank), one.peer, str(one.link.rank), one.link.transport), one.link)
+        for one in link_views(views)
+    ]
+    for name, (field, text) in LINK_COUNTERS.items():
+        yield _counter(f"epd_kv_{name}", text, LINK_LABELS, [(names, getattr(link, field)) for names, link in links])
+    yield _counter(
+        "epd_kv_transfers",
+        "Transfers ended.",
+        (*LINK_LABELS, "outcome"),
+        [((*names, what), getattr(link, field)) for names, link in links for what, field in TRANSFER_OUTCOMES.items()],
+    )
+    up = [(names, link.state == "up") for names, link in links]
+    yield _gauge("epd_kv_link_up", "1 while packets can travel.", LINK_LABELS, up)
+    queued = [(names, link.queued_bytes) for names, link in links]
+    yield _gauge("epd_kv_queued_bytes", "Packets that wait for the link.", LINK_LABELS, queued)
+    measured = [(names, link) for names, link in links if link.s_per_byte > 0]
+    yield _gauge(
+        "epd_kv_setup_seconds",
+        "Time of a packet besides that of its bytes.",
+        LINK_LABELS,
+        [(names, link.setup_s) for names, link in measured],
+    )
+    yield _gauge(
+        "epd_kv_bandwidth_bytes_per_second",
+        "What the link has been measured to carry.",
+        LINK_LABELS,
+        [(names, 1 / link.s_per_byte) for names, link in measured],
+    )
+    yield _gauge(
+        "epd_kv_layer_seconds",
+        "Compute time per layer of the last measured step.",
+        ("instance", "rank", "grouping"),
+        [((one.instance, str(one.rank), one.grouping), one.layer_s) for view in views for one in view.kv],
+    )
 
-    def __init__(self, table: InstanceTable) -> None:
+
+class StageMetrics(Collector):
+    """What some of the functions above read from the table."""
+
+    def __init__(self, table: InstanceTable, *sources: Source) -> None:
         self._table = table
+        self._sources = sources
 
     def collect(self) -> Iterator[Metric]:
         views = self._table.snapshot()
-        links = list(link_views(views))
-        for name, (field, text) in LINK_COUNTERS.items():
-            counter = CounterMetricFamily(f"epd_kv_{name}", text, labels=LINK_LABELS)
-            for one in links:
-                counter.add_metric(_labels(one), getattr(one.link, field))
-            yield counter
-        transfers = CounterMetricFamily("epd_kv_transfers", "Transfers ended.", labels=(*LINK_LABELS, "outcome"))
-        up = GaugeMetricFamily("epd_kv_link_up", "1 while packets can travel.", labels=LINK_LABELS)
-        queued = GaugeMetricFamily("epd_kv_queued_bytes", "Packets that wait for the link.", labels=LINK_LABELS)
-        setup = GaugeMetricFamily(
-            "epd_kv_setup_seconds", "Time of a packet besides that of its bytes.", labels=LINK_LABELS
-        )
-        bandwidth = GaugeMetricFamily(
-            "epd_kv_bandwidth_bytes_per_second", "What the link has been measured to carry.", labels=LINK_LABELS
-        )
-        for one in links:
-            labels, link = _labels(one), one.link
-            for outcome, field in TRANSFER_OUTCOMES.items():
-                transfers.add_metric((*labels, outcome), getattr(link, field))
-            up.add_metric(labels, link.state == "up")
-            queued.add_metric(labels, link.queued_bytes)
-            if link.s_per_byte > 0:
-                setup.add_metric(labels, link.setup_s)
-                bandwidth.add_metric(labels, 1 / link.s_per_byte)
-        yield from (transfers, up, queued, setup, bandwidth)
-        layer = GaugeMetricFamily(
-            "epd_kv_layer_seconds",
-            "Compute time per layer of the last measured step.",
-            labels=("instance", "rank", "grouping"),
-        )
-        for view in views:
-            for report in view.kv:
-                layer.add_metric((view.instance.id, str(report.rank), report.grouping), report.layer_s)
-        yield layer
-
-
-def _labels(one: LinkView) -> tuple[str, ...]:
-    return (one.sender, str(one.rank), one.peer, str(one.link.rank), one.link.transport)
+        for source in self._sources:
+            yield from source(self._table, views)
 
 
 def register_stage_metrics(registry: CollectorRegistry, table: InstanceTable) -> None:
     """Have `registry` collect all of these from `table`."""
-    for collector in (StoreMetrics(table), StageMetrics(table), KvMetrics(table)):
-        registry.register(collector)
+    registry.register(StageMetrics(table, store_metrics, stage_metrics, kv_metrics))
+
+
+def _gauge(name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:
+    return _filled(GaugeMetricFamily(name, text, labels=labels), samples)
+
+
+def _counter(name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:
+    return _filled(CounterMetricFamily(name, text, labels=labels), samples)
+
+
+def _filled(metric: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
+    for names, value in samples:
+        metric.add_metric(names, value)
+    return metric

@@ -1,37 +1,71 @@
 """The status table: which instances exist, which are up, and how loaded each is.
 
 Lives in the proxy's event loop and is called only from there (no locks). The launcher calls `apply`, `mark_up`
-and `mark_down` directly; the instances' own reports come in through `report`, `report_kv` and `report_stage`; requests
-hold a `Lease` while a stage works for them. What an instance's load is follows from both (`proxy/registry/load.py`).
-Choosing among instances is `proxy/routing/policy.py`'s business.
+and `mark_down` directly; the instances' own reports come in through `report`; requests hold a `Lease` while a stage
+works for them. What an instance's load is follows from both (`proxy/registry/load.py`). Choosing among instances is
+`proxy/routing/policy.py`'s business.
 
 An instance that answers is healthy. It is up, and gets requests, once its KV links to and from the others that are
-healthy are warm (`proxy/registry/warm_links.py`), or a grace has passed; from then on links do not matter: retries are
+healthy are warm (`why_cold`), or a grace has passed; from then on links do not matter: retries are
 for those. One that stops to report, while others do, leaves until its next report: it may be stopped and still accept
-connections.
+connections. A pause in which nobody at all was heard is this end's, and is held against nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
-from epd_serve.wire import CacheReport, KvReport, StageReport, StoreReport
-from proxy.registry.instance_state import SILENCE_S, InstanceState, InstanceView, Lease, SilenceWatch, Work
-from proxy.registry.ledger import PER_UNIT, Ledger, OwnLedger, total_of
-from proxy.registry.load import load, pending_s, reported_rate
-from proxy.registry.pause import Pause
+from epd_serve.wire import Announcement, CacheReport, KvReport, StageReport, StoreReport
+from proxy.registry.instance_state import GRACE_S, KV_TRUST_S, InstanceRow, InstanceView, why_cold
+from proxy.registry.load import PER_UNIT, Lease, Ledger, Work, load, pending_s, total_of
 from proxy.registry.prefix_index import PrefixIndex
-from proxy.registry.warm_links import GRACE_S, why_cold
 from proxy.routing.policy import Candidate, usual_rate
 
 logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 0.05
+"""A busy instance reports as often as this. What it was given since its last report but one may have come too late for
+the last one: it reaches the stage's scheduler, and the report this proxy, some time after it was acquired."""
+
+SILENCE_S = 5.0
+"""Reports come twice a second. Machines that are short of cores hold them up, but not for as long as this."""
+
+
+class Pause:
+    """A pause: new requests wait, for the deployment makes room for a change; and the clock of those who wait.
+
+    That clock stands still meanwhile, so that nobody's wait comes to its end because of a pause, and nobody takes a
+    queue that may not move for a slow one. It goes on by itself when the time of the pause is over, whoever began it.
+
+    Args:
+        clock: seconds that only ever grow.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until = clock()
+        self._lag_s = 0.0  # of the clock of those who wait behind the other one, once this pause is over
+
+    def begin(self, duration_s: float) -> None:
+        """Pause for so long from now, whatever was said before; 0 ends it."""
+        stands = self.now()
+        self._until = self._clock() + duration_s
+        self._lag_s = self._until - stands
+
+    @property
+    def left_s(self) -> float:
+        """For how long it goes on; 0 where there is none."""
+        return max(0.0, self._until - self._clock())
+
+    def now(self) -> float:
+        """The clock of those who wait."""
+        return max(self._clock(), self._until) - self._lag_s
 
 
 class InstanceTable:
@@ -43,7 +77,7 @@ class InstanceTable:
         silence_s: after how long without a word an instance leaves, if it ever reported and others still do.
 
     Attributes:
-        pause: while it lasts, new requests wait.
+        pause: while it lasts, new requests wait: admission, routing and the encode step look here.
         prefixes: what the instances have cached.
     """
 
@@ -51,69 +85,72 @@ class InstanceTable:
         self, *, link_grace_s: float = GRACE_S, ledger: Ledger | None = None, silence_s: float = SILENCE_S
     ) -> None:
         self._link_grace_s = link_grace_s
-        self._ledger = ledger if ledger is not None else OwnLedger()
-        self._silences = SilenceWatch(silence_s)
-        self._states: dict[str, InstanceState] = {}
-        self._by_role: dict[Role, list[InstanceState]] | None = None
-        self._neighbours: dict[str, tuple[InstanceState, ...]] | None = None
-        self._retired: list[IncarnationId] = []
+        self._ledger = ledger if ledger is not None else Ledger()
+        self._rows: dict[str, InstanceRow] = {}
+        self._by_role: dict[Role, list[InstanceRow]] | None = None
+        self._neighbours: dict[str, list[InstanceRow]] | None = None
+        self._retired: set[IncarnationId] = set()  # of which requests may hold something yet
         self._picks = 0
         self._wanted: frozenset[Role] = frozenset()
+        self._limit_s = silence_s
+        self._heard_at = self._heard_since = self._looked_at = 0.0  # of reports, whoever made them
+        self._news = asyncio.Event()
         self.pause = Pause()
         self.prefixes = PrefixIndex()
-        self._waiters: set[asyncio.Future[None]] = set()
 
     # What the launcher says.
 
     def apply(self, instance: Instance, *, up: bool = True) -> None:
         """Make `instance` known. A new id or a new incarnation starts as `up` says, with nothing in flight;
         the same incarnation keeps its state and only takes over changed fields."""
-        state = self._states.get(instance.id)
+        row = self._rows.get(instance.id)
         self._neighbours = None
-        if state is not None and state.instance.incarnation == instance.incarnation:
-            state.instance = instance
+        if row is not None and row.instance.incarnation == instance.incarnation:
+            row.instance = instance
         else:
-            if state is not None:
-                self._retire(state)
-            since = time.monotonic() if up else None
-            reason = "" if up else "starting"
-            self._states[instance.id] = InstanceState(instance, up, reason, healthy_since=since, warm=up)
-            self._retired = [gone for gone in self._retired if gone != instance.incarnation_id]
+            if row is not None:
+                self._retire(row)
+            since, reason = (time.monotonic(), "") if up else (None, "starting")
+            self._rows[instance.id] = InstanceRow(instance, since, up, reason)
+            self._retired.discard(instance.incarnation_id)
             self._settle()
         self._announce()
 
     def mark_up(self, instance_id: str) -> None:
         """The instance answers. Unknown ids raise KeyError: announce it with `apply` first."""
-        state = self._states[instance_id]
-        begins = state.healthy_since is None
-        if begins:
-            state.healthy_since = time.monotonic()
+        row = self._rows[instance_id]
+        if row.healthy_since is not None:
+            return
+        row.healthy_since, row.reason = time.monotonic(), ""
+        if row.warm:
+            self._announce()
         self._settle()
-        if begins and state.warming:
+        if not row.warm:
             asyncio.get_running_loop().call_later(self._link_grace_s, self._settle)
 
     def mark_down(self, instance_id: str, reason: str, *, incarnation: str | None = None) -> None:
         """Send it nothing more. With `incarnation`, a late word about a previous incarnation is ignored."""
-        state = self._states[instance_id]
-        if incarnation is None or incarnation == state.instance.incarnation:
-            if state.healthy_since is not None:
-                state.down_since = time.monotonic()
-            state.healthy_since = None
-            self._set(state, False, reason)
+        row = self._rows[instance_id]
+        if incarnation is None or incarnation == row.instance.incarnation:
+            if row.up:
+                self._announce()
+            if row.healthy_since is not None:
+                row.healthy_since, row.down_since = None, time.monotonic()
+            row.reason = reason
             self._settle()
 
     def remove(self, instance_id: str) -> None:
         """Forget an instance (re-layout)."""
         self._neighbours = None
-        self._retire(self._states.pop(instance_id))
+        self._retire(self._rows.pop(instance_id))
         self._settle()
         self._announce()
 
     def drain(self, instance_id: str, draining: bool = True) -> None:
         """Give it nothing new, or again something; what it has goes on. Holds for its present incarnation."""
-        state = self._states[instance_id]
-        if state.draining is not draining:
-            state.draining = draining
+        row = self._rows[instance_id]
+        if row.draining is not draining:
+            row.draining = draining
             self._announce()
 
     def want(self, roles: Iterable[Role]) -> None:
@@ -128,275 +165,252 @@ class InstanceTable:
 
     # What the instances say.
 
-    def report(self, report: StoreReport) -> None:
-        """Take in what an instance sees of the MM Store. Reports of unknown instances and past incarnations are
-        ignored."""
-        state = self._states.get(report.instance)
-        if state is None or state.instance.incarnation != report.incarnation:
-            return
-        was_full = state.full
-        state.report, state.reported_at = report, self._silences.note_report()
-        self._end_silence(state)
-        if was_full and not state.full:
-            self._announce()
+    def report(self, report: Announcement) -> bool:
+        """Take in what an instance says of itself: of the MM Store, of its load, of its KV links (by rank of the
+        worker), of its prefix cache. Ignored are reports of unknown instances and past incarnations, of ranks that are
+        not there, loads of which a later one is known, and what is no report.
 
-    def report_kv(self, report: KvReport) -> None:
-        """Take in how the KV links of one worker are. Ignored as in `report`, and of ranks that are not there."""
-        state = self._states.get(report.instance)
-        if state is None or state.instance.incarnation != report.incarnation:
-            return
-        if 0 <= report.rank < len(state.instance.kv_news):
-            state.kv[report.rank] = report
-            state.kv_reported_at[report.rank] = time.monotonic()
-            self._settle()
-
-    def report_stage(self, report: StageReport) -> None:
-        """Take in how busy an instance is. Ignored as in `report`, and when a later one is known."""
-        state = self._states.get(report.instance)
-        if state is None or state.instance.incarnation != report.incarnation:
-            return
-        if state.stage is not None and report.seq <= state.stage.seq:
-            return
-        now = self._silences.note_report()
-        self._note(state)
-        state.counted = state.acquired.before(now)
-        state.stage, state.stage_reported_at = report, now
-        self._end_silence(state)
-        self._take_out_silent()
-
-    def report_cache(self, report: CacheReport) -> bool:
-        """Take in what an instance has cached; ignored as in `report`. Whether it is to be asked for all of it."""
-        state = self._states.get(report.instance)
-        if state is None or state.instance.incarnation != report.incarnation:
+        Returns:
+            Whether it is to be asked for all that it has cached, since something that it said was not heard.
+        """
+        if not isinstance(report, StoreReport | StageReport | KvReport | CacheReport):
             return False
-        return self.prefixes.report(report)
+        row = self._life(report.instance, report.incarnation)
+        if row is None:
+            return False
+        now = time.monotonic()
+        match report:
+            case CacheReport():
+                return self.prefixes.report(report)
+            case KvReport() if 0 <= report.rank < len(row.instance.kv_news):
+                row.kv[report.rank], row.kv_at[report.rank] = report, now
+                self._settle()
+            case StageReport() if row.stage is None or report.seq > row.stage.seq:
+                given = self._ledger.total(row.instance.incarnation_id).acquired_weight
+                row.counted = row.given if now < row.stage_at + 2 * REPORT_EVERY_S else given
+                row.given, row.stage, row.stage_at = given, report, now
+                self._heard(row, now)
+            case StoreReport():
+                was_full = row.full
+                row.store, row.store_at = report, now
+                self._heard(row, now)
+                if was_full and not row.full:
+                    self._announce()
+        return False
 
     def suspend(self, instance_id: str, incarnation: str, suspended: bool) -> None:
         """Have this incarnation picked only where nothing else is there, or again like any other. Past ones are
         ignored. Wakes nobody: who waits for a change would only run to an instance that has just one probe to give."""
-        state = self._states.get(instance_id)
-        if state is not None and state.instance.incarnation == incarnation:
-            state.suspended = suspended
+        row = self._life(instance_id, incarnation)
+        if row is not None:
+            row.suspended = suspended
 
     # What requests ask.
 
     def acquire(self, instance_id: str, work: Work, weight: float = 1.0) -> Lease:
         """Count one piece of work on the current incarnation of `instance_id`; `weight` in the unit of its role."""
-        state = self._states[instance_id]
+        row = self._rows[instance_id]
         self._picks += 1
-        state.last_pick = self._picks
-        lease = Lease(self._ledger, state.instance, work, weight)
-        self._note(state)
-        return lease
-
-    def note_acquired(self) -> None:
-        """Look at what has been acquired. Call it every few milliseconds where other processes share the ledger: what
-        they acquire passes through no other method here."""
-        for state in self._states.values():
-            self._note(state)
+        row.last_pick = self._picks
+        return Lease(self._ledger, row.instance, work, weight)
 
     def live(self, role: Role) -> tuple[Candidate, ...]:
         """Instances of `role` that are up, as the policies see them."""
         return tuple(
             [
                 Candidate(
-                    state.instance.id,
-                    state.instance.incarnation,
-                    self._load(state),
-                    state.last_pick,
-                    state.full,
-                    _rate(state),
-                    state.suspended,
-                    tuple([self._pending_s(other) for other in self._sharing(state)]),
+                    row.instance.id,
+                    row.instance.incarnation,
+                    self._load(row),
+                    row.last_pick,
+                    row.full,
+                    row.rate,
+                    row.suspended,
+                    tuple([self._pending_s(other) for other in self._sharing(row)]),
                 )
-                for state in self._serving().get(role, ())
+                for row in self._serving().get(role, ())
             ]
         )
 
     def silence_s(self, instance_id: str, incarnation: str) -> float:
         """Returns for how long this incarnation has reported nothing while others did; 0 for one that never reports. A
         stage that hangs looks alive for longer than its reports, which come twice a second, stay away."""
-        state = self._states.get(instance_id)
-        if state is None or state.instance.incarnation != incarnation:
-            return 0.0
-        return self._silences.silence_s(state)
+        row = self._life(instance_id, incarnation)
+        return self._silence_s(row) if row is not None else 0.0
 
     def down_s(self, instance_id: str, incarnation: str) -> float:
         """For how long this incarnation has been said not to answer and has reported nothing, since whoever says
         so may only have lost sight of it; 0 for one that answers, infinite for one that has ended."""
-        state = self._states.get(instance_id)
-        if state is None or state.instance.incarnation != incarnation:
+        row = self._life(instance_id, incarnation)
+        if row is None:
             return math.inf
-        if state.healthy_since is not None:
+        if row.healthy_since is not None:
             return 0.0
-        return time.monotonic() - max(state.down_since, state.last_report_at)
+        return time.monotonic() - max(row.down_since, row.store_at, row.stage_at)
 
     def is_alive(self, instance_id: str, incarnation: str) -> bool:
         """Whether this incarnation is still there, as far as the launcher has said."""
-        state = self._states.get(instance_id)
-        return state is not None and state.instance.incarnation == incarnation and state.healthy_since is not None
+        row = self._life(instance_id, incarnation)
+        return row is not None and row.healthy_since is not None
 
     def is_up(self, instance_id: str) -> bool:
         """Whether it gets requests; one that is not known gets none."""
-        state = self._states.get(instance_id)
-        return state is not None and state.up
+        row = self._rows.get(instance_id)
+        return row is not None and row.up
 
     def step_budgets(self, instance_id: str) -> tuple[int, int]:
         """Prompt and item tokens that its last step was let have, as it says; zeros where it is held to no SLO."""
-        state = self._states.get(instance_id)
-        report = state.stage if state is not None else None
+        row = self._rows.get(instance_id)
+        report = row.stage if row is not None else None
         return (report.token_budget, report.item_budget) if report is not None else (0, 0)
 
     def instance(self, instance_id: str) -> Instance:
-        return self._states[instance_id].instance
+        return self._rows[instance_id].instance
 
     @property
     def wanted(self) -> frozenset[Role]:
         """Roles that the deployment is to have."""
-        return self._wanted or frozenset(state.instance.role for state in self._states.values())
+        return self._wanted or frozenset(row.instance.role for row in self._rows.values())
 
     def event_addresses(self) -> frozenset[str]:
         """Where instances announce what concerns features, up or not."""
-        return frozenset(state.instance.events for state in self._states.values() if state.instance.events)
+        return frozenset(row.instance.events for row in self._rows.values() if row.instance.events)
 
     def announcement_addresses(self) -> frozenset[str]:
         """Where anything is announced."""
-        states = self._states.values()
-        links = (address for state in states for address in state.instance.kv_news)
-        loads = (state.instance.load_news for state in states if state.instance.load_news)
-        return self.event_addresses() | frozenset(links) | frozenset(loads)
+        instances = [row.instance for row in self._rows.values()]
+        loads = [one.load_news for one in instances if one.load_news]
+        return self.event_addresses().union(loads, *(one.kv_news for one in instances))
 
     def live_roles(self) -> frozenset[Role]:
         return frozenset(self._serving())
-
-    def _serving(self) -> Mapping[Role, Sequence[InstanceState]]:
-        """Incarnations that get requests, by role, in order. The same object until somebody comes or goes."""
-        if self._by_role is None:
-            self._by_role = {}
-            for state in self._states.values():
-                if state.serving:
-                    self._by_role.setdefault(state.instance.role, []).append(state)
-        return self._by_role
 
     def missing(self) -> tuple[Role, ...]:
         """Wanted roles that no live instance has."""
         return tuple(sorted(self.wanted - self.live_roles()))
 
     def snapshot(self) -> tuple[InstanceView, ...]:
-        return tuple(self._view(state) for state in self._states.values())
-
-    def _view(self, state: InstanceState) -> InstanceView:
-        tallies = self._ledger.tallies(state.instance.incarnation_id)
-        return state.view(
-            {work: tally.held for work, tally in tallies.items()},
-            self._load(state),
-            self._pending_s(state),
-            tuple(other.instance.id for other in self._sharing(state)),
-            total_of(tallies.values()).acquired_weight / PER_UNIT,
-        )
+        return tuple(self._view(row, time.monotonic()) for row in self._rows.values())
 
     async def changed(self, timeout_s: float) -> bool:
         """Wait until an instance comes, goes, goes up or down, drains, or has room in its store again; False when
         `timeout_s` passed first."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
         try:
             async with asyncio.timeout(max(timeout_s, 0)):
-                await waiter
+                await self._news.wait()
         except TimeoutError:
             return False
-        finally:
-            self._waiters.discard(waiter)
         return True
+
+    # Inside.
+
+    def _life(self, instance_id: str, incarnation: str) -> InstanceRow | None:
+        """The row of this incarnation, unless it is over."""
+        row = self._rows.get(instance_id)
+        return row if row is not None and row.instance.incarnation == incarnation else None
+
+    def _view(self, row: InstanceRow, now: float) -> InstanceView:
+        tallies = self._ledger.tallies(row.instance.incarnation_id)
+        return InstanceView(
+            instance=row.instance,
+            up=row.serving,
+            reason=row.why_not,
+            in_flight={work: tally.held for work, tally in tallies.items()},
+            load=self._load(row),
+            report=row.store,
+            kv=tuple(report for rank, report in sorted(row.kv.items()) if row.kv_at[rank] >= now - KV_TRUST_S),
+            stage=row.stage,
+            stage_age_s=now - row.stage_at if row.stage is not None else 0.0,
+            pending_s=self._pending_s(row),
+            neighbours=tuple(other.instance.id for other in self._sharing(row)),
+            draining=row.draining,
+            given=total_of(tallies.values()).acquired_weight / PER_UNIT,
+        )
+
+    def _serving(self) -> Mapping[Role, Sequence[InstanceRow]]:
+        """Incarnations that get requests, by role, in order. The same object until somebody comes or goes."""
+        if self._by_role is None:
+            self._by_role = {}
+            for row in self._rows.values():
+                if row.serving:
+                    self._by_role.setdefault(row.instance.role, []).append(row)
+        return self._by_role
 
     def _settle(self) -> None:
         """Take into service who is healthy and has waited for its links long enough."""
-        for state in self._states.values():
-            if not state.warming or state.healthy_since is None:
+        for row in self._rows.values():
+            if row.warm or row.healthy_since is None:
                 continue
-            cold = "" if state.warm else self._why_cold(state)
-            if cold and time.monotonic() < state.healthy_since + self._link_grace_s:
-                state.reason = cold
-                continue
-            if cold:
-                logger.warning("%s serves although %s", state.instance.id, cold)
-            state.warm = True
-            self._set(state, True, "")
+            row.reason = self._why_cold(row)
+            if row.reason:
+                if time.monotonic() < row.healthy_since + self._link_grace_s:
+                    continue
+                logger.warning("%s serves although %s", row.instance.id, row.reason)
+            row.warm = True
+            self._announce()
 
-    def _why_cold(self, state: InstanceState) -> str:
+    def _why_cold(self, row: InstanceRow) -> str:
         """Returns the first link between this one and the others that are healthy which is not warm."""
-        for other in self._states.values():
-            if other is not state and other.healthy_since is not None:
-                for sender, receiver in ((state, other), (other, state)):
+        for other in self._rows.values():
+            if other is not row and other.healthy_since is not None:
+                for sender, receiver in ((row, other), (other, row)):
                     if cold := why_cold(sender.instance, sender.kv, receiver.instance):
                         return cold
         return ""
 
-    def _set(self, state: InstanceState, up: bool, reason: str) -> None:
-        changed = state.up is not up
-        state.up, state.reason = up, reason
-        if changed:  # a poller repeats itself every second; those who wait want news
-            self._announce()
-
-    def _retire(self, state: InstanceState) -> None:
-        state.up = False
-        self.prefixes.forget(state.instance.incarnation_id)
-        self._by_role = None
-        self._retired.append(state.instance.incarnation_id)
-        for gone in [one for one in self._retired if not self._held(one)]:
+    def _retire(self, row: InstanceRow) -> None:
+        self.prefixes.forget(row.instance.incarnation_id)
+        self._retired.add(row.instance.incarnation_id)
+        for gone in [one for one in self._retired if not self._ledger.total(one).held]:
             self._retired.remove(gone)
             self._ledger.forget(gone)
 
-    def _held(self, incarnation_id: IncarnationId) -> int:
-        return self._ledger.total(incarnation_id).held
-
-    def _sharing(self, state: InstanceState) -> Iterable[InstanceState]:
+    def _sharing(self, row: InstanceRow) -> Sequence[InstanceRow]:
         """Those that compute where it does."""
         if self._neighbours is None:  # an instance came or went
-            at: dict[tuple[str, str, int], list[InstanceState]] = {}
-            for one in self._states.values():
-                for place in one.instance.computes_on:
-                    at.setdefault(place, []).append(one)
-            together: dict[str, dict[str, InstanceState]] = {}
-            for one, other in itertools.chain.from_iterable(itertools.permutations(there, 2) for there in at.values()):
-                together.setdefault(one.instance.id, {})[other.instance.id] = other
-            self._neighbours = {name: tuple(others.values()) for name, others in together.items()}
-        return self._neighbours.get(state.instance.id, ())
+            there = [(other, other.instance.computes_on) for other in self._rows.values()]
+            self._neighbours = {
+                one.instance.id: [other for other, its in there if other is not one and places & its]
+                for one, places in there
+            }
+        return self._neighbours.get(row.instance.id, ())
 
-    def _pending_s(self, state: InstanceState) -> float:
+    def _pending_s(self, row: InstanceRow) -> float:
         """For how long it keeps its device busy; 0 of one that is not up."""
-        if not state.working:
+        if not row.up or row.silent:
             return 0.0
-        role, report = state.instance.role, state.pending
-        rate = _rate(state) or usual_rate(map(_rate, self._serving().get(role, ())))
-        return pending_s(role, self._load(state), report.running if report is not None else 0, rate)
+        role, report = row.instance.role, row.fresh
+        rate = row.rate or usual_rate([one.rate for one in self._serving().get(role, ())])
+        return pending_s(role, self._load(row), report.running if report is not None else 0, rate)
 
-    def _load(self, state: InstanceState) -> float:
-        instance = state.instance
+    def _load(self, row: InstanceRow) -> float:
+        instance = row.instance
         total = self._ledger.total(instance.incarnation_id)
-        return load(instance.role, total, state.pending, state.counted, both_halves=instance.both_halves)
+        return load(instance.role, total, row.fresh, row.counted, both_halves=instance.both_halves)
 
-    def _note(self, state: InstanceState) -> None:
-        state.acquired.note(time.monotonic(), self._ledger.total(state.instance.incarnation_id).acquired_weight)
+    def _silence_s(self, row: InstanceRow) -> float:
+        last = max(row.store_at, row.stage_at)
+        return max(0.0, self._heard_at - max(last, self._heard_since)) if last else 0.0
 
-    def _take_out_silent(self) -> None:
-        for state in self._silences.newly_silent(self._states.values()):
-            logger.warning("%s has stopped to report", state.instance.id)
-            state.silent = True
+    def _heard(self, row: InstanceRow, now: float) -> None:
+        """It reports now: it is not silent, and others may be. Looks ten times within the limit at most."""
+        if now > self._heard_at + self._limit_s / 2:
+            self._heard_since = now
+        self._heard_at = now
+        if row.silent:
+            logger.info("%s reports again", row.instance.id)
+            row.silent = False
             self._announce()
-
-    def _end_silence(self, state: InstanceState) -> None:
-        if state.silent:
-            logger.info("%s reports again", state.instance.id)
-            state.silent = False
-            self._announce()
+        if now < self._looked_at + self._limit_s / 10:
+            return
+        self._looked_at = now
+        for other in self._rows.values():
+            if other.stage is not None and not other.silent and self._silence_s(other) > self._limit_s:
+                logger.warning("%s has stopped to report", other.instance.id)
+                other.silent = True
+                self._announce()
 
     def _announce(self) -> None:
         self._by_role = None
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-
-def _rate(state: InstanceState) -> float:
-    return reported_rate(state.instance.role, state.stage) if state.stage is not None else 0.0
+        self._news.set()
+        self._news = asyncio.Event()

@@ -1,37 +1,27 @@
 """Makes a `ParsedRequest` of a body of OpenAI's API or Anthropic's: what the proxy must know, and what it must not let
 through.
 
-Only fields that are known go on (`proxy/fields/sieve.py`); those that could kill an engine or fetch another tenant's
+Only fields that are known go on (`proxy/fields/rules.py`); those that could kill an engine or fetch another tenant's
 feature are refused by name. Checked here are the fields that the proxy acts on; their values otherwise
 are vLLM's to judge. No I/O.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct, ValidationError, convert
 
 from epd_serve.errors import NotFoundError, RequestError
 from proxy import strict_json
 from proxy.config.settings import ProxySettings
 from proxy.fields.messages import chat_of, tokenized_chat_of
 from proxy.fields.parts import MediaRef, media_refs
-from proxy.fields.response_parts import response_refs
-from proxy.fields.rules import TEMPLATE_KWARGS_REFUSED
-from proxy.fields.sieve import MEDIA_OPTIONS, Sieve, anthropic_rules, rules_of
+from proxy.fields.rules import MEDIA_OPTIONS, MESSAGES_MODEL, TEMPLATE_KWARGS_REFUSED, Sieve, rules_of
 
-REPETITION_LIMITS = {"max_pattern_size": 64, "min_pattern_size": 64, "min_count": 16}
-"""Bounds of `repetition_detection`, which vLLM's scheduler looks for in Python after every token, all others waiting
-(0.32, `v1/core/sched/utils.py`): at most some 30,000 comparisons."""
-
-
-_LENGTHS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens"})
-_OBJECTS = frozenset({*MEDIA_OPTIONS, "chat_template_kwargs"})
 _GRAMMARS = frozenset({"json_object", "json_schema", "structural_tag"})
 
 
@@ -65,11 +55,44 @@ _MODELS = {
 }
 
 
-_COMPARED = {
-    Endpoint.CHAT: ("prompt_logprobs", "top_logprobs"),
-    Endpoint.COMPLETIONS: ("prompt_logprobs", "logprobs"),
-}
-"""Numbers that vLLM 0.23 compares before it looks at their types."""
+_PROMPTS = {Endpoint.CHAT: "messages", Endpoint.RESPONSES: "input", Endpoint.DETOKENIZE: "tokens"}
+"""The field that a request is about; of all others `prompt`."""
+
+_Positive = Annotated[int, Meta(ge=1)]
+_Few = Annotated[int, Meta(ge=0, le=64)]
+_Some = Annotated[list[Any], Meta(min_length=1)]
+_Number = int | float | bool
+
+
+class _Repetition(Struct):
+    """Bounds of `repetition_detection`, which vLLM's scheduler looks for in Python after every token, all others
+    waiting (0.32, `v1/core/sched/utils.py`): at most some 30,000 comparisons."""
+
+    max_pattern_size: _Few | None = None
+    min_pattern_size: _Few | None = None
+    min_count: Annotated[int, Meta(ge=0, le=16)] | None = None
+
+
+class _Checked(Struct):
+    """Fields that the proxy acts on, and those that vLLM 0.23 uses before it looks at their types. Null is as if left
+    out."""
+
+    messages: _Some | None = None
+    prompt: str | _Some | None = None
+    input: str | _Some | None = None
+    tokens: list[Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]] | None = None
+    stream: bool | None = None  # vLLM would coerce "true"
+    n: _Positive | None = None
+    max_tokens: _Positive | None = None
+    max_completion_tokens: _Positive | None = None
+    max_output_tokens: _Positive | None = None
+    repetition_detection: _Repetition | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    prompt_logprobs: _Number | None = None
+    top_logprobs: _Number | None = None
 
 
 class ParsedRequest(Struct, frozen=True):
@@ -105,44 +128,45 @@ def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -
     """
     body = _decode(raw)
     sieve = Sieve(settings.strict_fields)
-    called: Mapping[tuple[int, int], str] = {}
+    called: list[str] = []
     if endpoint.is_anthropic:
-        sieve.body(body, anthropic_rules(media_options=settings.trust_request_mm_kwargs))
+        sieve.body(body, rules_of(MESSAGES_MODEL, media_options=settings.trust_request_mm_kwargs))
         generates = endpoint.generates
         body, called = chat_of(body) if generates else tokenized_chat_of(body)
         endpoint = Endpoint.CHAT if generates else Endpoint.TOKENIZE
     rules = rules_of(_model_of(endpoint, body), settings.vllm_version, media_options=settings.trust_request_mm_kwargs)
     sieve.body(body, rules)
-    if xargs := _object(body, "vllm_xargs"):
-        sieve.xargs(xargs, settings.xargs)
-    for name in _OBJECTS:
-        if name in body:
-            _object(body, name)
-    if "chat_template_kwargs" in body:
-        _template_variables(_object(body, "chat_template_kwargs"))
     if not endpoint.generates and body.get("model") is None:
         body["model"] = settings.served_models[0]  # there is one tokenizer
     model = _model(body, settings)
-    for name in _LENGTHS:
-        if name in body:
-            _integer(body, name, 1, None)
-    _integer(body, "n", 1, settings.max_n)
-    if "repetition_detection" in body:
-        detection = _object(body, "repetition_detection")
-        for name, most in REPETITION_LIMITS.items():
-            _integer(detection, name, 0, most, within="repetition_detection.")
-    for name in _COMPARED.get(endpoint, ()):
-        if isinstance(body.get(name), str | list | dict):
-            raise RequestError(f"{name} must be a number.", param=name)
+    checked = _checked(body)
+    if checked.vllm_xargs:
+        sieve.xargs(body["vllm_xargs"], settings.xargs)
+    if checked.chat_template_kwargs:
+        _template_variables(body["chat_template_kwargs"])
+    if endpoint is Endpoint.COMPLETIONS and isinstance(body.get("logprobs"), str | list | dict):
+        raise RequestError("logprobs must be a number.", param="logprobs")
+    if (checked.n or 1) > settings.max_n:
+        raise RequestError(f"n must be at most {settings.max_n}, got {checked.n}.", param="n")
     if endpoint is Endpoint.RESPONSES and body.get("truncation") is None:
         body.pop("truncation", None)  # vLLM 0.32 takes null for it, and breaks off when it repeats it in a stream
     _one_choice_of_tokens(body)
-    stream = _boolean(body, "stream") and endpoint.generates
     media = _media(endpoint, body)
     if called:
-        media = tuple(replace(ref, param=called[ref.message, ref.part]) for ref in media)
+        media = tuple(replace(ref, param=name) for ref, name in zip(media, called, strict=True))
     _check_modalities(media, settings)
+    stream = bool(checked.stream) and endpoint.generates
     return ParsedRequest(endpoint, body, model, stream, media, _needs_fused(endpoint, body), tuple(sieve.dropped))
+
+
+def _checked(body: Mapping[str, Any]) -> _Checked:
+    try:
+        return convert(body, _Checked)
+    except ValidationError as error:
+        said, _, path = str(error).partition(" - at `$.")
+        param = path.rstrip("`")
+        must_be = said.removeprefix("Expected ").replace(" | null", "")
+        raise RequestError(f"{param} must be {must_be}.", param=param) from None
 
 
 def _model_of(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
@@ -153,16 +177,15 @@ def _model_of(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
 
 
 def _media(endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[MediaRef, ...]:
-    """The media of the prompt, whose form is checked as far as it must be known."""
-    if endpoint is Endpoint.RESPONSES:
-        return _response_media(body)
-    if endpoint is Endpoint.CHAT or (endpoint is Endpoint.TOKENIZE and "messages" in body):
-        return media_refs(_messages(body))
-    if endpoint is Endpoint.DETOKENIZE:
-        _token_ids(body)
-    else:
-        _prompt(body)
-    return ()
+    """The media of the prompt, which has to be there."""
+    tokenizes_chat = endpoint is Endpoint.TOKENIZE and "messages" in body
+    name = "messages" if tokenizes_chat else _PROMPTS.get(endpoint, "prompt")
+    prompt = body.get(name)
+    if prompt is None:
+        raise RequestError(f"{name} is required.", param=name)
+    if name == "messages":
+        return media_refs(prompt)
+    return media_refs(prompt, "input") if name == "input" and not isinstance(prompt, str) else ()
 
 
 def _decode(raw: bytes | bytearray) -> dict[str, Any]:
@@ -191,13 +214,6 @@ def _model(body: Mapping[str, Any], settings: ProxySettings) -> str:
     return model
 
 
-def _messages(body: Mapping[str, Any]) -> list[Any]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a non-empty list.", param="messages")
-    return messages
-
-
 def _check_modalities(media: tuple[MediaRef, ...], settings: ProxySettings) -> None:
     for ref in media:
         if settings.modalities is not None and ref.modality.value not in settings.modalities:
@@ -208,27 +224,6 @@ def _check_modalities(media: tuple[MediaRef, ...], settings: ProxySettings) -> N
                 param=ref.param,
                 code="unsupported_modality",
             )
-
-
-def _response_media(body: Mapping[str, Any]) -> tuple[MediaRef, ...]:
-    value = body.get("input")
-    if isinstance(value, str):
-        return ()
-    if not isinstance(value, list) or not value:
-        raise RequestError("input must be a string or a non-empty list.", param="input")
-    return response_refs(value)
-
-
-def _token_ids(body: Mapping[str, Any]) -> None:
-    tokens = body.get("tokens")
-    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 1 << 63 for token in tokens):
-        raise RequestError("tokens must be a list of token ids, which are integers from 0.", param="tokens")
-
-
-def _prompt(body: Mapping[str, Any]) -> None:
-    prompt = body.get("prompt")
-    if not isinstance(prompt, str | list) or prompt == []:
-        raise RequestError("prompt must be a string or a non-empty list.", param="prompt")
 
 
 def _one_choice_of_tokens(body: Mapping[str, Any]) -> None:
@@ -244,15 +239,6 @@ def _one_choice_of_tokens(body: Mapping[str, Any]) -> None:
         )
 
 
-def _object(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = body.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise RequestError(f"{name} must be an object.", param=name)
-    return value
-
-
 def _template_variables(kwargs: dict[str, Any]) -> None:
     for name in sorted(TEMPLATE_KWARGS_REFUSED & kwargs.keys()):
         if kwargs.pop(name) is not None:
@@ -261,25 +247,6 @@ def _template_variables(kwargs: dict[str, Any]) -> None:
                 f"{where} is not accepted: it is a parameter of the tokenizer, not a variable of the model's template.",
                 param=where,
             )
-
-
-def _integer(body: Mapping[str, Any], name: str, low: int, high: int | None, *, within: str = "") -> None:
-    value, where = body.get(name), within + name
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{where} must be an integer, got {json.dumps(value)[:80]}.", param=where)
-    if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{where} must be {bounds}, got {value}.", param=where)
-
-
-def _boolean(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    # vLLM would coerce "true"; the proxy has to know for certain whether the answer is a stream.
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false.", param=name)
-    return bool(value)
 
 
 def _needs_fused(endpoint: Endpoint, body: Mapping[str, Any]) -> str | None:

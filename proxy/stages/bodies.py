@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from epd_serve.instances import Instance
 from epd_serve.wire import ENCODE_AGAIN_XARG, FIRST_TOKEN, GOES_ON_AFTER, PROMPT_XARG, REPLAY
-from proxy.fields.parts import MediaRef, placeholder_part, rewritten_part
-from proxy.fields.response_parts import as_chat_part, placeholder_response_part, rewritten_response_part
+from proxy.fields.parts import as_chat_part, placeholder_part, rewritten_part
 from proxy.media.loader import LoadedItem
 from proxy.registry.feature_directory import Metadata
 from proxy.request.parse import Endpoint, ParsedRequest
@@ -50,15 +49,18 @@ def base_body(
 
 def inlined_body(request: ParsedRequest, items: Sequence[LoadedItem]) -> dict[str, Any]:
     """The client's body with every media item loaded and inlined, under no name."""
-    body = _with_parts(request.body, items, _rewritten)
-    return _with_parts(body, items, lambda _, part: {name: value for name, value in part.items() if name != "uuid"})
+
+    def unnamed(item: LoadedItem, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {name: value for name, value in _rewritten(item, part).items() if name != "uuid"}
+
+    return _with_parts(request.body, items, unnamed)
 
 
 def placeholder_body(
     base: Mapping[str, Any], items: Sequence[LoadedItem], metadata: Mapping[str, Metadata]
 ) -> dict[str, Any]:
     """`base` with every item's metadata in place of its media. `metadata` has all of their keys."""
-    return _with_parts(base, items, lambda item, _: _placeholder(item, metadata[item.key]))
+    return _with_parts(base, items, lambda item, _: placeholder_part(item.ref, metadata[item.key], uuid=item.key))
 
 
 def renamed_body(base: Mapping[str, Any], items: Sequence[LoadedItem]) -> dict[str, Any]:
@@ -85,7 +87,8 @@ def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem], again: Col
     Args:
         again: keys that the encoder must encode even where it believes that they are there.
     """
-    parts = [_for_encoder(item, part_of(base, item.ref)) for item in items]
+    refs = [item.ref for item in items]
+    parts = [as_chat_part(base[ref.messages][ref.message][ref.parts][ref.part], ref) for ref in refs]
     copied_fields = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt")
     body = {
         "model": base["model"],
@@ -132,21 +135,19 @@ def prefill_body(
         after: tokens of the answer that D is to go on after; part of the prompt but for a replay.
     """
     body = {name: value for name, value in base.items() if name not in NOT_FOR_PREFILL}
-    params = {"transfer_id": transfer_id, "incarnation": prefill.incarnation}
-    if after is not None and not after.replay:
-        params |= after.params
     limit = "max_output_tokens" if endpoint is Endpoint.RESPONSES else "max_tokens"
-    return {**body, "stream": False, limit: 1, "kv_transfer_params": params}
+    more = after.params if after is not None and not after.replay else {}
+    return {**body, "stream": False, limit: 1, "kv_transfer_params": _sent(transfer_id, prefill, more)}
 
 
 def first_token_body(base: Mapping[str, Any], transfer_id: str, prefill: Instance) -> dict[str, Any]:
     """The client's request for a stream, as far as its first token: all that can shape that one stays."""
-    body = {**base, "max_tokens": 1}
+    params = _sent(transfer_id, prefill, {FIRST_TOKEN: True})
+    body = {**base, "max_tokens": 1, "kv_transfer_params": params}
     body.pop("max_completion_tokens", None)
     if body.get("min_tokens"):
         body["min_tokens"] = 1  # more than `max_tokens` would be refused
-    params = {"transfer_id": transfer_id, "incarnation": prefill.incarnation, FIRST_TOKEN: True}
-    return {**body, "kv_transfer_params": params}
+    return body
 
 
 def decode_body(
@@ -165,6 +166,11 @@ def decode_body(
     peer = {"instance": prefill.id, "incarnation": prefill.incarnation, "endpoint": prefill.kv_endpoint}
     goes_on: dict[str, Any] = {FIRST_TOKEN: True} if first_token else after.params if after is not None else {}
     return {**base, "kv_transfer_params": {"transfer_id": transfer_id, "peer": peer, **goes_on}}
+
+
+def _sent(transfer_id: str, prefill: Instance, more: Mapping[str, Any]) -> dict[str, Any]:
+    """What P is to send its KV for."""
+    return {"transfer_id": transfer_id, "incarnation": prefill.incarnation, **more}
 
 
 def public_answer(answer: Mapping[str, Any], *, keep_token_ids: bool) -> dict[str, Any]:
@@ -191,23 +197,5 @@ def _with_parts(
     return {**body, name: messages}
 
 
-def part_of(body: Mapping[str, Any], ref: MediaRef) -> Mapping[str, Any]:
-    """The part that `ref` stands for."""
-    part: Mapping[str, Any] = body[ref.messages][ref.message][ref.parts][ref.part]
-    return part
-
-
 def _rewritten(item: LoadedItem, part: Mapping[str, Any]) -> Mapping[str, Any]:
-    if item.ref.messages == "input":
-        return rewritten_response_part(part, source=item.source, uuid=item.key)
     return rewritten_part(part, item.ref, source=item.source, uuid=item.key)
-
-
-def _placeholder(item: LoadedItem, metadata: Metadata) -> Mapping[str, Any]:
-    if item.ref.messages == "input":
-        return placeholder_response_part(metadata, uuid=item.key)
-    return placeholder_part(item.ref, metadata, uuid=item.key)
-
-
-def _for_encoder(item: LoadedItem, part: Mapping[str, Any]) -> Mapping[str, Any]:
-    return as_chat_part(part) if item.ref.messages == "input" else part

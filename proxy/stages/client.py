@@ -7,17 +7,15 @@ request.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Mapping
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from functools import lru_cache, partial
-from types import TracebackType
 from typing import Any
-
-import msgspec
 
 from epd_serve import endpoint
 from epd_serve.errors import DeadlineError, StageError
-from epd_serve.instances import KEEP_ALIVE_S, Instance
+from epd_serve.instances import Instance
 from proxy import strict_json
 from proxy.config.limits import Timeouts
 from proxy.errors import StageDied, StageUnreachable, stage_answer_error
@@ -25,8 +23,6 @@ from proxy.request.payload import Pieces
 from proxy.stages.connection import Connection
 from proxy.stages.sse import WholeEvents
 
-IDLE_S = 0.8 * KEEP_ALIVE_S
-"""An unused connection is used again for so long: well before the stage closes it, or a request meets the close."""
 REST_S = 0.1
 """For the end of a stream whose last event is there: servers send it apart."""
 CONTENT_HEADERS = "content-type: application/json\r\naccept: */*\r\nuser-agent: epd-serve\r\n"
@@ -39,8 +35,8 @@ class StageClient:
         """`key`: bearer token of the stages; "" where their sockets are in a private folder."""
         self._timeouts = timeouts
         self._always = CONTENT_HEADERS + (f"authorization: Bearer {key}\r\n" if key else "")
-        self._idle: dict[str, dict[Connection, float]] = {}
-        """By URL: connections and since when they are unused, the one used last at the end."""
+        self._idle: defaultdict[str, dict[Connection, None]] = defaultdict(dict)
+        """By URL: unused connections, the one used last at the end."""
 
     async def aclose(self) -> None:
         for connections in self._idle.values():
@@ -55,40 +51,35 @@ class StageClient:
         headers: Mapping[str, str],
         *,
         timeout_s: float | None,
+        decode: Callable[[bytes], Any] = strict_json.decode,
     ) -> dict[str, Any]:
-        """The JSON answer of a non-streamed request. Without `timeout_s` the caller bounds the wait, as the exchange
-        does for all of a request.
+        """The JSON answer of a non-streamed request.
+
+        Args:
+            timeout_s: None where the caller bounds the wait, as the exchange does for all of a request.
+            decode: of JSON, an object in the end.
 
         Raises:
             StageRefusal: 4xx. StageError: 5xx, not JSON. StageDied: broken connection. StageUnreachable. DeadlineError.
         """
-        raw = await self._whole(instance, path, body, headers, timeout_s)
+        async with nullcontext() if timeout_s is None else deadline(timeout_s, f"stage {instance.id}"):
+            connection = await self._connection(instance)
+            try:
+                await connection.send(self._head(instance, path, body, headers), body)
+                raw = await connection.whole()
+            except ConnectionError as error:
+                raise StageDied(f"stage {instance.id} broke its connection", stage=instance.id) from error
+            finally:
+                connection.leave(self._idle[instance.url].setdefault)
+        if connection.status != 200:
+            raise stage_answer_error(raw, stage=instance.id, status=connection.status)
         try:
-            answer = strict_json.decode(raw)
-        except (ValueError, RecursionError) as error:
-            raise StageError(f"stage {instance.id} answered something that is not JSON", stage=instance.id) from error
+            answer = decode(raw)
+        except (ValueError, RecursionError):
+            answer = None
         if not isinstance(answer, dict):
-            raise StageError(f"stage {instance.id} answered JSON that is not an object", stage=instance.id)
+            raise StageError(f"stage {instance.id} answered something that is no JSON object", stage=instance.id)
         return answer
-
-    async def fields(
-        self,
-        instance: Instance,
-        path: str,
-        body: bytes | Pieces,
-        headers: Mapping[str, str],
-        *,
-        timeout_s: float | None,
-    ) -> Mapping[str, msgspec.Raw]:
-        """Does as `post` for an answer that is only passed on. Returns its fields, each as the bytes that the stage
-        sent."""
-        raw = await self._whole(instance, path, body, headers, timeout_s)
-        try:
-            return strict_json.fields(raw)
-        except (ValueError, RecursionError) as error:
-            raise StageError(
-                f"stage {instance.id} answered something that is no JSON object", stage=instance.id
-            ) from error
 
     async def events(
         self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str]
@@ -113,27 +104,9 @@ class StageClient:
                         connection.limit(self._timeouts.idle_s, f"the next token from stage {instance.id}")
                     yield events
         except ConnectionError as error:
-            raise _died(instance) from error
+            raise StageDied(f"stage {instance.id} broke its connection", stage=instance.id) from error
         finally:
-            connection.leave(partial(self._put_back, instance.url), within_s=REST_S if whole.done else 0.0)
-
-    async def _whole(
-        self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str], timeout_s: float | None
-    ) -> bytes:
-        if timeout_s is not None:
-            async with deadline(timeout_s, f"stage {instance.id}"):
-                return await self._whole(instance, path, body, headers, None)
-        connection = await self._connection(instance)
-        try:
-            await connection.send(self._head(instance, path, body, headers), body)
-            raw = await connection.whole()
-            if connection.status != 200:
-                raise stage_answer_error(raw, stage=instance.id, status=connection.status)
-            return raw
-        except ConnectionError as error:
-            raise _died(instance) from error
-        finally:
-            connection.leave(partial(self._put_back, instance.url), within_s=0.0)
+            connection.leave(self._idle[instance.url].setdefault, within_s=REST_S if whole.done else 0.0)
 
     def _head(self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str]) -> bytes:
         """Of a request. All headers are our own words, or a client's that a server has parsed: no line breaks."""
@@ -142,39 +115,19 @@ class StageClient:
 
     async def _connection(self, instance: Instance) -> Connection:
         """One that nobody uses, a new one where there is none. Raises StageUnreachable."""
-        idle = self._idle.get(instance.url)
+        idle = self._idle[instance.url]
         while idle:
-            connection, since = idle.popitem()
-            if connection.reusable and time.monotonic() < since + IDLE_S:
+            connection, _ = idle.popitem()
+            if connection.taken():
                 return connection
-            connection.close()
         try:
             async with asyncio.timeout(self._timeouts.connect_s):
-                made = partial(Connection, partial(self._lost, instance.url))
-                return (await endpoint.connect(instance.url, made))[1]
+                return (await endpoint.connect(instance.url, partial(Connection, partial(self._lost, instance.url))))[1]
         except OSError as error:  # TimeoutError is one
             raise StageUnreachable(f"stage {instance.id} cannot be reached", stage=instance.id) from error
 
-    def _put_back(self, url: str, connection: Connection) -> None:
-        if not connection.reusable:
-            connection.close()
-            return
-        now = time.monotonic()
-        idle = self._idle.setdefault(url, {})
-        idle[connection] = now
-        longest = next(iter(idle))
-        if idle[longest] + IDLE_S < now:  # of a host that vanished nobody hears the end
-            longest.close()
-
     def _lost(self, url: str, connection: Connection) -> None:
-        if (idle := self._idle.get(url)) is not None:
-            idle.pop(connection, None)
-            if not idle:
-                del self._idle[url]
-
-
-def _died(instance: Instance) -> StageDied:
-    return StageDied(f"stage {instance.id} broke its connection", stage=instance.id)
+        self._idle[url].pop(connection, None)
 
 
 @lru_cache(maxsize=1024)
@@ -184,21 +137,14 @@ def _beginning(url: str, path: str) -> str:
     return f"POST {address.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {address.netloc}\r\n"
 
 
-class deadline:
+@asynccontextmanager
+async def deadline(seconds: float, what: str) -> AsyncIterator[None]:
     """Bound a wait and name it: DeadlineError when it ran out."""
-
-    def __init__(self, seconds: float, what: str) -> None:
-        self._seconds = seconds
-        self._what = what
-
-    async def __aenter__(self) -> None:
-        self._scope = asyncio.timeout(self._seconds)
-        await self._scope.__aenter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            await self._scope.__aexit__(kind, error, trace)
-        except TimeoutError as late:
-            raise DeadlineError(f"{self._what} took longer than {self._seconds:g} s") from late
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            yield
+    except TimeoutError as late:
+        if not scope.expired():
+            raise
+        raise DeadlineError(f"{what} took longer than {seconds:g} s") from late

@@ -8,14 +8,18 @@ call, and what a failure is called, is `proxy/stages/client.py`'s business.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import httptools
 
 from epd_serve.errors import DeadlineError
+from epd_serve.instances import KEEP_ALIVE_S
 from proxy.request.payload import Pieces
 
+IDLE_S = 0.8 * KEEP_ALIVE_S
+"""An unused connection is closed after so long: well before the stage does, or a request would meet that."""
 READ_AHEAD_BYTES = 64 << 10
 """Of an answer that nobody takes; then the stage has to wait."""
 ONE_WRITE_BYTES = 64 << 10
@@ -43,28 +47,30 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser: Any = httptools.HttpResponseParser(self)
-        self._pieces: list[bytes] = []
-        self._size_bytes = 0
-        self._reading_paused = self._writing_paused = self._used_up = False
+        self._body = bytearray()
+        self._writing_paused = self._used_up = False
         self._waiter: asyncio.Future[None] | None = None
-        self._ready: Callable[[], bool] = bool
         self._waiting_since: float | None = None
-        self._limit_s, self._what = 0.0, ""
+        self._limit_s, self._what = math.inf, ""
         self._timer: asyncio.TimerHandle | None = None
         self._late: DeadlineError | None = None
-        self._completed: Callable[[Connection], None] | None = None
+        self._kept: Callable[[Connection], object] | None = None
 
-    @property
-    def reusable(self) -> bool:
-        """It can take another request."""
-        return self.complete and not self._used_up and self._transport is not None and not self._transport.is_closing()
+    def taken(self) -> bool:
+        """Use it again. False: it can take no other request, and is closed."""
+        self._limit_s, self._waiting_since = math.inf, None
+        if self.complete and not self._used_up and self._transport is not None and not self._transport.is_closing():
+            return True
+        self.close()
+        return False
 
-    def limit(self, limit_s: float, what: str) -> None:
+    def limit(self, limit_s: float, what: str = "") -> None:
         """Bound every wait from now on. One timer for all of them, put off when it fires early: a timer per token would
         cost more than the token."""
         self._limit_s, self._what = limit_s, what
-        self._stop_timer()
-        self._timer = self._loop.call_later(limit_s, self._look)
+        due = self._loop.time() + limit_s
+        if self._timer is None or self._timer.when() > due:
+            self._set_timer(due)
 
     async def send(self, head: bytes, body: bytes | Pieces) -> None:
         """Write a request, no faster than the stage takes it; an answer that comes before its end ends the writing."""
@@ -75,56 +81,63 @@ class Connection(asyncio.Protocol):
             return
         self._transport.write(head)
         for part in Pieces([body]) if isinstance(body, bytes) else body:
+            while self._writing_paused and not self.status:
+                await self._change()
             if self.status:
                 self._used_up = True  # the stage still expects the rest
                 return
             self._transport.write(part)
-            if self._writing_paused:
-                await self._until(self._is_taken)
 
     async def head(self) -> int:
         """The status, once it is there."""
-        await self._until(self._is_answered)
+        while not self.status:
+            await self._change()
         return self.status
 
     async def read(self) -> bytes:
         """What has come of the body, waiting for some; empty at its end."""
-        await self._until(self._has_some)
-        return self._taken()
+        while not (self._body or self.complete):
+            await self._change()
+        return self._take()
 
     async def whole(self) -> bytes:
         """All of the body."""
         parts = []
-        while True:
-            await self._until(self._has_all_it_can)
-            parts.append(self._taken())
-            if self.complete:
-                return b"".join(parts)
+        while part := await self.read():
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def leave(self, completed: Callable[[Connection], None], *, within_s: float) -> None:
-        """Nobody waits any more. `completed` gets the connection once the answer is complete, at once where it is; an
-        answer that takes longer is cut off, and with it the stage's work."""
-        self._stop_timer()
+    def leave(self, kept: Callable[[Connection], object], *, within_s: float = 0.0) -> None:
+        """Nobody waits any more. `kept` gets the connection once the answer is complete, for the next request within
+        `IDLE_S`; an answer that takes longer than `within_s` is cut off, and with it the stage's work."""
+        self._kept = kept
         if self.complete:
-            self._taken()
-            completed(self)
+            self._rest()
         elif within_s:
-            self._completed = completed
-            self._timer = self._loop.call_later(within_s, self.close)
+            self._waiting_since = self._loop.time()
+            self.limit(within_s)
         else:
             self.close()
 
+    def _rest(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None and self.taken():
+            self._take()
+            kept(self)
+            self._waiting_since = self._loop.time()
+            self.limit(IDLE_S)
+
     def close(self) -> None:
         """Break it, which is what makes vLLM abort the request."""
-        self._stop_timer()
         if self._transport is not None:
             self._transport.abort()
 
     # --- waits --------------------------------------------------------------------------------------------------------
 
-    async def _until(self, ready: Callable[[], bool]) -> None:
-        if not ready() and self._transport is not None:
-            self._ready, self._waiting_since = ready, self._loop.time()
+    async def _change(self) -> None:
+        """Until something has come, or may be written again."""
+        if self._transport is not None:
+            self._waiting_since = self._loop.time()
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
@@ -134,41 +147,30 @@ class Connection(asyncio.Protocol):
             raise self._late or ConnectionError("it broke before the answer was complete")
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done() and (self._transport is None or self._ready()):
+        if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _is_taken(self) -> bool:
-        return not self._writing_paused or bool(self.status)
-
-    def _is_answered(self) -> bool:
-        return bool(self.status)
-
-    def _has_some(self) -> bool:
-        return bool(self._pieces) or self.complete
-
-    def _has_all_it_can(self) -> bool:
-        return self.complete or self._reading_paused
-
-    def _taken(self) -> bytes:
-        pieces, self._pieces, self._size_bytes = self._pieces, [], 0
-        if self._reading_paused and self._transport is not None:
-            self._reading_paused = False
+    def _take(self) -> bytes:
+        if len(self._body) > READ_AHEAD_BYTES and self._transport is not None:
             self._transport.resume_reading()
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        taken = bytes(self._body)
+        self._body.clear()
+        return taken
 
     def _look(self) -> None:
+        self._timer = None
         now = self._loop.time()
         due = (now if self._waiting_since is None else self._waiting_since) + self._limit_s
-        if due > now:
-            self._timer = self._loop.call_at(due, self._look)
-            return
-        self._late = DeadlineError(f"{self._what} took longer than {self._limit_s:g} s")
-        self.close()
+        if due <= now:
+            self._late = DeadlineError(f"{self._what} took longer than {self._limit_s:g} s")
+            self.close()
+        elif due < math.inf:
+            self._set_timer(due)
 
-    def _stop_timer(self) -> None:
+    def _set_timer(self, at: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer = self._loop.call_at(at, self._look)
 
     # --- asyncio ------------------------------------------------------------------------------------------------------
 
@@ -177,7 +179,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = self._parser = None  # parser and connection hold one another
-        self._stop_timer()
+        if self._timer is not None:
+            self._timer.cancel()
         self._lost(self)
         self._wake()
 
@@ -207,19 +210,12 @@ class Connection(asyncio.Protocol):
         self.status = status if status >= 200 else 0  # "100 Continue" announces nothing
 
     def on_body(self, body: bytes) -> None:
-        self._pieces.append(body)
-        self._size_bytes += len(body)
-        if self._size_bytes > READ_AHEAD_BYTES and not self._reading_paused and self._transport is not None:
-            self._reading_paused = True
+        self._body += body
+        if len(self._body) > READ_AHEAD_BYTES and self._transport is not None:
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
-        if not self.status:
-            return
-        self.complete = True
-        self._used_up = self._used_up or not self._parser.should_keep_alive()
-        completed, self._completed = self._completed, None
-        if completed is not None:
-            self._stop_timer()
-            self._taken()
-            completed(self)
+        if self.status:
+            self.complete = True
+            self._used_up = self._used_up or not self._parser.should_keep_alive()
+            self._rest()

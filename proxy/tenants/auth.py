@@ -5,7 +5,6 @@ A tenant is a digest: it salts feature keys and vLLM's prefix cache, so that nob
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from dataclasses import replace
 from typing import NamedTuple
@@ -51,16 +50,15 @@ class Callers:
 
     def __init__(self, settings: ProxySettings) -> None:
         self._settings = settings
-        self._header = settings.tenant_header
         self._salt = b""
-        self._by_digest: dict[bytes, _Known] | None = None
+        self._by_digest: dict[bytes, Caller] | None = None
         if settings.api_keys is not None:
             self.go_by(settings.api_keys)
 
     def go_by(self, keys: ApiKeys) -> None:
         """From now on these are the keys. Requests under way go on."""
         self._salt = bytes.fromhex(keys.salt)
-        self._by_digest = {bytes.fromhex(key.hash): self._known(key) for key in keys.keys}
+        self._by_digest = {bytes.fromhex(key.hash): self._caller(key) for key in keys.keys}
 
     def tenant_of(self, headers: Headers) -> str:
         """The tenant of a request. Raises as `caller_of`."""
@@ -76,44 +74,39 @@ class Callers:
             AuthenticationError: keys are wanted and this is none of them.
             RequestError: the tenant header is there more than once.
         """
-        name = _named(headers, self._header)
+        name = _named(headers, self._settings.tenant_header)
         if self._by_digest is None:
-            tenant = _digest(b"named/\0" + _bytes(name)) if name else DEFAULT_TENANT
+            tenant = tenant_digest(f"{DEFAULT_TENANT}\0{name}") if name else DEFAULT_TENANT
             return Caller(tenant, tenant, self._settings.key_limits)
-        known = self._by_digest.get(digest(self._salt, _token(headers)))
-        if known is None:
+        caller = self._by_digest.get(digest(self._salt, _token(headers)))
+        if caller is None:
             raise AuthenticationError(
                 "Missing or invalid API key: send it as `Authorization: Bearer <key>`, or as `x-api-key: <key>`."
             )
-        if name:
-            tenant = _digest(b"named/" + _bytes(known.key.tenant or known.key.name) + b"\0" + _bytes(name))
-            return known.caller._replace(tenant=tenant)
-        return known.caller
+        return caller._replace(tenant=tenant_digest(f"{caller.tenant}\0{name}")) if name else caller
 
-    def _known(self, key: ApiKey) -> _Known:
+    def _caller(self, key: ApiKey) -> Caller:
         own = KeyLimits(**key.limits).shared_by(self._settings.processes)
         limits = replace(self._settings.key_limits, **{name: getattr(own, name) for name in key.limits})
-        account = _digest(b"key/" + _bytes(key.name))
-        return _Known(key, Caller(tenant_digest(key.tenant or key.name), account, limits))
-
-
-class _Known(NamedTuple):
-    key: ApiKey
-    caller: Caller
+        return Caller(tenant_digest(key.tenant or key.name), f"key/{key.name}", limits)
 
 
 def bears(headers: Headers, key: str) -> bool:
     """Whether a request has this one bearer key, in a time that tells nothing about it."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    right = hmac.compare_digest(token.strip().encode("utf-8", "replace"), key.encode())
-    return right and scheme.lower() == "bearer"
+    token = _bearer(headers)
+    return token is not None and hmac.compare_digest(token.encode("utf-8", "replace"), key.encode())
 
 
 def _token(headers: Headers) -> bytes:
     """What it says that it bears, or has in Anthropic's header; b"" where it says nothing of the kind. Looking up what
     an unknown key hashes to tells nothing, in however long it takes, about one that is known."""
+    token = _bearer(headers)
+    return (headers.get("x-api-key", "").strip() if token is None else token).encode("utf-8", "surrogateescape")
+
+
+def _bearer(headers: Headers) -> str | None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    return _bytes((token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip())
+    return token.strip() if scheme.lower() == "bearer" else None
 
 
 def _named(headers: Headers, tenant_header: str) -> str:
@@ -121,11 +114,3 @@ def _named(headers: Headers, tenant_header: str) -> str:
     if len(values) > 1:  # the gateway's and the client's: which one is whose cannot be told
         raise RequestError(f"The header {tenant_header} must be sent once.", param=tenant_header)
     return values[0].strip() if values else ""
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
-
-
-def _digest(name: bytes) -> str:
-    return hashlib.sha256(b"epd-serve/tenant/" + name).hexdigest()[:32]

@@ -6,14 +6,15 @@ Owns the counts. Bounds over all clients together are admission's.
 from __future__ import annotations
 
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from epd_serve.errors import OverloadedError
 from proxy.config.limits import KeyLimits
 
-PRUNE_FROM = 1024
 UNLIMITED = nullcontext()
+MINUTE_S = 60.0
 
 
 class KeyLimitError(OverloadedError):
@@ -31,9 +32,8 @@ class KeyGate:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._in_flight: dict[str, int] = {}
-        self._full_at: dict[str, float] = {}  # when the account's bucket will be full again
-        self._prune_at = PRUNE_FROM
+        self._in_flight: Counter[str] = Counter()
+        self._full_at: OrderedDict[str, float] = OrderedDict()  # when its bucket is full again; the last asked last
 
     def admitted(self, account: str, limits: KeyLimits) -> AbstractContextManager[None]:
         """Count one request of `account` while it lasts. Entering raises KeyLimitError (429) with the time to wait."""
@@ -42,35 +42,28 @@ class KeyGate:
 
     @contextmanager
     def _counted(self, account: str, limits: KeyLimits) -> Iterator[None]:
-        most = limits.requests_in_flight
-        running = self._in_flight.get(account, 0)
+        most, running = limits.requests_in_flight, self._in_flight[account]
         if most and running >= most:
             raise KeyLimitError(f"this key has {running} requests in progress, its limit is {most}; try again later")
-        self._take(account, limits.requests_per_minute)
-        if not most:
-            yield
-            return
-        self._in_flight[account] = running + 1
+        if limits.requests_per_minute:
+            self._take(account, limits.requests_per_minute)
+        self._in_flight[account] += 1
         try:
             yield
         finally:
-            left = self._in_flight[account] - 1
-            if left:
-                self._in_flight[account] = left
-            else:
+            self._in_flight[account] -= 1
+            if not self._in_flight[account]:
                 del self._in_flight[account]
 
     def _take(self, account: str, per_minute: int) -> None:
-        if not per_minute:
-            return
         now = self._clock()
-        full_at = max(self._full_at.get(account, now), now) + 60.0 / per_minute
-        if full_at > now + 60.0 + 1e-6:
+        while self._full_at and next(iter(self._full_at.values())) <= now:
+            self._full_at.popitem(last=False)
+        full_at = max(self._full_at.get(account, now), now) + MINUTE_S / per_minute
+        wait_s = full_at - now - MINUTE_S
+        if wait_s > 1e-6:
             raise KeyLimitError(
-                f"this key has made its {per_minute} requests per minute; try again later",
-                retry_after_s=full_at - now - 60.0,
+                f"this key has made its {per_minute} requests per minute; try again later", retry_after_s=wait_s
             )
         self._full_at[account] = full_at
-        if len(self._full_at) > self._prune_at:
-            self._full_at = {name: at for name, at in self._full_at.items() if at > now}
-            self._prune_at = max(PRUNE_FROM, 2 * len(self._full_at))
+        self._full_at.move_to_end(account)

@@ -15,7 +15,6 @@ import contextlib
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -27,9 +26,9 @@ from starlette.routing import Route
 
 from proxy.background import Background
 from proxy.config.keys import ApiKeys
-from proxy.page.observed import Observe
+from proxy.page.events import Observe
 from proxy.records.records import Question, RecordsAnswer, merged, unanswered
-from proxy.registry.announcements import Announcements, take_in
+from proxy.registry.announcements import Announcements
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable
 from proxy.server.uvicorn_server import serve
@@ -125,7 +124,7 @@ class WorkerHub:
         self._registry = CollectorRegistry()
         register_stage_metrics(self._registry, table)
         # This process routes nothing, but says when all is ready, and knows which links are in use.
-        self._announcements = Announcements(table, partial(take_in, table), background, key_file)
+        self._announcements = Announcements(table, table.report, background, key_file)
         published.on_change = background.changed = self._changed
 
     async def start(self) -> None:

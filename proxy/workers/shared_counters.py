@@ -29,7 +29,7 @@ from operator import add
 
 from epd_serve.errors import ConfigError
 from epd_serve.instances import IncarnationId
-from proxy.registry.ledger import NO_TALLY, NOTHING, Tally, Work
+from proxy.registry.load import NO_TALLY, NOTHING, Ledger, Tally, Work
 
 SLOTS = 2048
 """Incarnations of instances that are counted at a time; a deployment has dozens."""
@@ -49,13 +49,12 @@ class Asked(IntEnum):
 class Cell(IntEnum):
     """What the process of a row says of itself."""
 
-    MOVES = 0  # how often it has acquired something
-    TAKES = 1  # its connections, and 1 more; 0: it takes none
-    REQUESTS = 2  # that it has
-    ROSTER = 3  # number of the one that it goes by (`roster.py`); 0: of none yet
-    OBEYED = 4  # what of `Asked` it does
-    TEXTS = 5  # requests of this kind that have come since it began
-    MEDIA = 6
+    TAKES = 0  # its connections, and 1 more; 0: it takes none
+    REQUESTS = 1  # that it has
+    ROSTER = 2  # number of the one that it goes by (`roster.py`); 0: of none yet
+    OBEYED = 3  # what of `Asked` it does
+    TEXTS = 4  # requests of this kind that have come since it began
+    MEDIA = 5
 
 
 _ROW_HEADER = len(Cell)
@@ -100,10 +99,6 @@ class SharedCounters:
     def total(self, cell: Cell) -> int:
         """Of all processes."""
         return sum(self._cells[start + cell] for start in self._starts)
-
-    def say_moved(self, row: int) -> None:
-        """Its process has acquired something."""
-        self._cells[self._starts[row]] += 1
 
     def least_connections(self, but: int) -> int | None:
         """Returns the fewest that any process takes but that of row `but`; None without others."""
@@ -162,8 +157,8 @@ _AT = {work: _CELLS * number for number, work in enumerate(Work)}
 """The first count of each kind of work."""
 
 
-class SharedLedger:
-    """A `proxy.registry.ledger.Ledger` of one of several processes: it counts in its own row, and reads all.
+class SharedLedger(Ledger):
+    """That of one of several processes: it counts in its own row, and reads all.
 
     Args:
         row: the one this process counts in, or None for one that only reads.
@@ -180,8 +175,6 @@ class SharedLedger:
 
     def acquire(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
         self._add(incarnation_id, _AT[work] + _ACQUIRED, weight)
-        assert self._row is not None, "it has counted"
-        self._counters.say_moved(self._row)
 
     def release(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
         self._add(incarnation_id, _AT[work] + _RELEASED, weight)
@@ -200,10 +193,6 @@ class SharedLedger:
 
     def forget(self, incarnation_id: IncarnationId) -> None:
         self._slots.pop(incarnation_id, None)
-
-    def moves(self) -> int:
-        """Another number after some process has acquired something: a cheap look at whether there is news."""
-        return self._counters.total(Cell.MOVES)
 
     def _add(self, incarnation_id: IncarnationId, count: int, weight: int) -> None:
         assert self._row is not None, "a process without a row counts nothing"

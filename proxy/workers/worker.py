@@ -31,7 +31,7 @@ from proxy.background import Background
 from proxy.config.keys import ApiKeys
 from proxy.errors import most_telling
 from proxy.http.app import create_app
-from proxy.page.observed import Seen
+from proxy.page.events import Seen
 from proxy.page.routes import About, Page
 from proxy.pipeline import Pipeline
 from proxy.records.records import Question
@@ -48,7 +48,7 @@ from proxy.workers.wire import NO_KEYS, WATCH_S, FeedError, Roster, Setup, Told,
 logger = logging.getLogger(__name__)
 SUM_S = 5.0
 NOTE_S = 0.02
-"""How often a worker looks at what others have acquired: much less than `proxy.registry.load.REPORT_LAG_S`."""
+"""How often a worker says how many connections it takes, which others go by."""
 
 ALONE_S = 0.1
 """How often it looks at what is asked of it where there are no others."""
@@ -133,7 +133,7 @@ class Feed:
         return await self._asked("/metrics")
 
     async def observe(self, question: Question, whole: bool) -> Seen:
-        """A `proxy.page.observed.Observe`.
+        """A `proxy.page.events.Observe`.
 
         Raises:
             DeadlineError: the parent does not answer.
@@ -173,15 +173,11 @@ def own_app(pipeline: Pipeline, serves: asyncio.Event) -> Starlette:
 class OwnRow:
     """This worker's row of the shared counters: what it says of itself there, and finds asked of it."""
 
-    def __init__(
-        self, counters: SharedCounters, row: int, ledger: SharedLedger, shared: SharedListener, pipeline: Pipeline
-    ) -> None:
+    def __init__(self, counters: SharedCounters, row: int, shared: SharedListener, pipeline: Pipeline) -> None:
         self._counters = counters
         self._row = row
-        self._ledger = ledger
         self._shared = shared
         self._pipeline = pipeline
-        self._moves = -1
 
     def look(self) -> bool:
         """Returns whether there are others."""
@@ -196,12 +192,7 @@ class OwnRow:
         counters.say(self._row, Cell.OBEYED, asked)
         for cell, arrived in zip((Cell.TEXTS, Cell.MEDIA), self._pipeline.gate.queue.arrived.values(), strict=True):
             counters.say(self._row, cell, arrived)
-        alone = counters.least_connections(self._row) is None
-        if not alone and self._moves != (moves := self._ledger.moves()):
-            # What an instance reports is held against what had been acquired by then: by all workers.
-            self._moves = moves
-            self._pipeline.table.note_acquired()
-        return not alone
+        return counters.least_connections(self._row) is not None
 
     async def keep(self) -> None:
         while True:  # noqa: ASYNC110 - other processes write there
@@ -262,7 +253,7 @@ async def _serve(
         certificate = Certificate(setup.settings.tls_cert_file, setup.settings.tls_key_file)
         background.start("certificate", certificate.watch)
     shared = SharedListener(listening, lambda: counters.least_connections(row), certificate, most_connections())
-    own_row = OwnRow(counters, row, ledger, shared, pipeline)
+    own_row = OwnRow(counters, row, shared, pipeline)
     worker_roster = WorkerRoster(table)
     serves = asyncio.Event()
 

@@ -55,6 +55,10 @@ class FakeNode(NodeClient):
         await self.reachable.wait()
         await self.runtime.flip(id, role)
 
+    async def share(self, order: Order) -> None:
+        await self.reachable.wait()
+        await self.runtime.share(order)
+
     async def drain(self, id: str) -> None:
         await self.reachable.wait()
         await self.runtime.drain(id)

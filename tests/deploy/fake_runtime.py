@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from deploy.change.types import on_cores
 from deploy.runtime.protocol import Node, Observed, Order, Phase
 from epd_serve.errors import ConfigError
 from epd_serve.instances import Instance
@@ -154,6 +155,14 @@ class FakeRuntime:
                 order=replace(order, spec=replace(order.spec, role=role)),
                 instance=instance and replace(instance, role=role),
             )
+        self._lose_answer()
+
+    async def share(self, order: Order) -> None:
+        await self._called("share", order.id)
+        if (kept := self._kept.get(order.id)) is not None:
+            if not kept.seen.order.spec.stands_for(order.spec):
+                raise ConfigError(f"{order.id} is another's")
+            self._set(kept, order=on_cores(kept.seen, order.spec).order)
         self._lose_answer()
 
     async def drain(self, id: str) -> None:

@@ -15,7 +15,7 @@ from deploy.alone.stages import read_stages_file
 from deploy.options.config import DeployConfig, build_config
 from proxy.background import Background
 from proxy.metrics import Metrics
-from proxy.records.request_metrics import RequestMetrics
+from proxy.records.counts import RequestCounts
 from tests.docs.documents import DOCUMENTS, ROOT
 
 GENERATED = runpy.run_path(str(ROOT / "docs/generate.py"))
@@ -39,7 +39,7 @@ def test_every_setting_has_its_meaning():
 
 def test_every_metric_of_a_running_proxy_is_in_the_reference():
     page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
-    collectors = (Metrics().registry, Background().registry, RequestMetrics())
+    collectors = (Metrics().registry, Background().registry, RequestCounts(0.0))
     families = [family for one in collectors for family in one.collect()]
 
     assert [one.name for one in families if f"`{one.name}{'_total' * (one.type == 'counter')}`" not in page] == []

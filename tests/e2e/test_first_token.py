@@ -21,6 +21,7 @@ from tests.waiting import wait_for
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SHOWN = 'epd_proxy_first_tokens_total{stage="P"}'
+KEPT = 'epd_proxy_first_token_streams_total{outcome="kept"}'
 DONE_AT_DECODE = Path(f"/tmp/epd-first-token-{os.getpid()}-received")
 DONE_AT_PREFILL = Path(f"/tmp/epd-first-token-{os.getpid()}-done")
 PAUSES = f"pause=received:{DONE_AT_DECODE};pause=done:{DONE_AT_PREFILL}"
@@ -88,7 +89,9 @@ def assert_streams_alike(
 @epd
 @pytest.mark.parametrize("name", ["text", "one picture", "three pictures of different sizes", "a long prompt"])
 def test_a_stream_begins_with_prefills_token_and_is_plain_vllms(launch: Serving, monolith: Endpoint, name: str) -> None:
+    before = launch.metric(KEPT)
     assert_streams_alike(launch, monolith, {**SOLO[name], "stream_options": {"include_usage": True}})
+    assert launch.metric(KEPT) > before and not launch.metric(KEPT.replace("kept", "other"))
 
 
 FORMS: dict[str, Body] = {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deploy.host.environment import stage_environment
-from epd_serve.cpu_threads import COUNT_ENV, THREAD_FLOP, WAIT_ENV, CpuThreads, cpu_threads
+from epd_serve.cpu_threads import COUNT_ENV, THREAD_FLOP, WAIT_ENV, cpu_threads
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.engine.argv import HCCL_PORTS_ENV, V2_RUNNER_ENV
 from epd_serve.roles import Role
@@ -23,7 +24,8 @@ def work(*, encode: float = 1e15, prefill: float = 1e15, token: float = 1e15) ->
 @pytest.mark.parametrize(("threads_worth", "count"), [(0.01, 1), (1, 1), (3, 3), (8, 8), (1000, 8)])
 def test_a_thread_for_so_much_work_and_none_without_a_core(threads_worth: float, count: int) -> None:
     made = cpu_threads(work(token=threads_worth * THREAD_FLOP), Role.PD, CORES, 1)
-    assert made == CpuThreads(CORES, count)
+    assert (made.cores, made.count) == (CORES, count)
+    assert replace(made, cores=CORES[:2]).count == min(2, count), "on other cores, while it runs"
 
 
 @pytest.mark.parametrize("role", Role)

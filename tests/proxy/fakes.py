@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,18 +22,37 @@ from starlette.types import Receive, Scope, Send
 
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
+from proxy.admission.gate import Gate
+from proxy.admission.queue import Capacity, Kind
+from proxy.background import Background
 from proxy.config.keys import ApiKey, ApiKeys, digest
-from proxy.config.limits import MediaLimits, Timeouts
+from proxy.config.limits import AdmissionLimits, MediaLimits, MigrationLimits, PoisonLimits, RetryLimits, Timeouts
 from proxy.config.settings import ModelIdentity, ProxySettings
+from proxy.context import RequestContext, Services
 from proxy.http.app import create_app
+from proxy.media.loader import LoadedItem
+from proxy.metrics import Metrics
 from proxy.pipeline import Pipeline
-from proxy.registry.table import InstanceTable
+from proxy.records.record import Record
+from proxy.registry.feature_directory import FeatureDirectory
+from proxy.registry.table import InstanceTable, Pause
+from proxy.request.client import ClientSink
+from proxy.request.parse import ParsedRequest
+from proxy.stages.circuits import Circuits, StallWatchdog
+from proxy.stages.history import HistoryRoom, TokenHistory
+from proxy.stages.poison import Poison
+from proxy.stages.retries import RetryBudget
 from tests.waiting import PATIENCE_S
 
 MODEL = "demo"
 QUICK = Timeouts(  # but for instances that are missing: a test that means another deadline names it
     connect_s=20.0, encode_s=60.0, first_byte_s=60.0, idle_s=60.0, total_s=90.0, instance_wait_s=0.3
 )  # fmt: skip
+
+
+def document(config: ProxySettings) -> dict[str, Any]:
+    """What a proxy with these settings has at /openapi.json."""
+    return create_app(config, InstanceTable()).openapi()
 
 
 @dataclass(frozen=True)
@@ -375,6 +395,29 @@ def refused_instance(instance_id: str, role: Role) -> Instance:
 
 
 # Requests.
+
+
+def context(request: ParsedRequest, items: Collection[LoadedItem] = (), request_id: str = "r") -> RequestContext:
+    """Of a request that has been admitted and loaded, by a gate of its own. Nobody hears its answer."""
+
+    async def nobody(_: object) -> None: ...
+
+    ctx = RequestContext(request_id, request.endpoint, ClientSink(nobody, {}), Record(request_id))
+    gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
+    ctx.request, ctx.base, ctx.items = request, request.body, tuple(items)
+    ctx.tokens = float(sum(item.tokens for item in items))
+    ctx.watched = Poison(PoisonLimits(), Metrics()).watched(b"{}")
+    ctx.history = TokenHistory(HistoryRoom(MigrationLimits()))
+    ctx.passed = gate.admitted(Kind.MEDIA if items else Kind.TEXT, ctx.record).__enter__()
+    return ctx
+
+
+def services(table: InstanceTable, stages: Any, config: ProxySettings | None = None) -> Services:
+    """What steps share, over stages that are called through `stages`. Nobody announces anything."""
+    metrics, directory = Metrics(), FeatureDirectory(64)
+    dispatcher, watchdog = SimpleNamespace(directory=directory), StallWatchdog(table, 60.0, Background())
+    circuits, budget = Circuits(table, metrics), RetryBudget(RetryLimits(), now=0.0)
+    return Services(config or settings(), metrics, table, stages, circuits, budget, watchdog, dispatcher)  # type: ignore[arg-type]
 
 
 def image_file(width: int = 8, height: int = 8, color: str = "red", kind: str = "PNG") -> bytes:

@@ -17,9 +17,8 @@ from hypothesis.errors import Unsatisfiable
 
 from proxy.fields.rules import ANTHROPIC, NESTED, NESTED_ANTHROPIC
 from proxy.fields.vllm_fields import FIELDS
-from proxy.http.openapi import document
 from proxy.request.parse import Endpoint
-from tests.proxy.fakes import data_url, image_body, image_file, text_body
+from tests.proxy.fakes import data_url, document, image_body, image_file, text_body
 from tests.proxy.fakes import settings as proxy_settings
 
 TIMEOUT_S = 30.0
@@ -48,7 +47,7 @@ GOOD: dict[Endpoint, dict[str, Any]] = {
     Endpoint.COUNT_TOKENS: {"messages": _MESSAGES},
 }
 OPERATIONS = sorted(
-    one["operationId"] for path in document(proxy_settings(), "0")["paths"].values() for one in path.values()
+    one["operationId"] for path in document(proxy_settings())["paths"].values() for one in path.values()
 )
 
 

@@ -81,7 +81,7 @@ async def test_stopping_is_no_failure() -> None:
 
 
 async def test_a_look_at_silent_stages_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.generate.stall_watchdog.CHECK_EVERY_S", 0.005)
+    monkeypatch.setattr("proxy.stages.circuits.CHECK_EVERY_S", 0.005)
     async with cluster("PD0") as c:
         looks = 0
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from bench.clients.process import Child
 from bench.micro.measurement import in_turns
-from store.checksum import Bytes, verify_payload
+from store.checksum import Bytes, copy_with_checksum, verify_payload
 from store.errors import StoreError
-from store.feature import RECORD_BYTES
+from store.feature import RECORD_BYTES, FeatureMeta
 from store.mooncake.client import MooncakeConfig, load_mooncake
 from store.mooncake.tier import MooncakeStore
 
@@ -80,8 +80,12 @@ def _own(pipe: Connection, address: str, nbytes: int) -> None:
     segment = 2 * len(KEYS) * (nbytes + RECORD_BYTES)
     store = MooncakeStore.connect(MooncakeConfig(master=address, segment_bytes=segment))
     rng = np.random.default_rng(0)
+    source = _memory(nbytes)
+    store.register(source.ctypes.data, source.nbytes)
     for key in KEYS:
-        store.put(key, rng.integers(0, 255, nbytes, np.uint8), shape=(nbytes,), dtype="uint8")
+        digest = copy_with_checksum(source, rng.integers(0, 255, nbytes, np.uint8))
+        meta = FeatureMeta(key, (nbytes,), "uint8", nbytes, digest)
+        store.put_from(meta, source.ctypes.data, on_failure=lambda: None)
     pipe.send(True)
     pipe.recv()
     store.close()

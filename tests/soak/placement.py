@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bench.micro.measurement import Goal
 from epd_serve.image_tokens import PIXELS_PER_TOKEN
-from proxy.encode.spread import makespan_s, spread
+from proxy.encode.spread import spread
 from proxy.routing.policy import Candidate
 from tests.soak.harness import Result, Soak
 
@@ -83,6 +83,14 @@ def optimum(costs: Sequence[float], rates: Sequence[float]) -> float:
     """The shortest makespan of all placements on idle encoders, by trying them."""
     totals = _placements(len(costs), len(rates)) @ np.asarray(costs, dtype=float)  # [placement, encoder]
     return float((totals / np.asarray(rates)).max(axis=1).min())
+
+
+def makespan_s(at: Sequence[int], costs: Sequence[float], loads: Sequence[float], speeds: Sequence[float]) -> float:
+    """When the last worker that got an item is done; 0 without items."""
+    totals = list(loads)
+    for worker, cost in zip(at, costs, strict=True):
+        totals[worker] += cost
+    return max((totals[worker] / speeds[worker] for worker in set(at)), default=0.0)
 
 
 @functools.cache

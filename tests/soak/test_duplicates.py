@@ -12,7 +12,7 @@ from prometheus_client.registry import CollectorRegistry
 from bench.served import Served, Stage
 from deploy.alone.stages import read_stages_file
 from epd_serve.wire import StoreReport
-from proxy.registry.stage_metrics import StoreMetrics
+from proxy.registry.stage_metrics import StageMetrics, store_metrics
 from tests.soak import duplicates
 from tests.soak.duplicates import encodes, figures
 
@@ -45,7 +45,7 @@ def test_what_was_encoded_and_recomputed_is_read_from_the_metrics_by_instance():
     reports = [StoreReport(name, "incarnation", 1, 0, 0, counters=own) for name, own in counters.items()]
     table = SimpleNamespace(snapshot=lambda: [SimpleNamespace(report=report) for report in reports])
     registry = CollectorRegistry()
-    registry.register(StoreMetrics(table))
+    registry.register(StageMetrics(table, store_metrics))
 
     assert encodes(generate_latest(registry).decode()) == {"E1": 4, "P0": 3}
 

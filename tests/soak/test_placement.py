@@ -10,8 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.micro.measurement import goal_table
-from proxy.encode.spread import makespan_s
-from tests.soak.placement import ENCODERS, GOALS, IMAGES, QUICK_SETS, RATES, figures, optimum, placed, placements
+from tests.soak.placement import (
+    ENCODERS,
+    GOALS,
+    IMAGES,
+    QUICK_SETS,
+    RATES,
+    figures,
+    makespan_s,
+    optimum,
+    placed,
+    placements,
+)
 
 
 def test_the_figures_meet_their_goals_on_every_run() -> None:

@@ -1,8 +1,8 @@
 """Looks how the links of one sending worker are, and says so: a thread with a PUB socket that sends `KvReport`s.
 
 Owns the pace: on change at most every 200 ms, else every second, because an idle worker does not step; what somebody
-waits for, within 50 ms. What a report
-tells is the links' business. The proxy subscribes (`proxy/registry/kv_links.py`); a report that is lost costs nothing.
+waits for, within 50 ms. What a report tells is the links' business. The proxy subscribes
+(`proxy/registry/announcements.py`); a report that is lost costs nothing.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ import { json } from "./api.js";
 const MODES = ["off", "advise", "act"];
 
 function move(one) {
-  return one.reason ? `not ${one.what} to ${one.layout}: ${one.reason}` : `${one.what} to ${one.layout}: ${one.why}`;
+  const target = one.core_share || one.layout;
+  return one.reason ? `not ${one.what} to ${target}: ${one.reason}` : `${one.what} to ${target}: ${one.why}`;
 }
 
 function item(one) {

@@ -9,7 +9,7 @@ from bench.sweep.experiment import deployments
 from bench.sweep.running import command
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from epd_serve.cpu_threads import CPU_THREADS_ENV
+from epd_serve.cpu_threads import CPU_THREADS_ENV, CpuThreads
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.engine.argv import CACHE_EVENTS, STAGE_ENV, WORKER_IN_ENGINE, stage_command
 from tests.deploy.wired import Wired
@@ -29,8 +29,11 @@ def test_a_plain_server_has_the_cores_and_the_flags_of_a_monolith_of_ours(monkey
         ours = stage_command(Wired(blueprint).stage(plan.id))
 
         assert env["VLLM_CPU_KVCACHE_SPACE"] == ours.env["VLLM_CPU_KVCACHE_SPACE"]
-        bound, threads = env["VLLM_CPU_OMP_THREADS_BIND"].split(","), json.loads(ours.env[CPU_THREADS_ENV])
-        assert len(bound) == threads["count"] and set(map(int, bound)) <= set(threads["cores"])
+        bound, threads = (
+            env["VLLM_CPU_OMP_THREADS_BIND"].split(","),
+            CpuThreads(**json.loads(ours.env[CPU_THREADS_ENV])),
+        )
+        assert len(bound) == threads.count and set(map(int, bound)) <= set(threads.cores)
         added = {"epd_serve.engine.stage_main", *words_of("--scheduler-cls", ours.argv), "--scheduling-policy"}
         added |= {*WORKER_IN_ENGINE, *CACHE_EVENTS, *words_of("--logits-processors", ours.argv)}
         added |= {*words_of("--uds", ours.argv)}  # it answers on a port

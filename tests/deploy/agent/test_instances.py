@@ -6,20 +6,29 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 
+import deploy.agent.instances
 from deploy.agent.instances import INSTANCES, Instances, Kept
-from deploy.agent.specs import orders
+from deploy.agent.specs import orders, specs
 from deploy.agent.stage_life import Record
-from deploy.agent.wiring import instance_of, wire
+from deploy.agent.wiring import Site, instance_of, wire
+from deploy.host.rundir import RunDir
 from deploy.host.state import SharedState, State, StateFiles
+from deploy.options.config import DeployConfig
+from deploy.plan.blueprint import draw
+from deploy.plan.machines import Machine, Machines
 from deploy.runtime.node_api import NodeStatus, Seen
-from deploy.runtime.protocol import Node, Phase
-from epd_serve.peers import Peer
+from deploy.runtime.protocol import Node, Phase, Spec
+from epd_serve.errors import ConfigError
+from epd_serve.peers import Peer, Peers
 from epd_serve.roles import Role
-from npu_ops.core_grants import CoreGrant, CoreOrder
+from epd_serve.wiring import StageWiring
+from npu_ops.core_grants import CoreGrant, CoreOrder, write_grant
+from npu_ops.discovery import DeviceInventory
 from tests.deploy.wired import wired
 from tests.waiting import until
 
@@ -111,3 +120,60 @@ async def _watch(instances: Instances, seen: list[int]) -> None:
     async with contextlib.aclosing(instances.watch()) as items:
         async for item in items:
             seen.append(len(item))
+
+
+def shared(folder: Path) -> tuple[Instances, Kept, Spec]:
+    """An E beside a P on a device of four cores, up on the first of them, and its spec on the first three."""
+    first, other = (
+        draw(
+            DeployConfig(layout="(E-P)-D", device="cpu", core_share=text),
+            machines=Machines((Machine("local", DeviceInventory("cpu"), cores=tuple(range(8))),)),
+        )
+        for text in ("E=0.25,P=0.75", "E=0.75,P=0.25")
+    )
+    run = RunDir("abcd", folder, folder)
+    instances = Instances(Site(run, staging_bytes=8 << 20), print, SharedState(StateFiles.make()))
+    one = instances.kept["E0"] = Kept(orders(first)[0], 21000, Record(Phase.UP, "life", 7))
+    instances.before_spawn("E0")
+    instances.note()
+    return instances, one, specs(other)[0]
+
+
+async def test_a_stage_has_other_cores_once_its_worker_says_so_and_in_its_next_life(tmp_path: Path) -> None:
+    instances, one, wanted = shared(tmp_path)
+    assert one.order.spec.cores == (0,) and one.order.spec == wanted, "no restart is needed"
+    moving = asyncio.create_task(instances.share(one, wanted))
+    peers = Peers(StageWiring("E0", Role.E, "life", peers=str(tmp_path / "peers.json")), every_s=0.0)
+    await until(lambda: peers.changed() and peers.me.cores == (0, 1, 2))
+    assert peers.me.core_share == 0.75 and not moving.done()
+    assert one.stage is not None and one.stage.core_order is not None
+    write_grant(one.stage.core_order.report, CoreGrant(0, 0.75, {"cpu": 2}, core_ids=(0, 1)))
+    await asyncio.sleep(0.2)
+    assert not moving.done(), "it does not have all of them"
+    grant = CoreGrant(0, 0.75, {"cpu": 3}, core_ids=(0, 1, 2))
+    write_grant(one.stage.core_order.report, grant)
+    await moving
+    assert one.instance is not None and (one.instance.cores, one.instance.core_share) == ((grant,), 0.75)
+    await instances.share(one, wanted)  # nothing is left to be done
+    instances.before_spawn("E0")
+    assert one.stage.core_order is not None and one.stage.core_order.cores == (0, 1, 2)
+
+
+async def test_a_stage_that_does_not_say_so_is_asked_to_be_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deploy.agent.instances, "OBEYED_S", 0.2)
+    instances, one, wanted = shared(tmp_path)
+    with pytest.raises(ConfigError, match=r"E0 does not compute on cores 0, 1, 2 within 0.2 s"):
+        await instances.share(one, wanted)
+    peers = Peers(StageWiring("E0", Role.E, "life", peers=str(tmp_path / "peers.json")), every_s=0.0)
+    assert peers.changed() and (peers.me.cores, peers.me.core_share) == ((0,), 0.25)
+    assert one.order.spec.cores == (0,) and one.instance is not None and one.instance.core_share == 0.25
+
+
+async def test_one_that_is_between_two_lives_has_them_in_the_next_one(tmp_path: Path) -> None:
+    instances, one, wanted = shared(tmp_path)
+    one.record.phase = Phase.DOWN
+    await instances.share(one, wanted)
+    instances.before_spawn("E0")
+    assert one.stage is not None and one.stage.cores == (0, 1, 2)

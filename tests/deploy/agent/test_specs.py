@@ -96,6 +96,12 @@ def test_names_of_neighbours_do_not_count_and_their_shares_do() -> None:
     assert first["E0"] != on_npus("D-(E-P)", core_share="E=0.4,P=0.6")["E0"]
 
 
+def test_cores_of_a_cpu_reach_a_stage_while_it_runs_and_make_it_no_other_one() -> None:
+    first, other = (on_cpu("(E-P)-D", core_share=text) for text in ("E=0.25,P=0.75", "E=0.75,P=0.25"))
+    assert first == other and (len(first["E0"].cores), len(other["E0"].cores)) == (1, 3)
+    assert first["E0"] != on_cpu("(E-P)-D")["E0"], "one without a share obeys none"
+
+
 def test_what_an_instance_needs_is_what_the_memory_plan_gives_it() -> None:
     assert {what for spec in on_cpu("E-P-D").values() for what in spec.needs} == {HOST_MEMORY}
     wide = on_npus("P:tp2-D")

@@ -380,3 +380,14 @@ def test_an_id_is_not_given_twice_while_its_bearer_is_there():
     assert isinstance(again, tuple)
     assert kinds_of(again) == ["Start P0", "Start P2"]
     assert Role.P in {one.order.spec.role for one in there}
+
+
+def test_other_cores_are_told_to_those_that_are_up_and_nobody_is_started_for_them():
+    there = [replace(spec, cores=(at,)) for at, spec in enumerate(wanted("PD-P-D").specs)]
+    goal = Wanted("PD-P-D", (there[0], *(replace(spec, cores=(8, 9)) for spec in there[1:])))
+    now = Actual((node(),), up(Wanted("PD-P-D", tuple(there))))
+    plan = diff(goal, now)
+    assert isinstance(plan, Plan) and [kinds_of(turn) for turn in plan.waves] == [["Share P0", "Share D0"]]
+    first, *others = now.instances
+    down = replace(now, instances=(first, *(replace(one, phase=Phase.DOWN) for one in others)))
+    assert wave(goal, down) == (), "they are told once they are up again"

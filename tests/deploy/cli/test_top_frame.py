@@ -8,7 +8,7 @@ import pytest
 
 from deploy.cli.top_frame import KEYS, SORTS, Seen, View, frame, roles_of
 from proxy.config.limits import Planned
-from proxy.records.minute import Counts
+from proxy.records.counts import Counts
 
 WIDTH, HEIGHT = 80, 24
 

@@ -9,8 +9,7 @@ from epd_serve.roles import Role
 from proxy.errors import StageDied
 from proxy.records.record import Record
 from proxy.records.report import report, summary
-from proxy.routing.paths import Path
-from proxy.routing.plan import Pick, Plan
+from proxy.routing.plan import Path, Pick, Plan, Question
 from proxy.routing.policy import Candidate
 
 WIDTH = 100
@@ -20,6 +19,13 @@ def record(**more: Any) -> Record:
     one = Record("7f3a", "/v1/chat/completions", "order-17", **more)
     one.total_s = 1.0
     return one
+
+
+def plan(path: Path, head: Pick, tail: Pick | None, because: str, skipped: str = "no items") -> Plan:
+    return Plan(
+        path, head, tail, 100.0, clear=True, decode_waits=False, encoders=(), skipped=skipped,
+        question=Question(100.0), known=0, made_at=0.0, because=because,
+    )  # fmt: skip
 
 
 def text(one: Record, *others: str, width: int = WIDTH) -> str:
@@ -62,11 +68,12 @@ def test_a_choice_shows_all_candidates_and_why_some_were_put_aside() -> None:
     paths, ranks = ["P-D"] * 3, [(0, 0, 0), (0, 0, 0), (1, 0, 0)]
     head = Pick(candidates[1], "first-token", 100.0, candidates, paths, ranks)
     tail = Pick(Candidate("D0", "a", 0.0), "least-loaded", 1.0, [Candidate("D0", "a", 0.0)])
-    one.planned(Plan(Path(False, Role.P, Role.D), head, tail, 100.0, clear=True), "it arrived")
-    one.planned(Plan(Path(False, None, Role.PD), head, None, 100.0, clear=False), "P0: stage_failed")
+    one.planned(plan(Path(False, Role.P, Role.D), head, tail, "it arrived"))
+    one.planned(plan(Path(False, None, Role.PD), head, None, "P0: stage_failed", "who takes the prompt encodes"))
     shown = text(one)
     assert "plan 1 (it arrived): P1 takes the prompt" in shown and "plan 1 (it arrived): D0 decodes" in shown
     assert "plan 2 (P0: stage_failed): P1 takes the prompt" in shown
+    assert "encodes" not in line_with(shown, "plan 1") and "who takes the prompt encodes" in line_with(shown, "plan 2")
     assert "least predicted time: 100.0 ms, the next 2050.0 ms" in shown
     assert line_with(shown, " P0 ").split() == ["P0", "4000", "2000", "2.05", "s"]
     assert line_with(shown, "→").split()[:2] == ["→", "P1"]

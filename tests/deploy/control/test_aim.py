@@ -93,3 +93,16 @@ async def test_a_node_that_has_leases_and_is_not_known_yet_is_waited_for() -> No
     waits = await aim.again("P-D", wanted.specs)
     assert len(waits.specs) == len(waits.waiting) == 1 and waits.waits == "node b to join"
     assert aim.unused(waits, waits.specs, await aim.leases.places()) == []  # type: ignore[union-attr]
+
+
+async def test_shares_that_are_wanted_hold_for_every_layout_that_has_the_names() -> None:
+    cores = Machines((Machine("local", DeviceInventory("cpu"), cores=tuple(range(8))),))
+    aim = Aim(draw(DeployConfig(layout="(E-P)-D", device="cpu", core_share="E=0.25,P=0.75"), machines=cores))
+    assert aim.first().core_share == "E=0.25,P=0.75"
+    moved = await aim("(E-P)-D", aim.first().specs, core_share="E=0.5,P=0.5")
+    assert moved.specs == aim.first().specs and [len(spec.cores) for spec in moved.specs[:2]] == [2, 2]
+    more = await aim("(E-P)x2-D", moved.specs, core_share=moved.core_share)
+    assert more.core_share == "E=0.5,P=0.5"
+    assert (await aim.again("(E-P)-D", moved.specs, core_share=moved.core_share)).specs[0].cores == moved.specs[0].cores
+    other = await aim("(E-P)-D", moved.specs, core_share="PD=0.5")
+    assert other.core_share == "E=0.25,P=0.75", "there is no PD: those of the launch"

@@ -40,10 +40,13 @@ class Aimed(Aim):
         self.leases = None
         self._options = options
 
-    async def __call__(self, layout: str, running: Iterable[Spec], *, dry_run: bool = False) -> Wanted:
+    async def __call__(
+        self, layout: str, running: Iterable[Spec], *, dry_run: bool = False, core_share: str | None = None
+    ) -> Wanted:
         check_servable(parse(layout))
-        made = wanted(layout, running=list(running), **self._options)  # type: ignore[arg-type]
-        return Wanted(str(parse(layout)), made.specs)
+        options = self._options | ({"core_share": core_share} if core_share else {})
+        made = wanted(layout, running=list(running), **options)  # type: ignore[arg-type]
+        return Wanted(str(parse(layout)), made.specs, core_share=core_share or made.core_share)
 
 
 class Commanded(World):

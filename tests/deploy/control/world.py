@@ -11,36 +11,53 @@ from pathlib import Path
 from typing import Any
 
 from deploy.change.place import place
-from deploy.change.types import Wanted
+from deploy.change.types import Wanted, on_cores
 from deploy.control.changes import Deadlines, Journal, State
 from deploy.control.reconciler import Reconciler
 from deploy.front.occupancy import until_empty, until_quiet
+from deploy.plan.core_plan import plan_cores
 from deploy.runtime.protocol import Node, Observed, Order, Phase, Spec
-from epd_serve.errors import EpdError
+from epd_serve.errors import ConfigError, EpdError
 from epd_serve.instances import Instance
 from epd_serve.layout_parser import parse
-from epd_serve.placement import lower
+from epd_serve.placement import InstancePlan, lower
 from epd_serve.roles import Role
 from epd_serve.wire import KvReport, StageReport, StoreReport
+from npu_ops.core_sets import core_sets
 from proxy.registry.instance_state import InstanceView, Work
 from proxy.registry.table import InstanceTable
 
 MIB = 1 << 20
 
 
-def wanted(layout: str, *, running: Sequence[Spec] = (), host_bytes: int = 0, both: bool = False) -> Wanted:
+CORES = 4
+"""Of each virtual device."""
+
+
+def wanted(
+    layout: str, *, running: Sequence[Spec] = (), host_bytes: int = 0, both: bool = False, core_share: str = ""
+) -> Wanted:
     """The instances of a layout, on the devices of those that run as far as can be. Each takes so much of the host's
     memory. With `both`, P and D have both halves of the connector."""
     parsed = parse(layout)
     pool = range(parsed.device_count + sum(len(spec.devices) for spec in running))
     plans = lower(parsed, [device for group in place(parsed, pool, running) for device in group])
-    return Wanted(layout, tuple(_spec(plan.role, plan.devices, host_bytes, both) for plan in plans))
+    if core_share:
+        sets = core_sets(len(pool), range(CORES * len(pool)))
+        orders = plan_cores(core_share, plans, "cpu", sets, None)
+        plans, cores = orders.plans, {name: order.cores for name, order in orders.orders.items()}
+    else:
+        cores = {}
+    specs = tuple(_spec(plan, cores.get(plan.id, ()), host_bytes, both) for plan in plans)
+    return Wanted(layout, specs, core_share=core_share)
 
 
-def _spec(role: Role, devices: tuple[int, ...], host_bytes: int, both: bool) -> Spec:
+def _spec(plan: InstancePlan, cores: tuple[int, ...], host_bytes: int, both: bool) -> Spec:
+    role = plan.role
     switches = both and role in (Role.P, Role.D)
     needs = {"host memory": host_bytes} if host_bytes else {}
-    return Spec(role, devices, "P|D" if switches else role.value, both=switches, needs=needs)
+    digest = "P|D" if switches else role.value
+    return Spec(role, plan.devices, digest, both=switches, needs=needs, plan=plan, cores=cores)
 
 
 @dataclass
@@ -49,7 +66,7 @@ class FakeRuntime:
 
     Attributes:
         calls: what was asked for, in order. after_call: called when one has taken effect, before it is answered.
-        lost: calls whose next answer is lost.
+        lost: calls whose next answer is lost. disobeys: ids of those that stay on their cores.
     """
 
     room_bytes: int | None = None
@@ -57,6 +74,7 @@ class FakeRuntime:
     calls: list[str] = field(default_factory=list)
     after_call: Callable[[], None] = lambda: None
     lost: set[str] = field(default_factory=set)
+    disobeys: set[str] = field(default_factory=set)
     there: dict[str, Observed] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     lives: int = 0
@@ -86,6 +104,13 @@ class FakeRuntime:
         assert one.instance is not None
         self._set(replace(one, order=order, instance=replace(one.instance, role=role)))
         self._lose(f"flip {id}")
+
+    async def share(self, order: Order) -> None:
+        self.calls.append(f"share {order.id} {','.join(map(str, order.spec.cores))}")
+        if order.id in self.disobeys:
+            raise ConfigError(f"{order.id} does not compute on other cores")
+        self._set(on_cores(self.there[order.id], order.spec))
+        self._lose(f"share {order.id}")
 
     async def drain(self, id: str) -> None:
         self.calls.append(f"drain {id}")
@@ -210,11 +235,11 @@ class FakeDoors:
             one = view.instance
             running, items = self.busy.get(one.id, 0), self.item_budgets.get(one.id, 0)
             report = StageReport(one.id, one.incarnation, self._seq, running=running, item_budget=items)
-            self.table.report_stage(report)
+            self.table.report(report)
             self.table.report(StoreReport(one.id, one.incarnation, 0, 0, 0))
             if one.kv_news:
                 transfers = self.open_transfers.get(one.id, 0)
-                self.table.report_kv(KvReport(one.id, one.incarnation, 0, "", 0.0, [], open=transfers))
+                self.table.report(KvReport(one.id, one.incarnation, 0, "", 0.0, [], open=transfers))
 
     def view(self, name: str) -> InstanceView:
         return next(view for view in self.table.snapshot() if view.instance.id == name)

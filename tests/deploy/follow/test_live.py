@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -24,7 +26,8 @@ from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.slo import Slo
-from proxy.records.minute import Counts, KindCounts
+from npu_ops.core_grants import why_fixed
+from proxy.records.counts import Counts, KindCounts
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import Work
 from tests.deploy.control.test_commands import Commanded
@@ -79,8 +82,10 @@ def metrics_of(follower: Follower) -> str:
 class Followed(Commanded):
     plans: Plans | None = None
 
-    def __init__(self, folder: Path, layout: str, mode: str = "act", devices: int = 16, quiet_s: float = 60.0) -> None:
-        super().__init__(folder, layout, both=True)
+    def __init__(
+        self, folder: Path, layout: str, mode: str = "act", devices: int = 16, quiet_s: float = 60.0, **options: Any
+    ) -> None:
+        super().__init__(folder, layout, both=True, **options)
         self.comes = Comes()
         self.mode, self.limits = mode, Limits(devices=devices, every_s=0.02, quiet_s=quiet_s, switchable=True)
 
@@ -147,6 +152,58 @@ async def test_p_becomes_d_where_that_is_enough(tmp_path: Path) -> None:
         world.comes.text = 6.0
         await until(lambda: follower.moves["flip", "done"])
         assert {call.split()[0] for call in world.runtime.calls[begun:]} == {"flip"}
+
+
+def cores(world: Followed) -> dict[str, int]:
+    return {name: len(one.order.spec.cores) for name, one in world.runtime.there.items() if one.order.spec.cores}
+
+
+async def test_cores_go_to_the_part_that_lacks_them_and_nothing_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = Followed(tmp_path, "(E-P)x2-D", devices=3, core_share="E=0.25,P=0.75")
+    async with world.following() as follower:
+        begun = len(world.runtime.calls)
+        assert cores(world) == {"E0": 1, "P0": 3, "E1": 1, "P1": 3}
+        world.comes.media = 1.0
+        await until(lambda: follower.moves["share", "done"])
+        assert cores(world) == {"E0": 2, "P0": 2, "E1": 2, "P1": 2}
+        assert {call.split()[0] for call in world.runtime.calls[begun:]} == {"share"}
+        assert world.layout == "(E-P)x2-D" and world.reconciler.wanted.core_share == "E=0.5,P=0.5"
+        record = world.journal.read()
+        assert record is not None and record.core_share == "E=0.5,P=0.5", "the next life of control goes on with them"
+        assert 'epd_follow_moves_total{kind="share",outcome="done"} 1.0' in metrics_of(follower)
+        assert await world.says("status", "--why") == 0
+        assert "share to E=0.5,P=0.5: E would be used" in capsys.readouterr().out
+        await world.controller.relayout("(E-P)x2-2D")
+        await until(lambda: world.reconciler.changes.present is None)
+        assert cores(world) == {"E0": 2, "P0": 2, "E1": 2, "P1": 2}, "shares outlive a change of the layout"
+
+
+async def test_a_stage_that_stays_on_its_cores_takes_the_shares_back_and_they_rest(tmp_path: Path) -> None:
+    world = Followed(tmp_path, "(E-P)-D", devices=2, core_share="E=0.25,P=0.75")
+    world.runtime.disobeys.add("P0")
+    async with world.following() as follower:
+        world.comes.media = 1.0
+        await until(lambda: follower.moves["share", "failed"])
+        assert cores(world) == {"E0": 1, "P0": 3} and world.reconciler.wanted.core_share == "E=0.25,P=0.75"
+        assert any("failed: P0 does not compute on other cores" in outcome for outcome in world.outcomes())
+        asked = world.comes.asked
+        await until(lambda: world.comes.asked > asked + 10)
+        assert follower.moves["share", "failed"] == 1, "it is not tried again at once"
+
+
+async def test_shares_are_advised_and_where_they_are_fixed_refused_by_name(tmp_path: Path) -> None:
+    for device, ended in (("cpu", "advised"), ("cuda", "stays"), ("npu", "stays")):
+        world = Followed(tmp_path / device, "(E-P)-D", "advise", devices=2, core_share="E=0.25,P=0.75")
+        world.limits = replace(world.limits, fixed_shares=why_fixed(device))
+        async with world.following() as follower:
+            world.comes.media = 1.0
+            await until(lambda: follower.entries and follower.entries[-1].decision.need["(E-P)"] > 1)
+            entry = follower.entries[-1]
+            shares = [why for move, why in entry.decision.refused if move.what == "share"]
+            assert (entry.outcome, shares) == (ended, [] if device == "cpu" else [why_fixed(device)])
+            assert cores(world) == {"E0": 1, "P0": 3}
 
 
 async def test_monoliths_become_other_groups_once_the_planner_says_so_and_come_back(
@@ -362,14 +419,15 @@ async def test_nothing_begins_by_a_mode_that_was_left(tmp_path: Path, monkeypatc
         asked, goes_on = asyncio.Event(), asyncio.Event()
         follow = world.controller.follow
 
-        async def slow(layout: str) -> object:
+        async def slow(layout: str, core_share: str = "") -> object:
             asked.set()
             await goes_on.wait()
-            return await follow(layout)
+            return await follow(layout, core_share)
 
         monkeypatch.setattr(world.controller, "follow", slow)
         world.comes.media = 4.0
-        await asked.wait()
+        async with asyncio.timeout(10.0):
+            await asked.wait()
         setting = asyncio.create_task(world.post("/deployment/follow", mode="advise"))
         await asyncio.sleep(0.1)
         assert not setting.done()

@@ -13,7 +13,7 @@ from deploy.planner.profile import DeviceProfile
 from epd_serve.layout_parser import parse
 from epd_serve.roles import Role
 from epd_serve.sim.profile import Capacity, Line, Profile
-from proxy.records.minute import KindCounts
+from proxy.records.counts import KindCounts
 
 ENCODE_S, PREFILL_S, STEP_S, BATCH = 0.5, 0.2, 0.1, 4
 STAGE = Profile(

@@ -12,7 +12,7 @@ from deploy.follow.moves import counts_of
 from deploy.follow.plans import Answer, Plans
 from deploy.follow.simulated import SimulatedFollower
 from deploy.follow.types import Limits, PlanQuestion
-from deploy.planner.fleet import Fleet
+from deploy.planner.fleet import Fleet, Options
 from deploy.planner.goodput import Interval
 from deploy.planner.profile import read_device_profile
 from deploy.planner.simulate import Simulated, simulate
@@ -87,3 +87,15 @@ def test_other_groups_take_over_on_the_same_devices_and_give_them_back(seed: int
 def test_groups_that_share_a_device_come_and_go_as_wholes() -> None:
     follower, _ = followed("(E-P)-D", [Phase(60.0, 0.5, 1.5)], Limits(6))
     assert counts_of(follower.layout)["(E-P)"] > 1
+
+
+def test_cores_follow_the_work_of_stages_that_divide_a_device() -> None:
+    """No device is left to start anything on, and with the shares of the start pictures wait for encoders."""
+    requests, layout = requests_of([Phase(200.0, 0.2, 1.5)], 1, answer_tokens=4), parse("(E-P)x4-2D")
+    options = Options(core_share="E=0.2,P=0.8")
+    follower = Watched(layout, PROFILE, Limits(6), 4.0, SLO.tpot_ms / 1e3)
+    run = simulate(layout, PROFILE, requests, slos=(SLO,), options=options, tick=(1.0, follower))
+    stays = simulate(layout, PROFILE, requests, slos=(SLO,), options=options)
+    shares = [one.chosen for one in follower.decisions if one.chosen is not None and one.chosen.what == "share"]
+    assert 1 <= len(shares) <= 3 and shares[0].relieves == "(E-P)/E"
+    assert run.attained(0) > stays.attained(0) + 0.5

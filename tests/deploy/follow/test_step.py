@@ -136,6 +136,13 @@ def test_one_request_in_ten_minutes_moves_nothing() -> None:
     assert len(world.changes) <= least + 1
 
 
+def test_nobody_who_is_idle_loses_a_device_to_chance() -> None:
+    """D is used nearly as much as it may be, so that in hours of windows some say that it is used more."""
+    for seed in (0, 3):
+        world = World("8E-5P-3D", steady(text=4.4, media=3.0), Limits(devices=16), seed).go(2 * SPAN_S)
+        assert not [one for one in world.changes if one.chosen and one.chosen.counts["D"] > 3]
+
+
 @settings(LONG, max_examples=20)
 @given(
     period_s=st.sampled_from([2, 7, 20, 60, 180, 600, 1800]),

@@ -34,7 +34,7 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.config.limits import Timeouts
 from proxy.config.settings import ProxySettings
-from proxy.records.minute import MINUTE_S
+from proxy.records.counts import MINUTE_S
 from proxy.records.records import Question
 from proxy.registry.instance_state import Work
 from tests.deploy.fake_node import FakeNode

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from epd_serve.cpu_threads import CPU_THREADS_ENV
+from epd_serve.cpu_threads import CPU_THREADS_ENV, CpuThreads
 from epd_serve.engine.argv import (
     BYTE_HASHES_ENV,
     CORE_SHARE_ENV,
@@ -91,7 +91,7 @@ def test_the_whole_command_of_a_monolith_on_cpu() -> None:
         *("--max-num-seqs", "7"),
     )
     assert made.env[STAGE_ENV] == "EPD0"
-    assert json.loads(made.env[CPU_THREADS_ENV]) == {"cores": [0, 1], "count": 2, "apart": False}
+    assert CpuThreads(**json.loads(made.env[CPU_THREADS_ENV])) == CpuThreads([0, 1])  # type: ignore[arg-type]
     assert Path(made.env["PYTHONPATH"]).name == "site"
     assert not {"CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"} & set(made.env)
 
@@ -161,7 +161,8 @@ def test_the_operators_flags_come_last(role: Role, device: str) -> None:
 def test_ranks_share_the_cores_of_a_stage(cores: tuple[int, ...], tp: int, count: int) -> None:
     env = command(Role.P, "cpu", cores=cores, tp=tp).env
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert json.loads(env[CPU_THREADS_ENV]) == {"cores": list(cores), "count": count, "apart": False}
+    threads = CpuThreads(**json.loads(env[CPU_THREADS_ENV]))
+    assert (threads.cores, threads.count, threads.apart) == (list(cores), count, False)
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,30 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from epd_serve.cpu_threads import COUNT_ENV, CPU_THREADS_ENV, CpuThreads
 from epd_serve.engine import core_share
-from epd_serve.engine.argv import CORE_SHARE_ENV
+from epd_serve.engine.argv import CORE_SHARE_ENV, WIRING_ENV
+from epd_serve.peers import Peer, write_peers
+from epd_serve.roles import Role
+from epd_serve.wiring import StageWiring
 from npu_ops.core_grants import CoreGrant, CoreOrder, read_grants
 from npu_ops.core_limits import CoreLimitError
 from tests.epd_serve.engine.test_compat import stub
 from tests.fake_npu.cores import FakeCores
+from tests.waiting import wait_for
+
+OURS = ("init_device", "execute_model")
+"""What our plugin steps into."""
 
 
 class Worker:
@@ -32,6 +44,9 @@ class Worker:
         self.npu.set_device(f"npu:{self.rpc_rank}")
         self.npu.work()
 
+    def execute_model(self) -> None:
+        self.npu.work()
+
     def start(self) -> None:
         self.init_device()
         self.loaded = True
@@ -40,7 +55,7 @@ class Worker:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> type[Worker]:
     cores = FakeCores(devices=2)
-    fresh = type("Fresh", (Worker,), {"init_device": Worker.init_device, "npu": cores})
+    fresh = type("Fresh", (Worker,), {name: getattr(Worker, name) for name in OURS} | {"npu": cores})
     stub(monkeypatch, "vllm.v1.worker.worker_base", WorkerWrapperBase=fresh)
     monkeypatch.setattr(torch, "npu", cores, raising=False)
     return fresh
@@ -144,3 +159,72 @@ def test_on_cpu_a_worker_that_computes_elsewhere_loads_no_model(
     with pytest.raises(CoreLimitError, match=r"not on \[10000\] alone"):
         started.start()
     assert worker.npu._current is None and not started.loaded
+
+
+ON_CPU = """
+import json, os, sys, time, types
+from pathlib import Path
+import psutil, torch
+
+class WorkerWrapperBase:
+    rpc_rank = 0
+    def init_device(self):
+        self.step()
+    def execute_model(self):
+        self.step()
+    def step(self):
+        torch.empty(1 << 22).fill_(1.0)
+
+module = types.ModuleType("vllm.v1.worker.worker_base")
+module.WorkerWrapperBase = WorkerWrapperBase
+sys.modules[module.__name__] = module
+from epd_serve.engine.core_share import obey
+from epd_serve.engine.worker_threads import rule_threads
+obey()
+rule_threads()
+
+def on():
+    found = {}
+    for thread in psutil.Process().threads():
+        found.setdefault(tuple(sorted(os.sched_getaffinity(thread.id))), []).append(thread.id)
+    return [[cores, len(threads), os.getpid() in threads] for cores, threads in found.items()]
+
+worker = WorkerWrapperBase()
+worker.init_device()
+for line in sys.stdin:
+    worker.execute_model()
+    print(json.dumps([on(), torch.get_num_threads()]), flush=True)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="threads move between two cores")
+def test_on_cpu_threads_move_while_the_worker_runs_and_their_number_follows(tmp_path: Path) -> None:
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    report, peers = str(tmp_path / "E0.cores{rank}.json"), tmp_path / "peers"
+    me = Peer("E0", Role.E, cores=(first,), core_share=0.5)
+    write_peers(peers, [me])
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != COUNT_ENV},
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        CORE_SHARE_ENV: CoreOrder("cpu", "E0", {"E0": 0.5, "P0": 0.5}, (first,), report=report).to_json(),
+        CPU_THREADS_ENV: CpuThreads((first,), 2).to_json(),
+        WIRING_ENV: json.dumps(StageWiring("E0", Role.E, "life", peers=str(peers)).to_json()),
+    }
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", ON_CPU], env=environment, stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            for cores in ((first,), (second,), (first, second), (first,)):
+                write_peers(peers, [replace(me, cores=cores, core_share=len(cores) / 2)])
+                wanted = (CoreGrant(0, len(cores) / 2, {"cpu": len(cores)}, core_ids=cores),)
+                wait_for(lambda wanted=wanted: read_grants(report, 1) == wanted, f"threads on {cores}", 10)
+                print("step", file=process.stdin, flush=True)
+                on, count = json.loads(process.stdout.readline())
+                assert count == len(cores)
+                assert [list(cores), True] in [[where, model] for where, _, model in on], "the model's own thread"
+                pinned = [where for where, _, _ in on if len(where) == 1]
+                assert all(where == list(cores) for where in pinned)
+        finally:
+            process.kill()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import epd_serve
-from proxy.fields.sieve import known_release
+from proxy.fields.rules import known_release
 from proxy.fields.vllm_fields import FIELDS, RELEASES
 from tests.contract.request_fields import MODELS
 

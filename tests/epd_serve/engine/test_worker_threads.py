@@ -87,10 +87,10 @@ def test_a_server_keeps_off_the_workers_cores_where_it_is_told_to_and_has_others
     usable = {0, 1, 2, 3}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(usable))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: (usable.clear(), usable.update(cores)))
-    monkeypatch.setenv("EPD_SERVE_CPU_THREADS", CpuThreads((2, 3), 2, apart).to_json())
+    monkeypatch.setenv("EPD_SERVE_CPU_THREADS", CpuThreads((2, 3), 2, decodes_only=apart).to_json())
     leave_cores_to_workers()
     assert usable == ({0, 1} if apart else {0, 1, 2, 3})
-    monkeypatch.setenv("EPD_SERVE_CPU_THREADS", CpuThreads((0, 1, 2, 3), 4, apart).to_json())
+    monkeypatch.setenv("EPD_SERVE_CPU_THREADS", CpuThreads((0, 1, 2, 3), 4, decodes_only=apart).to_json())
     leave_cores_to_workers()
     assert usable == ({0, 1} if apart else {0, 1, 2, 3}), "there are no others"
 

@@ -54,9 +54,9 @@ async def test_a_stream_says_the_same_event_by_event() -> None:
 async def test_the_proxy_sees_where_a_stream_begins_and_ends() -> None:
     async with served() as (_, client):
         events = await streamed(client, asked())
-    openings = [sse.is_opening(event) for event in events]
+    openings = [sse.Event(event).opening for event in events]
     assert openings == [True, True] + [False] * (len(events) - 2)
-    assert [sse.is_done(event) for event in events] == [False] * (len(events) - 1) + [True]
+    assert [sse.Event(event).done for event in events] == [False] * (len(events) - 1) + [True]
 
 
 async def test_what_is_wrong_with_the_input_is_said() -> None:

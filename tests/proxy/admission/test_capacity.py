@@ -6,15 +6,15 @@ import math
 
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
-from proxy.admission.capacity import LiveStage, capacity
-from proxy.admission.ticket import Capacity
+from proxy.admission.capacity import capacity
+from proxy.admission.queue import Capacity
 from proxy.config.limits import AdmissionLimits
 
 LIMITS = AdmissionLimits(sequences_per_instance=100, prefill_tokens=1000, prefill_s=2.0, encodes_per_instance=4)
 
 
-def stage(role: Role, **load: float) -> LiveStage:
-    return LiveStage(role, StageReport("x", "one", 1, **load) if load else None)  # type: ignore[arg-type]
+def stage(role: Role, **load: float) -> tuple[Role, StageReport | None]:
+    return role, StageReport("x", "one", 1, **load) if load else None  # type: ignore[arg-type]
 
 
 def test_without_reports_it_is_what_the_settings_say_for_each_instance() -> None:

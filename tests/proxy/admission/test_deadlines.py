@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from proxy.admission.ticket import Kind
+from proxy.admission.queue import Kind
 from proxy.request.parse import Endpoint
 from tests.proxy.admission.test_gate import narrow, once_answered, until_waiting
 from tests.proxy.fakes import chunk, cluster, hangs, streams, text_body

@@ -11,11 +11,12 @@ import pytest
 
 from epd_serve.errors import ConfigError
 from proxy.admission.gate import Gate
-from proxy.admission.ticket import Capacity, Kind
+from proxy.admission.queue import Capacity, Kind
 from proxy.config.limits import AdmissionLimits
 from proxy.config.settings import ProxySettings
 from proxy.metrics import Metrics
-from proxy.registry.pause import Pause
+from proxy.records.record import Record
+from proxy.registry.table import Pause
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import (
     QUICK,
@@ -196,11 +197,11 @@ async def test_one_that_is_to_be_encoded_after_all_holds_no_place_that_its_encod
 async def test_who_gave_a_place_back_for_others_is_not_refused_for_waiting_for_it_again() -> None:
     hasty = replace(ONE, max_wait_s=0.01)
     gate = Gate(hasty, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics(), Pause())
-    with gate.admitted(Kind.MEDIA) as first:
+    with gate.admitted(Kind.MEDIA, Record("")) as first:
         await first.to_stages()
         first.give_back()
         assert not first.served and gate.queue.waiting(Kind.MEDIA) == 1
-        with gate.admitted(Kind.MEDIA) as second:
+        with gate.admitted(Kind.MEDIA, Record("")) as second:
             await second.to_stages()
             back = asyncio.create_task(first.to_stages())
             await asyncio.wait([back], timeout=0.05)
@@ -225,8 +226,8 @@ async def test_what_others_have_encoded_waits_for_no_encoder() -> None:
 
 async def test_who_stops_waiting_is_not_called_while_the_rest_of_the_request_is_taken_down() -> None:
     gate = Gate(ONE, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics(), Pause())
-    with gate.admitted(Kind.MEDIA) as leaving, gate.admitted(Kind.MEDIA) as staying:
-        with gate.admitted(Kind.MEDIA) as first:
+    with gate.admitted(Kind.MEDIA, Record("")) as leaving, gate.admitted(Kind.MEDIA, Record("")) as staying:
+        with gate.admitted(Kind.MEDIA, Record("")) as first:
             await first.to_encoders()
             waits = [asyncio.create_task(one.to_encoders()) for one in (leaving, staying)]
             await asyncio.sleep(0)
@@ -288,7 +289,7 @@ async def test_nothing_is_left_in_the_lines_whatever_happened() -> None:
         await asyncio.gather(*(one(index) for index in range(24)))
         await c.idle()
         queue = c.pipeline.gate.queue
-        assert not queue.somebody_waits() and queue.encoding == 0
+        assert not any(queue.lines) and queue.encoding == 0
         assert all(queue.waiting(kind) == queue.served(kind) == 0 for kind in Kind)
 
 

@@ -13,10 +13,11 @@ import pytest
 from epd_serve.roles import Role
 from epd_serve.wire import StoreReport
 from proxy.admission.gate import Gate
-from proxy.admission.ticket import Capacity, Kind
+from proxy.admission.queue import Capacity, Kind, Ticket
 from proxy.config.limits import AdmissionLimits, Timeouts
 from proxy.metrics import Metrics
-from proxy.registry.pause import Pause
+from proxy.records.record import Record
+from proxy.registry.table import Pause
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import Cluster, answer, cluster, image_body, once, settings, text_body
 from tests.waiting import PATIENCE_S, until
@@ -126,21 +127,28 @@ async def test_a_queue_that_stood_still_is_not_taken_for_a_slow_one() -> None:
     room = Capacity(encodes=1, sequences=1, prefill_tokens=1)
     gate = Gate(AdmissionLimits(max_wait_s=10.0), lambda: room, Metrics(), pause)
     queue = gate.queue
-    first = queue.admit(Kind.TEXT, pause.now())
-    assert queue.goes_at_once(first, pause.now(), room)
+    queue.room_made = lambda: None  # nobody waits here in earnest
+
+    def admitted() -> Ticket:
+        ticket = Ticket(queue, Kind.TEXT, pause.now())
+        ticket.enter()
+        return ticket
+
+    first = admitted()
+    assert first.goes_at_once()
     for _ in range(8):  # four a second
-        ticket = queue.admit(Kind.TEXT, pause.now())
-        queue.enqueue(ticket, pause.now())
+        ticket = admitted()
+        ticket.enqueue()
         now += 0.25
-        queue.leave(first, pause.now())
-        assert queue.grants(pause.now(), room) == [ticket]
+        first.leave()
+        assert queue.grants() == [ticket]
         first = ticket
-    waiting = [queue.admit(Kind.TEXT, pause.now()) for _ in range(10)]
+    waiting = [admitted() for _ in range(10)]
     for one in waiting:
-        queue.enqueue(one, pause.now())
-    before = queue.predicted_wait_s(Kind.TEXT, pause.now(), pause.now())
+        one.enqueue()
+    before = queue.predicted_wait_s(waiting[-1])
     pause.begin(100.0)
     now += 60.0
-    assert before is not None and queue.predicted_wait_s(Kind.TEXT, pause.now(), pause.now()) == before
-    with gate.admitted(Kind.TEXT):
+    assert before is not None and queue.predicted_wait_s(waiting[-1]) == before
+    with gate.admitted(Kind.TEXT, Record("")):
         pass

@@ -5,24 +5,19 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
-from epd_serve.trace import Trace
 from epd_serve.wire import FeatureFailed, FeatureReady, StoreReport
-from proxy.admission.gate import Gate, Pass
-from proxy.admission.ticket import Capacity, Kind
-from proxy.config.limits import AdmissionLimits
-from proxy.encode.encoders import EncodeOrder
+from proxy.context import RequestContext
 from proxy.encode.spread import owners
 from proxy.encode.step import EncodeStep
-from proxy.metrics import Metrics
-from proxy.records.record import Record
-from proxy.registry.feature_directory import FeatureDirectory
-from proxy.registry.pause import Pause
+from proxy.fields.parts import MediaRef
+from proxy.media.loader import LoadedItem
+from proxy.registry.table import InstanceTable
+from proxy.request.parse import Endpoint, ParsedRequest
 from store.arena import Arena
 from tests.proxy.fakes import (
     GRID,
@@ -31,6 +26,7 @@ from tests.proxy.fakes import (
     another_proxy,
     breaks,
     cluster,
+    context,
     data_url,
     encodes,
     hangs,
@@ -38,6 +34,7 @@ from tests.proxy.fakes import (
     once,
     refuses,
     replies,
+    services,
     settings,
 )
 
@@ -261,27 +258,25 @@ async def test_a_follower_that_gave_up_does_not_come_to_lead() -> None:
             elif len(self.calls) == 1:
                 await self.fail.wait()
             else:
-                order.done(items[0], None, {})
+                order.seats[items[0].key].land()
 
-    def job(*keys: str) -> Any:
-        gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
-        passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0), Record("r"))
-        return SimpleNamespace(
-            id="r",
-            passed=passed,
-            record=Record("r"),
-            items=[SimpleNamespace(key=key, ref=SimpleNamespace(param=key)) for key in keys],
-            features=None,
-        )
+        def give_up(self, *_: object) -> None:
+            """Nobody counts them here."""
 
-    slow = Slow()
-    step = EncodeStep(slow, FeatureDirectory(8), Metrics(), Trace("", "proxy"), follow_s=0.2)  # type: ignore[arg-type]
+    def wants(*keys: str) -> RequestContext:
+        request = ParsedRequest(Endpoint.CHAT, {}, "m", False, (), None)
+        return context(request, [LoadedItem(MediaRef(0, 0, "image_url", "x", key), "", key, 1.0) for key in keys])
+
+    one, two, three = wants("x"), wants("x", "y"), wants("x")
+    slow, patience = Slow(), replace(QUICK, encode_s=0.2)
+    step = EncodeStep(services(InstanceTable(), None, settings(timeouts=patience, retries=0)))
+    step._encoders = slow  # type: ignore[assignment]
     flights = step.flights
-    obtain = [asyncio.create_task(step._obtain(job("x").items, EncodeOrder(job("x"), lambda *_: None)))]
+    obtain = [asyncio.create_task(step._obtain(one, one.items))]
     await asyncio.sleep(0)
-    obtain.append(asyncio.create_task(step._obtain(job("x", "y").items, EncodeOrder(job("x", "y"), lambda *_: None))))
+    obtain.append(asyncio.create_task(step._obtain(two, two.items)))
     await asyncio.sleep(0.3)  # the second has given up on x, and waits for y
-    third = asyncio.create_task(step._obtain(job("x").items, EncodeOrder(job("x"), lambda *_: None)))
+    third = asyncio.create_task(step._obtain(three, three.items))
     await asyncio.sleep(0)
     assert "x" in flights
     slow.fail.set()

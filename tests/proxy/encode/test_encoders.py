@@ -7,33 +7,34 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
 from epd_serve.errors import DeadlineError, StageError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
-from epd_serve.trace import PROXY, Trace
-from epd_serve.wire import FeatureReady
-from proxy.admission.gate import Gate, Pass
-from proxy.admission.ticket import Capacity, Kind
-from proxy.config.limits import AdmissionLimits, PoisonLimits, RetryLimits, Timeouts
+from epd_serve.wire import FeatureReady, StageReport
+from proxy.context import RequestContext
 from proxy.encode.encoders import EncodeOrder, Encoders
+from proxy.encode.single_flight import SingleFlight
 from proxy.errors import StageRefusal
 from proxy.fields.parts import MediaRef
 from proxy.media.loader import LoadedItem
-from proxy.metrics import Metrics
-from proxy.records.record import Record
-from proxy.registry.pause import Pause
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint, ParsedRequest
-from proxy.stages.circuits import Circuits
-from proxy.stages.job import Job
-from proxy.stages.poison import Poison
-from proxy.stages.retry_budget import RetryBudget
-from tests.proxy.fakes import Cluster, breaks, cluster, data_url, encodes, hangs, image_file, in_flight, refuses
+from tests.proxy.fakes import (
+    Cluster,
+    breaks,
+    cluster,
+    context,
+    data_url,
+    encodes,
+    hangs,
+    image_file,
+    in_flight,
+    refuses,
+    services,
+)
 
 SIDE = 460  # 270 tokens: a call of its own
 
@@ -171,31 +172,23 @@ def encoders(stages: Stages, count: int) -> tuple[Encoders, InstanceTable]:
     table = InstanceTable()
     for index in range(count):
         table.apply(Instance(f"E{index}", Role.E, f"http://E{index}", "1"))
-    metrics, budget = Metrics(), RetryBudget(RetryLimits(), now=0.0)
-    under_test = Encoders(
-        table,
-        stages,  # type: ignore[arg-type]
-        metrics,
-        Timeouts(),
-        retries=2,
-        trace=Trace("", PROXY),
-        circuits=Circuits(table, metrics),
-        budget=budget,
-    )
-    return under_test, table
+    return Encoders(services(table, stages)), table
 
 
-def job(costs: list[int]) -> Job:
+def job(costs: list[int]) -> RequestContext:
     body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": [{} for _ in costs]}]}
     request = ParsedRequest(Endpoint.CHAT, body, "m", False, (), None)
     items = [
         LoadedItem(MediaRef(0, index, "image_url", "x", "x"), "", f"key {index}", cost)
         for index, cost in enumerate(costs)
     ]
-    gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
-    passed = Pass(gate, gate.queue.admit(Kind.MEDIA, 0.0), Record("r"))
-    watched = Poison(PoisonLimits(), Metrics()).watched(b"{}")
-    return Job("r", request, body, tuple(items), float(sum(costs)), passed, watched, Record("r"))
+    return context(request, items)
+
+
+def seated(work: RequestContext) -> EncodeOrder:
+    """The order of one who leads the flights of all its items."""
+    flights = SingleFlight()
+    return EncodeOrder(work, {item.key: flights.join(item.key) for item in work.items})
 
 
 ENDINGS = st.lists(st.sampled_from(["ok", "later", "error", "late", "refusal", "hangs"]), max_size=12)
@@ -210,9 +203,8 @@ def test_no_load_is_leaked_and_no_item_lost_whatever_the_calls_end_in(
 
     async def encode() -> None:
         under_test, table = encoders(Stages(list(endings)), count)
-        done: list[str] = []
         work = job(costs)
-        order = EncodeOrder(work, lambda item, *_: done.append(item.key))
+        order = seated(work)
         task = asyncio.create_task(under_test.encode(order, work.items))
         for _ in range(leave_after if "hangs" in endings else 200):
             await asyncio.sleep(0)
@@ -220,9 +212,8 @@ def test_no_load_is_leaked_and_no_item_lost_whatever_the_calls_end_in(
         await asyncio.wait([task])
         assert in_flight(table) == 0
         assert all(view.load == 0 for view in table.snapshot())
-        assert len(done) == len(set(done))
         if set(endings) <= {"ok", "later"}:
-            assert len(done) == len(costs)
+            assert all(seat.landed for seat in order.seats.values())
 
     asyncio.run(encode())
 
@@ -233,9 +224,8 @@ def test_the_load_of_every_call_is_there_before_the_next_choice() -> None:
         under_test, table = encoders(stages, 4)
         orders = [job([300]) for _ in range(8)]
         for index, one in enumerate(orders):
-            [item] = one.items
-            orders[index] = structs.replace(one, items=(replace(item, key=f"key {index}"),))
-        tasks = [asyncio.create_task(under_test.encode(EncodeOrder(one, lambda *_: None), one.items)) for one in orders]
+            one.items = (replace(one.items[0], key=f"key {index}"),)
+        tasks = [asyncio.create_task(under_test.encode(seated(one), one.items)) for one in orders]
         for _ in range(20):
             await asyncio.sleep(0)
         for task in tasks:
@@ -247,11 +237,11 @@ def test_the_load_of_every_call_is_there_before_the_next_choice() -> None:
     assert max(asyncio.run(encode()).values()) <= 3
 
 
-async def test_an_encoder_that_is_measured_to_be_slow_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_encoder_that_says_it_is_slow_gets_less() -> None:
     stages = Stages([])
-    under_test, _ = encoders(stages, 3)
-    rates = {"E0": 100.0, "E1": 1000.0, "E2": 1000.0}
-    monkeypatch.setattr(under_test._speeds, "rate", lambda incarnation: rates[incarnation[0]])
+    under_test, table = encoders(stages, 3)
+    for name, rate in (("E0", 100.0), ("E1", 1000.0), ("E2", 1000.0)):
+        table.report(StageReport(name, "1", 1, item_tokens_per_s=rate))
     work = job([300] * 10)
-    await under_test.encode(EncodeOrder(work, lambda *_: None), work.items)
+    await under_test.encode(seated(work), work.items)
     assert stages.items.get("E0", 0) == 0 and stages.items["E1"] + stages.items["E2"] == 10

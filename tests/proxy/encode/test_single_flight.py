@@ -14,53 +14,53 @@ from tests.waiting import PATIENCE_S
 
 
 async def test_the_first_leads_and_everybody_has_its_result() -> None:
-    flights: SingleFlight[str] = SingleFlight()
+    flights = SingleFlight()
     first, *others = [flights.join("k") for _ in range(64)]
     assert first.leads and not any(seat.leads for seat in others)
     waiting = [asyncio.create_task(seat.turn()) for seat in others]
     await asyncio.sleep(0)
-    first.land("feature")
+    first.land()
     assert await asyncio.gather(*waiting) == [False] * 63
-    assert {seat.result for seat in (first, *others)} == {"feature"}
+    assert all(seat.landed for seat in (first, *others))
     assert not flights and flights.join("k").leads
 
 
 async def test_when_the_leader_fails_exactly_one_tries_and_the_rest_follow_it() -> None:
-    flights: SingleFlight[str] = SingleFlight(tries=2)
+    flights = SingleFlight(tries=2)
     leader, second, third = (flights.join("k") for _ in range(3))
     leader.fail()
-    assert leader.settled and leader.result is None
+    assert leader.settled and not leader.landed
     assert await second.turn() and second.leads and not third.leads
-    second.land("feature")
-    assert not await third.turn() and third.result == "feature"
+    second.land()
+    assert not await third.turn() and third.landed
 
 
 async def test_when_tries_are_used_up_all_give_up_at_once() -> None:
-    flights: SingleFlight[str] = SingleFlight(tries=2)
+    flights = SingleFlight(tries=2)
     leader, second, *rest = (flights.join("k") for _ in range(10))
     leader.fail()
     second.fail()
     assert not any([await seat.turn() for seat in rest])
-    assert all(seat.result is None for seat in rest) and "k" not in flights
+    assert not any(seat.landed for seat in rest) and "k" not in flights
 
 
 async def test_a_cancelled_leader_hands_over_without_a_failure() -> None:
-    flights: SingleFlight[str] = SingleFlight(tries=1)
+    flights = SingleFlight(tries=1)
     with flights.join("k"):
         follower = flights.join("k")
     assert follower.leads
-    follower.land("feature")
-    assert follower.result == "feature" and not flights
+    follower.land()
+    assert follower.landed and not flights
 
 
 async def test_a_follower_cancelled_in_the_moment_it_is_to_lead_hands_on() -> None:
-    flights: SingleFlight[str] = SingleFlight()
+    flights = SingleFlight()
     leader = flights.join("k")
 
     async def follow() -> None:
         with flights.join("k") as seat:
             if await seat.turn():
-                seat.land("feature")
+                seat.land()
 
     doomed, last = asyncio.create_task(follow()), asyncio.create_task(follow())
     await asyncio.sleep(0)
@@ -77,11 +77,11 @@ def test_at_most_one_flies_per_key_and_every_waiter_settles(seed: int, requests:
     rng = random.Random(seed)
 
     async def story() -> None:
-        flights: SingleFlight[int] = SingleFlight(tries=tries)
+        flights = SingleFlight(tries=tries)
         flying: Counter[str] = Counter()
-        outcomes: list[tuple[bool, int | None]] = []
+        outcomes: list[bool] = []
 
-        async def request(number: int, key: str) -> None:
+        async def request(key: str) -> None:
             for _ in range(rng.randrange(6)):
                 await asyncio.sleep(0)
             with flights.join(key) as seat:
@@ -96,16 +96,16 @@ def test_at_most_one_flies_per_key_and_every_waiter_settles(seed: int, requests:
                     if rng.random() < 0.5:
                         seat.fail()
                     else:
-                        seat.land(number)
-                outcomes.append((seat.settled, seat.result))
+                        seat.land()
+                outcomes.append(seat.settled)
 
-        tasks = [asyncio.create_task(request(number, f"k{rng.randrange(keys)}")) for number in range(requests)]
+        tasks = [asyncio.create_task(request(f"k{rng.randrange(keys)}")) for _ in range(requests)]
         for _ in tasks:
             await asyncio.sleep(0)
             if rng.random() < 0.3:
                 rng.choice(tasks).cancel()
         done, pending = await asyncio.wait(tasks, timeout=PATIENCE_S)
         assert not pending and all(task.cancelled() or task.exception() is None for task in done)
-        assert not flights and all(settled for settled, _ in outcomes)
+        assert not flights and all(outcomes)
 
     asyncio.run(story())

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from proxy.config.limits import MigrationLimits
 from proxy.generate.relay import Client
-from proxy.generate.token_history import HistoryRoom, TokenHistory
-from proxy.request.client_sink import ClientSink
-from proxy.stages.sse import WholeEvents, data_of, split
+from proxy.request.client import ClientSink
+from proxy.stages.history import Continuation, HistoryRoom, TokenHistory
+from proxy.stages.sse import Event, WholeEvents, split
 from tests.proxy.fakes import DONE, opening
 
 Tokens = Sequence[tuple[int, str]]
@@ -23,8 +23,16 @@ def given_of(*events: bytes) -> TokenHistory:
     given = TokenHistory(HistoryRoom(MigrationLimits()))
     for event in events:
         given.begin()
-        given.add(event)
+        given.add(Event(event).chunk)
     return given
+
+
+def rest_of(given: TokenHistory, stream: bytes) -> bytes:
+    """What a client lacks of another stage's stream."""
+    going_on, news = Continuation(given, stage="D1"), b""
+    for event in split(stream):  # so that each is a read of its own
+        news += b"".join(one.raw for one in going_on.rest([Event(event)]))
+    return going_on.dated(news)
 
 
 class Reader:
@@ -126,7 +134,7 @@ def respaced(
     """The stream as another server would write it, or as vLLM does. `turned`: names in the other order."""
     events = b""
     for event in split(stream):
-        said = data_of(event)
+        said = Event(event).data
         if said != b"[DONE]":
             said = json.dumps(json.loads(said, object_hook=_turned if turned else None), separators=separators).encode()
         events += field + said + b"\n\n"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from epd_serve.wire import ALL_MISSING, ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_XARG, PROMPT_XARG, FeatureMissing
-from proxy.registry.announcement_dispatcher import AnnouncementDispatcher
+from proxy.registry.announcements import AnnouncementDispatcher
 from proxy.registry.instance_state import Work
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import (

@@ -17,19 +17,31 @@ from epd_serve.errors import StageError
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.wire import KV_NOT_SENT, TOKEN_SENT
+from proxy.config.limits import MigrationLimits
 from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.errors import KvNotDelivered
-from proxy.generate.continuation import Continuation
-from proxy.generate.first_token import FirstEvent, alike, is_one_token, may_be_shown
-from proxy.generate.relay import relay, show
+from proxy.generate.migration import alike, is_one_token, may_be_shown
+from proxy.generate.relay import first_token, relay, show
 from proxy.generate.router import Route
 from proxy.registry.instance_state import Work
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint, ParsedRequest, parse
-from proxy.routing.paths import Path
-from proxy.stages.sse import split
+from proxy.routing.plan import Path
+from proxy.stages.history import HistoryRoom, TokenHistory
+from proxy.stages.sse import Event, split
 from tests.proxy.fakes import DONE, MODEL, opening, text_body
-from tests.proxy.generate.streams import Form, Reader, Tokens, answers, forms, given_of, meaning, numbers, reads
+from tests.proxy.generate.streams import (
+    Form,
+    Reader,
+    Tokens,
+    answers,
+    forms,
+    given_of,
+    meaning,
+    numbers,
+    reads,
+    rest_of,
+)
 
 SETTINGS = ProxySettings(served_models=(MODEL,), identity=ModelIdentity(MODEL))
 
@@ -66,20 +78,37 @@ def test_text_that_decode_holds_back_for_a_stop_string_is_cut_where_it_comes(
         late.append((token, shown[sum(len(text) for _, text in late) : upto]))
     if not tokens[0][1]:
         return
-    cut = Continuation(given_of(form.event(tokens[:1])), stage="D0").rest(form.stream(late, merges))
+    cut = rest_of(given_of(form.event(tokens[:1])), form.stream(late, merges))
     found = meaning(cut)
     assert tokens[0][1] + found["text"] == said
     assert [tokens[0][0], *found["ids"]] == [token for token, _ in tokens]
 
 
+def shown(event: bytes, **body: Any) -> bytes:
+    """What the client may be shown of P's first event."""
+    first = first_token(Event(event), body, stage="P0")
+    return first.raw if first is not None else b""
+
+
+async def test_what_was_shown_is_not_said_again_where_nothing_more_is_kept() -> None:
+    form, tokens, client, lock = Form(chat=True, ids=True), [(7, "Hi"), (8, " you")], Reader(), asyncio.Lock()
+    client.client.history = TokenHistory(HistoryRoom(MigrationLimits(process_bytes=1)))
+    await show(
+        reads(form.first(tokens, f"{TOKEN_SENT}7"), ()), client.client, {}, stage="P0", opening=lock,
+        on_first=lambda: None, on_whole=lambda: None,
+    )  # fmt: skip
+    assert not client.client.history.goes_on
+    await relay(reads(form.stream(tokens), range(0, 900, 50)), client.client, stage="D0", opening=lock)
+    assert meaning(client.got) == meaning(form.stream(tokens))
+
+
 def test_what_is_shown_looks_like_any_event_before_the_last() -> None:
     form = Form(chat=True, logprobs=True, ids=True)
-    first = FirstEvent(split(form.first([(7, "Hi")], TOKEN_SENT + "7"))[1], {}, stage="P0")
-    assert not first.whole and first.public == form.event([(7, "Hi")])
+    assert shown(split(form.first([(7, "Hi")], TOKEN_SENT + "7"))[1]) == form.event([(7, "Hi")])
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "shown"),
+    ("text", "stop", "shows"),
     [
         ("User", ["User:"], False),
         ("the Us", "User:", False),
@@ -88,39 +117,36 @@ def test_what_is_shown_looks_like_any_event_before_the_last() -> None:
         ("", [], False),  # part of a character, or a token without text
     ],
 )
-def test_what_may_not_be_said_after_all_is_not_shown(text: str, stop: Any, shown: bool) -> None:
+def test_what_may_not_be_said_after_all_is_not_shown(text: str, stop: Any, shows: bool) -> None:
     event = Form(chat=False).event([(7, text)], "length", TOKEN_SENT + "7")
-    assert bool(FirstEvent(event, {"stop": stop}, stage="P0").public) is shown
+    assert bool(shown(event, stop=stop)) is shows
     if text:
-        body = {"stop": stop, "include_stop_str_in_output": True}
-        assert FirstEvent(event, body, stage="P0").public
+        assert shown(event, stop=stop, include_stop_str_in_output=True)
 
 
 def test_what_a_parser_has_found_waits_for_decode() -> None:
     for delta in ({"reasoning": "Hm"}, {"content": "a", "tool_calls": [{"index": 0}]}):
         choice = {"index": 0, "delta": delta, "finish_reason": "length", "stop_reason": TOKEN_SENT + "7"}
         event = Form(chat=True).written(choices=[choice])
-        assert FirstEvent(event, {}, stage="P0").public == b""
+        assert shown(event) == b""
 
 
 def test_an_end_that_says_nothing_of_a_transfer_is_not_shown() -> None:
-    assert FirstEvent(Form(chat=True).event([(7, "a")], "length"), {}, stage="P0").public == b""
-    assert FirstEvent(Form(chat=True).event([(7, "a")], "abort"), {}, stage="P0").public == b""
+    assert shown(Form(chat=True).event([(7, "a")], "length")) == b""
+    assert shown(Form(chat=True).event([(7, "a")], "abort")) == b""
 
 
 def test_prefill_that_could_not_send_its_kv_fails_the_attempt() -> None:
     event = Form(chat=True).event([(7, "a")], "length", KV_NOT_SENT + "cancelled by decode")
     with pytest.raises(KvNotDelivered) as caught:
-        FirstEvent(event, {}, stage="P0")
+        shown(event)
     assert caught.value.reason == "cancelled by decode" and caught.value.stage == "P0"
 
 
 @pytest.mark.parametrize("rest", [[(7, "Ho")], [(7, "H")]])
 def test_decode_that_says_something_else_is_an_error(rest: Tokens) -> None:
     with pytest.raises(StageError, match="another answer"):
-        Continuation(given_of(Form(chat=True, ids=True).event([(7, "Hi")])), stage="D0").rest(
-            Form(chat=True).stream(rest)
-        )
+        rest_of(given_of(Form(chat=True, ids=True).event([(7, "Hi")])), Form(chat=True).stream(rest))
 
 
 async def test_an_answer_that_ends_with_its_first_token_is_all_prefills() -> None:

@@ -16,7 +16,7 @@ from epd_serve.wire import KV_NOT_SENT, TOKEN_SENT
 from proxy.config.limits import RetryLimits
 from proxy.config.settings import ProxySettings
 from proxy.request.parse import Endpoint
-from proxy.stages.circuit import CircuitLimits, State
+from proxy.stages.circuits import CircuitLimits, State
 from tests.proxy.fakes import (
     DONE,
     QUICK,

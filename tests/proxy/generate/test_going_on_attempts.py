@@ -290,7 +290,7 @@ async def test_a_stage_that_falls_silent_under_a_stream_is_left() -> None:
                     begun.set()
 
         def report(name: str, number: int) -> None:
-            c.table.report_stage(stage_report(name, c.instances[name].incarnation, number))
+            c.table.report(stage_report(name, c.instances[name].incarnation, number))
 
         task = asyncio.create_task(ask())
         await begun.wait()

@@ -12,8 +12,8 @@ from proxy.config.limits import MigrationLimits
 from proxy.errors import StageRefusal
 from proxy.generate.relay import Client as RelayClient
 from proxy.generate.relay import relay
-from proxy.generate.token_history import HistoryRoom, TokenHistory
-from proxy.request.client_sink import ClientSink
+from proxy.request.client import ClientSink
+from proxy.stages.history import HistoryRoom, TokenHistory
 from proxy.stages.sse import split
 from tests.proxy.fakes import DONE, chunk, opening
 from tests.proxy.generate.streams import SPACED, Form, Reader, meaning, respaced
@@ -83,6 +83,15 @@ async def test_a_stream_without_an_end_is_an_error() -> None:
         await client.relay(chunk("a"))
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_an_end_without_an_answer_is_an_error_however_it_comes(at_once: bool) -> None:
+    usage = Form(chat=True).written(choices=[], usage={"completion_tokens": 0})
+    client = Client()
+    with pytest.raises(StageError, match="without an answer"):
+        await client.relay(*([opening(0) + usage + DONE] if at_once else [opening(0), usage, DONE]))
+    assert client.got == b"" and not client.sink.committed
+
+
 TOKENS = [(5, "a "), (6, 'says "b": '), (7, "{ "), (8, "")]
 
 
@@ -100,7 +109,6 @@ async def test_another_server_of_the_same_api_leaks_no_ids_and_can_be_gone_on_af
     told = meaning(respaced(reader.got))
     assert told == {**meaning(form.stream(TOKENS)), "ids": []} and told["text"] == 'a says "b": { '
     if not at_once:  # what comes with the end is not kept
-        reader.given.fold()
         assert reader.given.goes_on and reader.given.finished and reader.given.tokens.tolist() == [5, 6, 7, 8]
 
 

@@ -12,7 +12,7 @@ import pytest
 from epd_serve.wire import StageReport
 from proxy.config.limits import RetryLimits
 from proxy.request.parse import Endpoint
-from proxy.stages.circuit import CircuitLimits, State
+from proxy.stages.circuits import CircuitLimits, State
 from tests.proxy.fakes import (
     QUICK,
     Cluster,
@@ -90,7 +90,7 @@ async def test_a_half_open_circuit_gets_one_request_of_many(monkeypatch: pytest.
         c["PD0"].usual = c["PD1"].usual = hangs
         incarnation = ("PD0", c.instances["PD0"].incarnation)
         monkeypatch.setattr(c.pipeline.circuits._circuits[incarnation], "_open_until", 0.0)
-        c.pipeline.circuits._look_again(incarnation)
+        c.pipeline.circuits._tell(incarnation)
         assert circuit(c, "PD0") is State.HALF_OPEN
         before = len(c["PD0"].calls)
         requests = [asyncio.create_task(c.client.post(CHAT, json=text_body())) for _ in range(6)]
@@ -144,18 +144,18 @@ async def test_of_a_late_first_token_prefill_is_blamed_while_it_has_not_answered
 
 
 async def test_an_instance_that_falls_silent_loses_its_requests_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.generate.stall_watchdog.CHECK_EVERY_S", 0.02)
+    monkeypatch.setattr("proxy.stages.circuits.CHECK_EVERY_S", 0.02)
     async with cluster("PD0", "PD1", config=settings(timeouts=replace(QUICK, stage_silence_s=0.2))) as c:
         for name in ("PD0", "PD1"):
             c["PD0"].script.append(hangs)
-            c.table.report_stage(StageReport(name, c.instances[name].incarnation, 1))
+            c.table.report(StageReport(name, c.instances[name].incarnation, 1))
         c["PD0"].usual = hangs
         requests = asyncio.create_task(c.client.post(CHAT, json=text_body()))
         await c["PD0"].until(lambda stage: stage.active == 1)
         seq = 1
         while not requests.done():  # only the other one still reports
             seq += 1
-            c.table.report_stage(StageReport("PD1", c.instances["PD1"].incarnation, seq))
+            c.table.report(StageReport("PD1", c.instances["PD1"].incarnation, seq))
             await asyncio.sleep(0.02)
         assert (await requests).status_code == 200
         await c["PD0"].until(lambda stage: stage.cancelled == 1)
@@ -165,7 +165,7 @@ async def test_an_instance_that_falls_silent_loses_its_requests_to_others(monkey
 async def test_of_stages_that_report_nothing_the_one_that_is_down_loses_its_requests_to_others(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.generate.stall_watchdog.CHECK_EVERY_S", 0.02)
+    monkeypatch.setattr("proxy.stages.circuits.CHECK_EVERY_S", 0.02)
     async with cluster("PD0", "PD1", config=settings(timeouts=replace(QUICK, stage_silence_s=0.2))) as c:
         c["PD0"].usual = hangs
         request = asyncio.create_task(c.client.post(CHAT, json=text_body(stream=stream)))
@@ -177,7 +177,7 @@ async def test_of_stages_that_report_nothing_the_one_that_is_down_loses_its_requ
 
 
 async def test_an_instance_that_is_down_for_a_moment_keeps_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.generate.stall_watchdog.CHECK_EVERY_S", 0.02)
+    monkeypatch.setattr("proxy.stages.circuits.CHECK_EVERY_S", 0.02)
     async with cluster("PD0", "PD1", config=settings(timeouts=replace(QUICK, stage_silence_s=0.5))) as c:
         released = asyncio.Event()
 
@@ -200,7 +200,7 @@ async def test_an_instance_that_is_down_for_a_moment_keeps_its_requests(monkeypa
 async def test_an_instance_that_is_said_to_be_down_and_still_reports_keeps_its_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("proxy.generate.stall_watchdog.CHECK_EVERY_S", 0.02)
+    monkeypatch.setattr("proxy.stages.circuits.CHECK_EVERY_S", 0.02)
     async with cluster("PD0", "PD1", config=settings(timeouts=replace(QUICK, stage_silence_s=0.2))) as c:
         released = asyncio.Event()
 
@@ -215,7 +215,7 @@ async def test_an_instance_that_is_said_to_be_down_and_still_reports_keeps_its_r
         begun, seq = time.monotonic(), 0
         while time.monotonic() < begun + 0.5 and not c["PD0"].cancelled:
             seq += 1
-            c.table.report_stage(StageReport("PD0", c.instances["PD0"].incarnation, seq))
+            c.table.report(StageReport("PD0", c.instances["PD0"].incarnation, seq))
             await asyncio.sleep(0.02)
         released.set()
         assert (await request).status_code == 200

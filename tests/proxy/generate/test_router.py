@@ -15,7 +15,7 @@ from proxy.records.record import Record
 from proxy.registry.instance_state import Work
 from proxy.routing.plan import Plan, Question, View, make_plan
 from proxy.routing.policy import POLICIES
-from proxy.stages.prompt_nodes import prompt_nodes
+from proxy.stages.prompt import prompt_nodes
 from tests.proxy.fakes import (
     Cluster,
     breaks,
@@ -182,12 +182,12 @@ async def test_a_request_is_planned_once_and_again_only_for_a_reason(monkeypatch
     asked_for: list[Question] = []
     reasons: list[str] = []
 
-    def counted(question: Question, view: View, policy: str) -> Plan | None:
+    def counted(question: Question, view: View, policy: str, because: str) -> Plan | None:
         asked_for.append(question)
-        return make_plan(question, view, policy)
+        return make_plan(question, view, policy, because)
 
-    def planned(record: Record, plan: Plan, because: str) -> None:
-        reasons.append(because)
+    def planned(record: Record, plan: Plan) -> None:
+        reasons.append(plan.because)
 
     monkeypatch.setattr("proxy.generate.router.make_plan", counted)
     monkeypatch.setattr(Record, "planned", planned)
@@ -248,7 +248,7 @@ def cached_at(c: Cluster, name: str, messages: list[dict[str, str]], blocks: int
     nodes = prompt_nodes({**text_body(), "messages": messages}, {}).nodes
     told = PromptBlocks(packed(nodes), packed(range(blocks)))
     instance = c.instances[name]
-    c.table.report_cache(CacheReport(name, instance.incarnation, seq, 16, stored=packed(range(blocks)), prompts=[told]))
+    c.table.report(CacheReport(name, instance.incarnation, seq, 16, stored=packed(range(blocks)), prompts=[told]))
 
 
 async def test_a_later_turn_goes_where_the_earlier_ones_are_cached_until_that_is_busier_than_it_is_worth() -> None:

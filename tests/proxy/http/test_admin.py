@@ -12,9 +12,8 @@ import pytest
 from epd_serve.roles import Role
 from proxy.config.keys import ApiKeys
 from proxy.http.admin import create_admin
-from proxy.http.openapi import document
 from proxy.registry.table import InstanceTable
-from tests.proxy.fakes import api_keys, cluster, settings
+from tests.proxy.fakes import api_keys, cluster, document, settings
 from tests.proxy.http.test_openapi import schema_of
 
 TELLING = ("/instances", "/metrics", "/openapi.json", "/version")
@@ -57,7 +56,7 @@ async def test_where_the_table_is_closed_the_probes_tell_what_is_served_and_not_
         unhealthy = await c.client.get("/health")
         assert (unhealthy.status_code, unhealthy.json()) == (503, {"status": "unavailable"})
         unready = await c.client.get("/ready", headers=KEY)
-        jsonschema.validate(unready.json(), schema_of(document(config, "1"), "Ready"))
+        jsonschema.validate(unready.json(), schema_of(document(config), "Ready"))
         assert unready.status_code == 503 and unready.json() == {
             "status": "unavailable", "kinds": {"text": {"served": False}, "image": {"served": False}}
         }  # fmt: skip

@@ -330,3 +330,38 @@ async def test_unknown_fields_are_counted_and_what_changes_nothing_is_not() -> N
     async with cluster("PD0", config=settings(strict_fields=True)) as c:
         refused = await c.client.post("/v1/messages", json=body)
         assert refused.status_code == 400 and "unheard_of" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+async def test_another_method_is_refused_in_anthropic_s_form(method: str, path: str) -> None:
+    async with sdk("PD0") as (_, c):
+        answer = await c.client.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+        assert answer.json() == {
+            "type": "error",
+            "error": {"type": "invalid_request_error", "message": f"{method} {path}: Method Not Allowed"},
+        }
+        assert (await c.client.get("/v1/completions")).json()["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+async def test_the_image_at_fault_is_named_by_its_place_in_the_request(bad: int) -> None:
+    """What tools gave back comes first in the chat, whatever stands before it in the request."""
+    sources = [source(PNG), source(OTHER_PNG), source(PNG)]
+    sources[bad]["data"] = "@"
+    blocks = [{"type": "image", "source": one} for one in sources]
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "x"}, blocks[1]]}
+    named = [
+        "messages[1].content[0].source",
+        "messages[1].content[1].content[1].source",
+        "messages[1].content[2].source",
+    ]
+    async with sdk("E0", "PD0") as (client, _):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await ask(
+                client,
+                [{"role": "system", "content": "x"}, {"role": "user", "content": [blocks[0], result, blocks[2]]}],
+            )
+    assert named[bad] in caught.value.message
+    assert not [other for other in named if other != named[bad] and other in caught.value.message]

@@ -9,9 +9,18 @@ import jsonschema
 import pytest
 from starlette.routing import Route
 
-from proxy.http.openapi import document
 from proxy.request.parse import Endpoint
-from tests.proxy.fakes import api_keys, cluster, data_url, encodes, image_body, image_file, settings, text_body
+from tests.proxy.fakes import (
+    api_keys,
+    cluster,
+    data_url,
+    document,
+    encodes,
+    image_body,
+    image_file,
+    settings,
+    text_body,
+)
 
 SECURED = settings(api_keys=api_keys("k"), served_models=("demo", "org/other"))
 
@@ -43,7 +52,7 @@ async def test_every_route_of_the_app_is_in_the_document_and_no_other() -> None:
 
 
 def test_the_document_is_whole() -> None:
-    doc = document(SECURED, "1")
+    doc = document(SECURED)
     for name, schema in doc["components"]["schemas"].items():
         jsonschema.Draft202012Validator.check_schema(schema)
         assert references(schema) <= {f"#/components/schemas/{known}" for known in doc["components"]["schemas"]}, name
@@ -53,25 +62,25 @@ def test_the_document_is_whole() -> None:
 
 
 def test_models_and_keys_are_this_server_s() -> None:
-    doc = document(SECURED, "1")
+    doc = document(SECURED)
     assert doc["components"]["schemas"]["Model"]["enum"] == ["demo", "org/other"]
     assert doc["paths"][Endpoint.CHAT.value]["post"]["security"] == [{"key": []}]
-    assert "security" not in document(settings(), "1")["paths"][Endpoint.CHAT.value]["post"]
+    assert "security" not in document(settings())["paths"][Endpoint.CHAT.value]["post"]
 
 
 @pytest.mark.parametrize("body", [text_body(n=2, stream=True), image_body(data_url(image_file()))])
 def test_what_the_proxy_takes_the_document_allows(body: dict[str, Any]) -> None:
-    jsonschema.validate(body, schema_of(document(settings(), "1"), "ChatRequest"))
+    jsonschema.validate(body, schema_of(document(settings()), "ChatRequest"))
 
 
 @pytest.mark.parametrize("body", [text_body(n=0), text_body(model="other"), text_body(messages=[]), {"model": "demo"}])
 def test_what_the_proxy_refuses_the_document_forbids(body: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(body, schema_of(document(settings(), "1"), "ChatRequest"))
+        jsonschema.validate(body, schema_of(document(settings()), "ChatRequest"))
 
 
 def test_limits_are_those_of_the_settings() -> None:
-    doc = document(settings(max_n=3, max_sequences=5), "1")
+    doc = document(settings(max_n=3, max_sequences=5))
     for name, body in (("ChatRequest", text_body()), ("CompletionRequest", {"model": "demo", "prompt": "x"})):
         jsonschema.validate({**body, "n": 3}, schema_of(doc, name))
         with pytest.raises(jsonschema.ValidationError):
@@ -99,3 +108,41 @@ async def test_one_model_is_found_by_its_name_with_slashes_too() -> None:
         assert response.json()["id"] == "org/other"
         missing = await c.client.get("/v1/models/nothing")
         assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
+
+
+async def test_each_endpoint_is_documented_with_the_form_of_its_errors_and_says_when_it_wants_a_key() -> None:
+    doc = document(SECURED)
+    for endpoint in Endpoint:
+        responses = doc["paths"][endpoint.value]["post"]["responses"]
+        name = "AnthropicError" if endpoint.is_anthropic else "Error"
+        for code in ("400", "401", "404", "408", "413", "422", "429", "502", "503", "504"):
+            schema = responses[code]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": f"#/components/schemas/{name}"}, (endpoint, code)
+        assert ("text/event-stream" in responses["200"]["content"]) is endpoint.generates
+    assert not [path for path, item in doc["paths"].items() if "422" in item.get("get", {}).get("responses", {})]
+
+
+MESSAGE: dict[str, Any] = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"system": [{"type": "text", "text": "x"}]}, {"thinking": {"type": "adaptive"}, "top_k": 1}]
+)
+def test_messages_are_allowed_as_they_are_judged(more: dict[str, Any]) -> None:
+    jsonschema.validate({**MESSAGE, **more}, schema_of(document(settings()), "MessagesRequest"))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"max_tokens": 0},
+        {"model": "other"},
+        {"messages": []},
+        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file", "file_id": "f"}}]}]},
+        {"thinking": {"type": "enabled", "budget_tokens": 10}},
+    ],
+)
+def test_messages_that_are_refused_are_forbidden(more: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**MESSAGE, **more}, schema_of(document(settings()), "MessagesRequest"))

@@ -162,7 +162,7 @@ async def test_models_version_instances_and_metrics() -> None:
 async def test_the_table_shows_what_each_stage_reports_of_its_load() -> None:
     async with cluster("P0", "D0") as c:
         incarnation = c.table.instance("P0").incarnation
-        c.table.report_stage(StageReport("P0", incarnation, 3, waiting=2, running=1, pending_prompt_tokens=77))
+        c.table.report(StageReport("P0", incarnation, 3, waiting=2, running=1, pending_prompt_tokens=77))
         p, d = (await c.client.get("/instances")).json()["instances"]
         assert p["load"] == 77 and d["load"] == 0 and d["stage"] is None
         assert {"seq": 3, "waiting": 2, "running": 1, "pending_prompt_tokens": 77}.items() <= p["stage"].items()
@@ -172,7 +172,7 @@ async def test_the_table_shows_what_each_stage_reports_of_its_load() -> None:
 async def test_prometheus_sees_the_load_of_those_who_report(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster("P0", "D0") as c:
         incarnation = c.table.instance("P0").incarnation
-        c.table.report_stage(StageReport("P0", incarnation, 1, running=1, pending_prompt_tokens=77, kv_used=0.5))
+        c.table.report(StageReport("P0", incarnation, 1, running=1, pending_prompt_tokens=77, kv_used=0.5))
         assert c.metric("epd_stage_load", instance="P0", role="P") == 77
         assert c.metric("epd_stage_kv_used", instance="P0", role="P") == 0.5
         assert c.metric("epd_stage_up", instance="D0", role="D") == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.http.unserved import UNSERVED, unserved
+from proxy.http.openapi import UNSERVED, unserved
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import cluster, settings
 

@@ -78,9 +78,17 @@ def element(kind: int, content: bytes, *, endless: bool = False) -> bytes:
     return name + ((1 << 56) | size).to_bytes(8, "big") + content
 
 
-def webm(ms: float, *, last_cluster_ms: int = 0, width: int = 64, height: int = 48, endless: bool = False) -> bytes:
+def webm(
+    ms: float,
+    *,
+    last_cluster_ms: int = 0,
+    width: int = 64,
+    height: int = 48,
+    endless: bool = False,
+    width_bytes: int = 2,
+) -> bytes:
     info = element(0x2AD7B1, (1_000_000).to_bytes(3, "big")) + element(0x4489, struct.pack(">d", ms))
-    video = element(0xE0, element(0xB0, width.to_bytes(2, "big")) + element(0xBA, height.to_bytes(2, "big")))
+    video = element(0xE0, element(0xB0, width.to_bytes(width_bytes, "big")) + element(0xBA, height.to_bytes(2, "big")))
     cluster = element(0x1F43B675, element(0xE7, last_cluster_ms.to_bytes(4, "big")) + element(0xA3, bytes(9)))
     parts = element(0x1549A966, info) + element(0x1654AE6B, element(0xAE, video)) + cluster
     return element(0x1A45DFA3, b"") + element(0x18538067, parts, endless=endless)

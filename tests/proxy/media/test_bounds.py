@@ -16,7 +16,7 @@ import pytest
 from proxy.config.limits import BodyPace, MediaLimits, MemoryLimits
 from proxy.config.settings import ProxySettings
 from proxy.media.images import inspect_image
-from proxy.tenants.fair_semaphore import TurnTimeout
+from proxy.tenants.fair_share import MemoryReservation
 from tests.proxy.fakes import Cluster, cluster, data_url, encodes, image_file, settings, text_body
 from tests.waiting import PATIENCE_S, until
 
@@ -72,7 +72,7 @@ async def fetching(config: ProxySettings) -> AsyncIterator[tuple[Cluster, Host]]
         c["E0"].usual = encodes()
         yield c, host
         await c.idle()
-        assert c.pipeline.memory.held_bytes == 0, "everything was given back"
+        assert c.pipeline.memory.held == 0, "everything was given back"
 
 
 async def test_one_tenant_s_slow_urls_turn_away_nobody_else_s() -> None:
@@ -116,7 +116,7 @@ async def test_media_that_do_not_fit_are_refused_while_they_come_and_leave_room_
     limits = MediaLimits(max_bytes=200_000)
     async with fetching(settings(media=limits, memory=MemoryLimits(250_000))) as (c, host):
         slow = asyncio.create_task(c.client.post(CHAT, json=by_url(*["http://h/slow"] * 2)))
-        with c.pipeline.memory.request("another") as held:
+        with MemoryReservation(c.pipeline.memory, "another") as held:
             held.take(180_000)
             refused = await c.client.post(CHAT, json=by_url("http://h/large"))
             assert refused.status_code == 503 and refused.headers["retry-after"]
@@ -159,12 +159,12 @@ async def test_a_thread_that_outlives_its_request_keeps_its_turn_and_its_bytes(m
         with pytest.raises(asyncio.CancelledError):
             await asking
         await c.idle()
-        assert c.pipeline.memory.held_bytes > 0, "what the thread works with"
-        with pytest.raises(TurnTimeout):
+        assert c.pipeline.memory.held > 0, "what the thread works with"
+        with pytest.raises(TimeoutError):
             async with c.pipeline._media._turns.turn("other", within_s=0.0):
                 pass
         released.set()
-        await until(lambda: c.pipeline.memory.held_bytes == 0)
+        await until(lambda: c.pipeline.memory.held == 0)
         assert (await c.client.post(CHAT, json=by_url("http://h/a.png"))).status_code == 200
 
 
@@ -174,7 +174,7 @@ async def test_a_request_holds_its_media_once_and_gives_them_back() -> None:
         concurrent: list[int] = []
 
         async def look(*arguments: Any) -> None:
-            concurrent.append(c.pipeline.memory.held_bytes)
+            concurrent.append(c.pipeline.memory.held)
             await encodes()(*arguments)
 
         c["E0"].usual = look
@@ -198,7 +198,7 @@ async def test_a_slow_body_is_408_and_its_connection_is_closed(pace: BodyPace) -
         assert answer.startswith(b"HTTP/1.1 408 ") and b"body_too_slow" in answer and b"connection: close" in answer
         writer.close()
         await c.idle()
-        assert c.pipeline.memory.held_bytes == 0 and c.pipeline.arriving.held == 0
+        assert c.pipeline.memory.held == 0 and c.pipeline.arriving.held == 0
 
 
 async def test_a_body_that_keeps_pace_may_take_longer_than_the_grace() -> None:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.media.clip import MAX_PARTS, Clip
-from proxy.media.containers import read_clip
+from proxy.media.containers import MAX_PARTS, Clip, read_clip
 from tests.proxy.media import clips
 
 VORBIS = b"\x01vorbis" + bytes(5) + (44_100).to_bytes(4, "little") + bytes(14)
@@ -39,6 +38,13 @@ def test_a_header_that_claims_less_than_the_bytes_hold_is_not_believed() -> None
     assert read_clip(clips.mp4(1.0, samples=((100, 40), (1, 1000)))).duration_s == 5.0
     assert read_clip(clips.webm(1.0, last_cluster_ms=60_000)).duration_s == 60.0
     assert read_clip(clips.mp3(400_000, tag_frames=1)).duration_s == 10.0
+
+
+@pytest.mark.parametrize("share", [0.7, 0.9, 0.99])
+def test_a_file_that_is_cut_short_is_as_long_as_what_is_left_of_it_says(share: float) -> None:
+    for whole in (clips.webm(7000.0), clips.webm(0.0, last_cluster_ms=7000) + bytes(400), clips.mp4(7.0) + bytes(1000)):
+        assert read_clip(whole[: int(len(whole) * share)]).duration_s == 7.0
+    assert read_clip(clips.wav(100.0)[: int(800_000 * share) + 44]).duration_s == 100.0 * share
 
 
 @pytest.mark.parametrize("data", [b"", b"RIFF", b"hello", b"OggS", b"\xff\xfb", b"\x1aE\xdf\xa3", b"\0\0\0\x18ftyp"])

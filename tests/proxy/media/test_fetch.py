@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import pytest
 from epd_serve.errors import PayloadTooLargeError, RequestError
 from proxy.config.limits import MediaLimits
 from proxy.media.fetch import UrlFetcher, is_public
+from tests.certificates import certificate
 
 PUBLIC = "93.184.216.34"
 FREE: Any = {"account": "a", "grow": lambda _: None}
@@ -101,6 +104,49 @@ async def test_every_redirect_is_judged_anew() -> None:
             "http://example.com/a", param="p", **FREE
         )
     assert resolved == ["example.com", "example.com", "inner"]
+
+
+async def test_a_certificate_counts_for_its_name_and_for_no_other_at_the_same_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert_file, key_file = certificate(tmp_path, "media.example")
+    monkeypatch.setattr("certifi.where", lambda: cert_file)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert_file, key_file)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.readline():  # for as long as the connection is kept
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nimage")
+        writer.close()
+
+    async def resolver(_: str, __: int) -> Sequence[str]:
+        return ["127.0.0.1"]
+
+    one = UrlFetcher(MediaLimits(allow_private_addresses=True), resolver=resolver)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert await one.fetch(f"https://media.example:{port}/a", param="p", **FREE) == b"image"
+        with pytest.raises(RequestError, match="ConnectError"):
+            await one.fetch(f"https://other.example:{port}/a", param="p", **FREE)
+        assert await one.fetch(f"https://media.example:{port}/a", param="p", **FREE) == b"image"
+    await one.aclose()
+
+
+async def test_nothing_of_one_fetch_goes_with_the_next_one() -> None:
+    sent: list[httpx.Request] = []
+
+    def sets_a_cookie(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        if request.url.path == "/first":
+            return httpx.Response(302, headers={"location": "/second", "set-cookie": "session=secret; Path=/"})
+        return httpx.Response(200, headers={"set-cookie": "session=secret; Path=/"}, stream=httpx.ByteStream(b"image"))
+
+    one = fetcher(sets_a_cookie, {"example.com": [PUBLIC], "another.example": [PUBLIC]})
+    for url in ("http://example.com/first", "http://example.com/third", "http://another.example/"):
+        assert await one.fetch(url, param="p", **FREE) == b"image"
+    assert [request.headers["host"] for request in sent] == ["example.com"] * 3 + ["another.example"]
+    assert not any("cookie" in request.headers or "referer" in request.headers for request in sent)
 
 
 @pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://example.com/", "http://u:p@example.com/"])

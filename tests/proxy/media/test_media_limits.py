@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from epd_serve.errors import ConfigError
-from proxy.config.domains import DomainRules
-from proxy.config.limits import MediaLimits
+from proxy.config.limits import DomainRules, MediaLimits
 from tests.proxy.fakes import Cluster, cluster, data_url, image_file, settings, text_body
 from tests.proxy.media import clips
 
@@ -47,6 +46,8 @@ async def test_clips_within_the_limits_pass_and_longer_or_larger_ones_reach_no_s
         assert await refusal(c, video(clips.webm(11_000.0))) == (400, "media_too_long")
         assert await refusal(c, video(clips.mp4(1.0, width=101, height=100))) == (400, "too_many_pixels")
         assert await refusal(c, audio(clips.wav(6.0))) == (400, "media_too_long")
+        endless_number = clips.webm(1000.0, width=1 << 16_000, width_bytes=2001)
+        assert await refusal(c, video(endless_number)) == (400, "too_many_pixels")
         assert len(c["EPD0"].calls) == calls_before
 
 

@@ -12,9 +12,8 @@ import pytest
 
 from epd_serve.errors import DeadlineError, OverloadedError
 from proxy.page import events
-from proxy.page.events import Events
-from proxy.page.observed import Seen
-from proxy.records.minute import Counts
+from proxy.page.events import Events, Seen
+from proxy.records.counts import Counts
 from proxy.records.records import Question, RecordsAnswer
 from tests.waiting import PATIENCE_S
 
@@ -162,3 +161,19 @@ async def test_more_than_so_many_do_not_watch(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(OverloadedError):
             all_.check_room()
     all_.check_room()
+
+
+async def test_the_end_waits_for_nobody_who_hangs() -> None:
+    asked = asyncio.Event()
+
+    async def hangs(question: Question, whole: bool) -> Seen:
+        asked.set()
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("never")
+
+    all_ = Events(hangs)
+    told = asyncio.create_task(anext(all_.watch("")))
+    await asked.wait()
+    all_.end()
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(told, PATIENCE_S / 10)

@@ -13,9 +13,9 @@ import pytest
 from fastapi import FastAPI, Request
 
 from proxy.http.app import add_error_seam
-from proxy.page.observed import Observed, Seen
+from proxy.page.events import Seen, observed
 from proxy.page.routes import STATIC, About, Page, files
-from proxy.records.minute import Counts
+from proxy.records.counts import Counts
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.table import InstanceTable
 from proxy.tenants.auth import AuthenticationError
@@ -108,9 +108,9 @@ async def test_where_nobody_knows_of_a_deployment_its_instances_are_told() -> No
         async def look(self, question: Question) -> RecordsAnswer:
             return RecordsAnswer()
 
-    seen = await Observed(Doors())(Question(), True)
+    seen = await observed(Doors())(Question(), True)
     assert (seen.deployment, seen.instances) == (b"null", b"[]")
-    assert (await Observed(Doors())(Question(), False)).deployment == b""
+    assert (await observed(Doors())(Question(), False)).deployment == b""
 
 
 def test_nothing_in_its_files_names_another_origin() -> None:

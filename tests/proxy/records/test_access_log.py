@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from epd_serve.errors import ConfigError
-from proxy.records import lines_file
-from proxy.records.access_log import AccessLog
-from proxy.records.lines_file import LinesFile
+from proxy.records import lines as subject
+from proxy.records.lines import AccessLog, LinesFile
 from proxy.records.record import Record
 from tests.proxy.fakes import (
     DONE,
@@ -123,7 +122,6 @@ async def test_a_key_is_never_written_but_whose_request_it_was(tmp_path: Path) -
 
 
 def test_a_file_that_was_taken_away_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines_file, "LOOK_S", 0.0)
     path, old = tmp_path / "access.jsonl", tmp_path / "access.jsonl.1"
     log = opened(path)
     log.ended(Record("first"))
@@ -146,8 +144,8 @@ def test_processes_that_share_a_file_do_not_mix_their_lines(tmp_path: Path) -> N
 
 
 def test_a_reader_that_does_not_read_costs_lines_and_no_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(lines_file, "HELD_BYTES", 10_000)
-    monkeypatch.setattr(lines_file, "LAST_S", 0.1)
+    monkeypatch.setattr(subject, "HELD_BYTES", 10_000)
+    monkeypatch.setattr(subject, "LAST_S", 0.1)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

@@ -33,6 +33,15 @@ def test_of_a_stream_the_event_before_the_end_says_why() -> None:
     assert answer_end(b"data: %b\n\ndata: %b\n\ndata: [DONE]\n\n" % (last, usage)) == AnswerEnd("stop", 17, 3, 16)
 
 
+def test_of_a_stream_that_counts_all_along_the_last_count_holds() -> None:
+    first, last = ({**USAGE, "completion_tokens": count} for count in (1, 3))
+    events = [
+        compact({"choices": [{"delta": {"content": "a"}, "finish_reason": None}], "usage": first}),
+        compact({"choices": [{"delta": {"content": ""}, "finish_reason": None}], "usage": last}),
+    ]
+    assert answer_end(b"data: %b\n\ndata: %b\n\ndata: [DONE]\n\n" % tuple(events)) == AnswerEnd("", 17, 3, None)
+
+
 def test_a_response_says_it_in_words_of_its_own() -> None:
     event = compact({"type": "response.completed", "response": {"status": "completed", "usage": RESPONSE_USAGE}})
     assert answer_end(b"event: response.completed\ndata: %b\n\n" % event) == AnswerEnd("completed", 9, 2, 8)

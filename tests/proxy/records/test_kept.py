@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from epd_serve.errors import ConfigError
 from proxy.config.limits import RecordLimits
-from proxy.records.kept import SLOW_FOR_S, KeptRecords
 from proxy.records.record import Record
+from proxy.records.records import SLOW_FOR_S, KeptRecords
 
 
-def ended(name: int, *, total_s: float = 0.01, began: float = 0.0, status: int = 200) -> Record:
-    return Record(str(name), began=began, total_s=total_s, status=status, outcome=str(status))
+def ended(name: int, *, total_s: float = 0.01, clock: float = 0.0, status: int = 200) -> Record:
+    return Record(str(name), clock=clock, total_s=total_s, status=status, outcome=str(status))
 
 
 def names(kept: KeptRecords) -> set[int]:
@@ -62,19 +62,19 @@ def test_slow_ones_are_forgotten_after_an_hour() -> None:
     for name in range(2):
         kept.add(ended(name, total_s=30.0))
     for name in range(2, 50):
-        kept.add(ended(name, total_s=1.0, began=2 * SLOW_FOR_S))
+        kept.add(ended(name, total_s=1.0, clock=2 * SLOW_FOR_S))
     assert not {0, 1} & names(kept) and len(kept) == 6
 
 
 def test_those_that_stayed_are_forgotten_when_their_own_hour_is_over() -> None:
     kept = KeptRecords(RecordLimits(requests=8))
     kept.add(ended(0, total_s=30.0))
-    kept.add(ended(1, total_s=30.0, began=SLOW_FOR_S / 2))
+    kept.add(ended(1, total_s=30.0, clock=SLOW_FOR_S / 2))
     for name in range(2, 50):
-        kept.add(ended(name, total_s=1.0, began=1.2 * SLOW_FOR_S))
+        kept.add(ended(name, total_s=1.0, clock=1.2 * SLOW_FOR_S))
     assert {0, 1} & names(kept) == {1}
     for name in range(50, 100):
-        kept.add(ended(name, total_s=2.0, began=2 * SLOW_FOR_S))
+        kept.add(ended(name, total_s=2.0, clock=2 * SLOW_FOR_S))
     assert not {0, 1} & names(kept)
 
 
@@ -95,7 +95,7 @@ def test_neither_count_nor_bytes_are_ever_exceeded(
 ) -> None:
     kept = KeptRecords(RecordLimits(most, most_bytes))
     for name, (total_s, status, events) in enumerate(requests):
-        record = ended(name, total_s=total_s, status=status, began=100.0 * name)
+        record = ended(name, total_s=total_s, status=status, clock=100.0 * name)
         for _ in range(events):
             record.note("queued", s=1.0, line="serve")
         kept.add(record)

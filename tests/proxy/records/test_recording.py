@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from epd_serve.traffic import read_traffic
-from proxy.records import lines_file
-from proxy.records.lines_file import LinesFile
+from proxy.records import lines
+from proxy.records.lines import LinesFile
 from tests.proxy.fakes import (
     DONE,
     api_keys,
@@ -62,8 +62,7 @@ async def test_a_stream_counts_by_its_events_where_no_stage_counts(tmp_path: Pat
 
 
 def test_a_recording_keeps_the_newest_within_its_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(lines_file, "LOOK_S", 0.0)
-    monkeypatch.setattr(lines_file, "GATHER_S", 0.0)
+    monkeypatch.setattr(lines, "GATHER_S", 0.0)
     path, older = tmp_path / "t.jsonl", tmp_path / "t.jsonl.1"
     lost: list[int] = []
     several = [LinesFile(str(path), "recording", lost.append, most_bytes=4000) for _ in range(2)]

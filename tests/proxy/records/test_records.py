@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from proxy.config.limits import AdmissionLimits, RecordLimits, Slo
-from proxy.records.minute import MINUTE_S, Counts
+from proxy.records.counts import MINUTE_S, Counts
 from proxy.records.record import Record
 from proxy.records.records import FAILED, NEWEST, SLOWEST, Question
 from proxy.registry.instance_state import Work

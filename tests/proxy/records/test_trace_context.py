@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.records.trace_context import STATE_CHARS, TraceContext
+from proxy.records.record import TraceContext
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -45,6 +45,6 @@ def test_what_is_malformed_begins_a_trace_of_its_own(header: str) -> None:
     assert (context.parent_id, context.sampled, context.state) == ("", True, "")
 
 
-@pytest.mark.parametrize("state", ["a=\x07", "a=é", "a" * (STATE_CHARS + 1)])
+@pytest.mark.parametrize("state", ["a=\x07", "a=é", "a" * 513])
 def test_a_state_that_no_header_may_have_is_left_out(state: str) -> None:
     assert "tracestate" not in TraceContext.of(f"00-{TRACE}-{PARENT}-01", state).headers("")

@@ -21,8 +21,7 @@ from epd_serve import wire
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.background import Background
-from proxy.registry.announcement_dispatcher import MissingFeatures
-from proxy.registry.announcements import Announcements
+from proxy.registry.announcements import Announcements, MissingFeatures
 from proxy.registry.table import InstanceTable
 from tests.proxy.fakes import cluster
 from tests.waiting import PATIENCE_S

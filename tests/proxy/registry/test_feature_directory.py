@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from pathlib import Path
 
 import pytest
 
 from epd_serve.wire import FeatureReady
-from proxy.encode.host_arena import HostArena
+from proxy.encode.step import HostArena
 from proxy.registry.feature_directory import PROMISE_S, TRUST_S, FeatureDirectory, placeholder_metadata
 from store.arena import Arena
 
@@ -94,11 +95,33 @@ def test_the_hosts_arena_is_asked_once_it_is_there_and_never_raises() -> None:
     assert host_arena.holds("k" * 64) is None, "not there yet"
     arena = Arena.create(path, 16 * 4096, slots=8, owners=4)
     try:
-        host_arena._not_before = 0.0
+        host_arena._ask_at = 0.0
         key = "ab" * 32
         assert host_arena.holds(key) is False
         arena.put(key, b"feature", shape=(7,), dtype="uint8")
         assert host_arena.holds(key) is True
+        host_arena.close()
+    finally:
+        arena.close()
+        Arena.unlink(path)
+
+
+def test_an_arena_whose_lock_somebody_holds_keeps_no_request_waiting() -> None:
+    path = Path(f"/dev/shm/epd-test-{uuid.uuid4().hex}-arena")
+    arena, host_arena = Arena.create(path, 16 * 4096, slots=8, owners=4), HostArena(str(path))
+    try:
+        assert host_arena.holds("ab" * 32) is False
+        took_s = []
+        arena._lock.acquire(1.0)
+        for _ in range(5):
+            host_arena._ask_at = 0.0
+            begun = time.monotonic()
+            assert host_arena.holds("ab" * 32) is None
+            took_s.append(time.monotonic() - begun)
+        arena._lock.release()
+        assert min(took_s) < 0.01
+        host_arena._ask_at = 0.0
+        assert host_arena.holds("ab" * 32) is False
         host_arena.close()
     finally:
         arena.close()

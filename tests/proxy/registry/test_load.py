@@ -6,13 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.instances import Instance
+from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
-from proxy.registry.instance_state import REPORT_TRUST_S, Lease
-from proxy.registry.ledger import PER_UNIT, Work
-from proxy.registry.load import REPORT_LAG_S, STEP_S, Acquired, reported_pending, reported_rate
-from proxy.registry.table import InstanceTable
+from proxy.registry.instance_state import REPORT_TRUST_S
+from proxy.registry.load import (
+    PER_UNIT,
+    Lease,
+    Ledger,
+    Tally,
+    Work,
+    reported_pending,
+    reported_rate,
+    total_of,
+)
+from proxy.registry.table import REPORT_EVERY_S, InstanceTable
 from tests.proxy.fakes import in_flight
 
 P0 = Instance("P0", Role.P, "http://x", "one")
@@ -73,39 +81,59 @@ def test_a_report_replaces_what_it_contains_and_later_requests_come_on_top(clock
     table = tabled()
     table.acquire("P0", Work.PREFILL, 100)
     clock.now += 1
-    table.report_stage(StageReport("P0", "one", 1, waiting=1, pending_prompt_tokens=90))
+    table.report(StageReport("P0", "one", 1, waiting=1, pending_prompt_tokens=90))
     assert load(table) == 90
     table.acquire("P0", Work.PREFILL, 50)
     assert load(table) == 90 + 75  # one of the two in flight is not in the report; they weigh 75 on average
     clock.now += 1
-    table.report_stage(StageReport("P0", "one", 2, waiting=2, pending_prompt_tokens=135))
+    table.report(StageReport("P0", "one", 2, waiting=2, pending_prompt_tokens=135))
     assert load(table) == 135
 
 
 def test_what_was_acquired_just_before_a_report_is_not_taken_to_be_in_it(clock: Clock) -> None:
     table = tabled()
     table.acquire("P0", Work.PREFILL, 100)
-    clock.now += REPORT_LAG_S / 2
-    table.report_stage(StageReport("P0", "one", 1))
+    clock.now += REPORT_EVERY_S / 2
+    table.report(StageReport("P0", "one", 1))
     assert load(table) == 100
+
+
+def test_of_a_busy_instance_what_it_was_given_between_its_last_two_reports_may_be_in_neither(clock: Clock) -> None:
+    table = tabled()
+    first = table.acquire("P0", Work.PREFILL, 100)
+    clock.now += 1
+    table.report(StageReport("P0", "one", 1, running=1, pending_prompt_tokens=90))
+    first.release()  # its answer is here, the next report is not
+    table.acquire("P0", Work.PREFILL, 50)
+    clock.now += REPORT_EVERY_S
+    table.report(StageReport("P0", "one", 2, running=1, pending_prompt_tokens=80))
+    assert load(table) == 80 + 50, "the one that runs may be either of the two"
+    clock.now += REPORT_EVERY_S
+    table.report(StageReport("P0", "one", 3, running=1, pending_prompt_tokens=50))
+    assert load(table) == 50
+    second = table.acquire("P0", Work.PREFILL, 10)
+    clock.now += 1  # it computes one long step, and reports when that has ended
+    table.report(StageReport("P0", "one", 4, running=2, pending_prompt_tokens=60))
+    assert load(table) == 60, "so long after it was given, it is in the report"
+    second.release()
 
 
 def test_a_request_that_the_stage_has_not_counted_yet_stays_a_load_however_long_it_takes(clock: Clock) -> None:
     table = tabled()
     table.acquire("P0", Work.PREFILL, 100)
     for seq in range(1, 10):  # its API server prepares a large image meanwhile
-        clock.now += REPORT_LAG_S * 2
-        table.report_stage(StageReport("P0", "one", seq))
+        clock.now += REPORT_EVERY_S * 2
+        table.report(StageReport("P0", "one", seq))
         assert load(table) == 100
 
 
 def test_an_old_report_says_nothing_and_an_overtaken_one_neither(clock: Clock) -> None:
     table = tabled()
-    table.report_stage(StageReport("P0", "one", 7, pending_prompt_tokens=10))
-    table.report_stage(StageReport("P0", "one", 6, pending_prompt_tokens=99))
+    table.report(StageReport("P0", "one", 7, pending_prompt_tokens=10))
+    table.report(StageReport("P0", "one", 6, pending_prompt_tokens=99))
     assert load(table) == 10
-    table.report_stage(StageReport("P0", "another incarnation", 8, pending_prompt_tokens=99))
-    table.report_stage(StageReport("P9", "one", 8, pending_prompt_tokens=99))
+    table.report(StageReport("P0", "another incarnation", 8, pending_prompt_tokens=99))
+    table.report(StageReport("P9", "one", 8, pending_prompt_tokens=99))
     assert load(table) == 10
     clock.now += REPORT_TRUST_S
     assert load(table) == 0
@@ -114,7 +142,7 @@ def test_an_old_report_says_nothing_and_an_overtaken_one_neither(clock: Clock) -
 def test_candidates_carry_rate_and_suspension(clock: Clock) -> None:
     table = tabled()
     assert table.live(Role.P)[0].rate == 0 and not table.live(Role.P)[0].suspended
-    table.report_stage(BUSY)
+    table.report(BUSY)
     table.suspend("P0", "another incarnation", True)
     assert table.live(Role.P)[0].rate == 1000 and not table.live(Role.P)[0].suspended
     table.suspend("P0", "one", True)
@@ -159,7 +187,7 @@ def test_whatever_happens_the_load_is_bounded_and_nothing_of_it_leaks(
                 seq += 1
                 waiting, running, tokens = value  # type: ignore[misc]
                 report, reported_at = StageReport("P0", "one", seq, waiting, running, tokens, tokens), clock.now
-                table.report_stage(report)
+                table.report(report)
             elif action == "wait":
                 clock.now += value
             check()
@@ -170,16 +198,53 @@ def test_whatever_happens_the_load_is_bounded_and_nothing_of_it_leaks(
         assert load(table) == 0 and in_flight(table) == 0
 
 
-@given(st.lists(st.tuples(st.floats(0, 0.1), st.integers(0, 100)), max_size=200))
-def test_the_past_is_remembered_to_a_step_and_in_bounded_space(gains: list[tuple[float, int]]) -> None:
-    acquired, now, total = Acquired(), 1000.0, 0
-    history = [(now, total)]
-    for pause, gain in gains:
-        now, total = now + pause, total + gain
-        history.append((now, total))
-        acquired.note(now, total)
-        then = now - REPORT_LAG_S
-        exact = max((one for when, one in history if when <= then), default=0)
-        earlier = max((one for when, one in history if when <= then - 2 * STEP_S), default=0)
-        assert earlier <= acquired.before(now) <= exact
-        assert len(acquired._samples) <= REPORT_LAG_S / STEP_S + 4
+# --- counts of leases: exact, never lost, apart by incarnation --------------------------------------------------
+
+LIFE, OTHER = ("P0", "one"), ("P1", "one")
+LEASES = st.lists(
+    st.tuples(st.sampled_from([LIFE, OTHER]), st.sampled_from(list(Work)), st.integers(0, 10**9)), max_size=20
+)
+
+
+@given(LEASES, st.data())
+def test_what_is_held_is_what_was_acquired_and_not_released(
+    leases: list[tuple[IncarnationId, Work, int]], data: st.DataObject
+) -> None:
+    ledger = Ledger()
+    for lease in leases:
+        ledger.acquire(*lease)
+    order = data.draw(st.permutations(range(len(leases))))
+    ended = set(order[: data.draw(st.integers(0, len(leases)))])
+    for index in ended:
+        ledger.release(*leases[index])
+    for incarnation in (LIFE, OTHER):
+        for work in Work:
+            held = [one[2] for index, one in enumerate(leases) if one[:2] == (incarnation, work) and index not in ended]
+            tally = ledger.tallies(incarnation)[work]
+            assert (tally.held, tally.held_weight) == (len(held), sum(held))
+        assert ledger.total(incarnation) == total_of(ledger.tallies(incarnation).values())
+
+
+def test_counts_only_grow_so_that_processes_can_share_them() -> None:
+    ledger = Ledger()
+    ledger.acquire(LIFE, Work.PREFILL, 5)
+    ledger.release(LIFE, Work.PREFILL, 5)
+    ledger.acquire(LIFE, Work.PREFILL, 7)
+    assert ledger.tallies(LIFE)[Work.PREFILL] == Tally(2, 1, 12, 5)
+    assert ledger.tallies(LIFE)[Work.DECODE] == Tally() == ledger.tallies(OTHER)[Work.PREFILL]
+
+
+def test_releasing_what_was_not_acquired_is_a_bug() -> None:
+    ledger = Ledger()
+    ledger.acquire(LIFE, Work.PREFILL, 5)
+    with pytest.raises(AssertionError, match="released more"):
+        ledger.release(LIFE, Work.DECODE, 5)
+
+
+def test_a_forgotten_incarnation_has_held_nothing() -> None:
+    ledger = Ledger()
+    ledger.acquire(LIFE, Work.DECODE, 5)
+    ledger.release(LIFE, Work.DECODE, 5)
+    ledger.forget(LIFE)
+    ledger.forget(LIFE)
+    assert all(tally == Tally() for tally in ledger.tallies(LIFE).values())

@@ -8,13 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport, StoreReport
 from proxy.registry.instance_state import Work
-from proxy.registry.ledger import Ledger, OwnLedger
-from proxy.registry.table import InstanceTable
+from proxy.registry.load import Ledger
+from proxy.registry.table import InstanceTable, Pause
 from proxy.routing.policy import UNMEASURED_RATE
 from tests.proxy.fakes import in_flight
 
@@ -76,7 +78,7 @@ def held(ledger: Ledger) -> int:
 
 
 def test_leases_count_on_the_incarnation_they_were_taken_on_and_are_released_once() -> None:
-    table = InstanceTable(ledger=(ledger := OwnLedger()))
+    table = InstanceTable(ledger=(ledger := Ledger()))
     table.apply(P0)
     first, second = table.acquire("P0", Work.PREFILL, 3.0), table.acquire("P0", Work.DECODE)
     assert table.live(Role.P)[0].load == 4.0 and held(ledger) == 2
@@ -101,7 +103,7 @@ async def test_waiters_wake_on_change_and_give_up_at_their_deadline() -> None:
 
 
 def test_an_incarnation_that_comes_back_is_counted_once() -> None:
-    table = InstanceTable(ledger=(ledger := OwnLedger()))
+    table = InstanceTable(ledger=(ledger := Ledger()))
     table.apply(P0)
     lease = table.acquire("P0", Work.PREFILL)
     table.remove("P0")
@@ -126,7 +128,7 @@ class Silences:
     def report(self, *names: str) -> None:
         self._seq += 1
         for name in names:
-            self.table.report_stage(StageReport(name, "one", self._seq))
+            self.table.report(StageReport(name, "one", self._seq))
 
     def for_s(self, seconds: float, *names: str) -> None:
         until = self.now + seconds
@@ -207,7 +209,7 @@ def shared() -> InstanceTable:
     table = InstanceTable()
     for name, role, place in (("E0", Role.E, 0), ("PD0", Role.PD, 0), ("PD1", Role.PD, 1)):
         table.apply(Instance(name, role, f"http://127.0.0.1:{place}", "one", devices=(place,)))
-    table.report_stage(StageReport("E0", "one", 1, item_tokens_per_s=100.0))
+    table.report(StageReport("E0", "one", 1, item_tokens_per_s=100.0))
     return table
 
 
@@ -222,15 +224,15 @@ def test_a_candidate_knows_the_pending_seconds_of_those_on_its_device() -> None:
     assert neighbours_s(table, Role.PD) == {"PD0": (0.0,), "PD1": ()}
     with table.acquire("PD0", Work.DECODE, 30):
         assert neighbours_s(table, Role.E) == {"E0": (pytest.approx(30 / UNMEASURED_RATE),)}
-        table.report_stage(StageReport("PD1", "one", 1, prompt_tokens_per_s=10.0))
+        table.report(StageReport("PD1", "one", 1, prompt_tokens_per_s=10.0))
         assert neighbours_s(table, Role.E) == {"E0": (3.0,)}, "of unknown speed, so the usual one"
 
 
 def test_a_neighbour_that_decodes_is_busy_for_as_long_as_anybody_knows() -> None:
     table = shared()
-    table.report_stage(StageReport("PD0", "one", 1, running=1))
+    table.report(StageReport("PD0", "one", 1, running=1))
     assert neighbours_s(table, Role.E) == {"E0": (math.inf,)}
-    table.report_stage(StageReport("PD0", "one", 2))
+    table.report(StageReport("PD0", "one", 2))
     assert neighbours_s(table, Role.E) == {"E0": (0.0,)}
 
 
@@ -291,3 +293,24 @@ def test_the_next_life_of_one_that_drained_does_not_drain() -> None:
     assert table.live(Role.P) == ()
     table.apply(replace(P0, incarnation="another"))
     assert len(table.live(Role.P)) == 1
+
+
+# --- the clock of those who wait while new requests are paused --------------------------------------------------------
+
+STEPS = st.lists(st.tuples(st.floats(0, 10), st.one_of(st.none(), st.floats(0, 10))), max_size=8)
+
+
+@given(STEPS)
+def test_time_passes_only_outside_of_pauses(steps: list[tuple[float, float | None]]) -> None:
+    now = 100.0
+    pause = Pause(lambda: now)
+    expected, until = pause.now(), now
+    for passed_s, paused_s in steps:
+        expected += max(0.0, passed_s - max(0.0, until - now))
+        now += passed_s
+        assert abs(pause.now() - expected) < 1e-6
+        assert abs(pause.left_s - max(0.0, until - now)) < 1e-6
+        if paused_s is not None:
+            pause.begin(paused_s)
+            until = now + paused_s
+            assert abs(pause.now() - expected) < 1e-6, "it neither jumps nor goes back"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from epd_serve.errors import RequestError
-from proxy.admission.ticket import sequences_of
+from proxy.admission.gate import sequences_of
 from proxy.config.limits import MemoryLimits
 from proxy.request.parse import Endpoint, parse
 from tests.proxy.fakes import answer, cluster, data_url, hangs, image_body, image_file, once, settings, text_body
@@ -307,7 +307,7 @@ async def test_bodies_of_requests_in_progress_are_bounded_together() -> None:
         assert (await first).status_code == 200
         assert (await c.client.post(CHAT, json=large)).status_code == 200
         await c.idle()
-        assert c.pipeline.memory.held_bytes == 0
+        assert c.pipeline.memory.held == 0
 
 
 @pytest.mark.parametrize("prompt", [[], ["a", "b"], {}, [[]]])

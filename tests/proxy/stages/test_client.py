@@ -110,7 +110,7 @@ async def test_broken_unreachable_and_refusing_stages_have_names_of_their_own() 
         with pytest.raises(StageError, match="failed with 500"):
             await client.post(up, CHAT, BODY, {}, timeout_s=None)
         with pytest.raises(StageError, match="no JSON object"):
-            await client.fields(up, CHAT, BODY, {}, timeout_s=None)
+            await client.post(up, CHAT, BODY, {}, timeout_s=None, decode=strict_json.fields)
         with pytest.raises(StageUnreachable):
             await client.post(refused_instance("D0", Role.D), CHAT, BODY, {}, timeout_s=None)
 
@@ -285,3 +285,22 @@ async def test_an_answer_is_read_no_faster_than_it_is_taken() -> None:
             assert before < 60
             size += sum([len(several) async for several in stream])
         assert size == 64 * len(event)
+
+
+async def test_a_connection_that_nobody_uses_is_closed_before_the_stage_closes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("proxy.stages.connection.IDLE_S", 0.05)
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await _request(reader):
+            writer.write(_whole(b"{}"))
+        closed.set()
+
+    async with raw_stage(serve) as (client, instance):
+        for _ in range(2):
+            assert await client.post(instance, CHAT, BODY, {}, timeout_s=None) == {}
+        async with asyncio.timeout(PATIENCE_S):
+            await closed.wait()
+        assert not client._idle[instance.url]

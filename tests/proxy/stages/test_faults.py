@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from proxy.request.parse import Endpoint
-from proxy.stages.circuit import CircuitLimits, State
-from proxy.stages.faults import GENERIC
+from proxy.stages.circuits import CircuitLimits, State
+from proxy.stages.retries import GENERIC
 from tests.proxy.fakes import DONE, Cluster, cluster, image_body, refuses, streams, text_body
 
 CHAT = Endpoint.CHAT.value

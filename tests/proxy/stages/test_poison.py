@@ -206,7 +206,7 @@ def test_a_request_that_was_alone_is_given_up_for_two_deaths_however_late_they_c
         body.check()
         fleet.dies(body, after_s=10)
     assert not body.suspected, "nothing is held against the body"
-    with pytest.raises(StageError, match="P0 2 times ended while they worked on this"):
+    with pytest.raises(StageError, match="P0 ended while they worked on this, 2 times"):
         body.check()
 
 

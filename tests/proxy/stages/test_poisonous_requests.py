@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from epd_serve.wire import StageReport
-from proxy.admission.ticket import Kind
+from proxy.admission.queue import Kind
 from proxy.config.limits import PoisonLimits
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import (
@@ -283,12 +283,12 @@ async def test_an_image_that_kills_encoders_does_not_go_on_to_prefill() -> None:
 
 @pytest.mark.usefixtures("at_once")
 async def test_a_stage_that_hangs_of_a_body_dies_of_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.generate.stall_watchdog.CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("proxy.stages.circuits.CHECK_EVERY_S", 0.01)
     async with cluster("PD0", "PD1", "PD2") as c:
         hanging: set[str] = set()  # a call that has not arrived yet hangs nobody
         monkeypatch.setattr(c.table, "silence_s", lambda name, _: 11.0 if name in hanging else 0.0)
         for name, instance in c.instances.items():
-            c.table.report_stage(StageReport(name, instance.incarnation, 1))
+            c.table.report(StageReport(name, instance.incarnation, 1))
 
         async def hangs_unheard(stage: FakeStage, call: Call, receive: Any, send: Any) -> None:
             hanging.add(stage.id)

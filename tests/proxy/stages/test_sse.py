@@ -9,18 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.errors import StageRefusal, stage_answer_error
-from proxy.stages.sse import (
-    DONE,
-    WholeEvents,
-    error_payload,
-    is_comment,
-    is_done,
-    is_opening,
-    last_of,
-    may_fail,
-    name_and_data,
-    split,
-)
+from proxy.stages.sse import DONE, Event, WholeEvents, is_plain, split
 
 
 @settings(max_examples=30, deadline=None)
@@ -36,14 +25,14 @@ def test_events_come_out_whole_wherever_the_stream_is_cut(events: list[bytes], d
 
 
 def test_kinds_of_events() -> None:
-    assert is_done(b"data: [DONE]\n\n") and not is_done(b'data: {"x": "[DONE]"}\n\n')
-    assert is_done(b'event: response.completed\ndata: {"type": "response.completed"}\n\n')
-    assert not is_done(b'event: response.output_text.delta\ndata: {"delta": "event: response.completed"}\n\n')
-    assert is_opening(b"event: response.created\ndata: {}\n\n")
-    assert error_payload(b'event: error\ndata: {"message": "m"}\n\n') == b'{"message": "m"}'
-    assert is_comment(b": ping\n\n")
-    assert error_payload(b'data: {"error": {"code": 500}}\n\n') == b'{"error": {"code": 500}}'
-    assert error_payload(b'data: {"choices": [{"delta": {"content": "\\"error\\""}}]}\n\n') is None
+    assert Event(b"data: [DONE]\n\n").done and not Event(b'data: {"x": "[DONE]"}\n\n').done
+    assert Event(b'event: response.completed\ndata: {"type": "response.completed"}\n\n').done
+    assert not Event(b'event: response.output_text.delta\ndata: {"delta": "event: response.completed"}\n\n').done
+    assert Event(b"event: response.created\ndata: {}\n\n").opening
+    assert Event(b'event: error\ndata: {"message": "m"}\n\n').failure == b'{"message": "m"}'
+    assert Event(b": ping\n\n").comment
+    assert Event(b'data: {"error": {"code": 500}}\n\n').failure == b'{"error": {"code": 500}}'
+    assert Event(b'data: {"choices": [{"delta": {"content": "\\"error\\""}}]}\n\n').failure is None
 
 
 SPACINGS = [(",", ":"), (", ", ": "), (" ,", "\t:  ")]
@@ -56,34 +45,34 @@ def test_errors_aborts_and_ends_are_told_however_they_are_spaced(field: bytes, s
         return field + json.dumps(fields, separators=separators).encode() + b"\n\n"
 
     failed = event(error={"message": "m", "code": 500})
-    payload = error_payload(failed)
-    assert payload is not None and json.loads(payload)["error"]["code"] == 500 and may_fail(failed)
+    payload = Event(failed).failure
+    assert payload is not None and json.loads(payload)["error"]["code"] == 500 and not is_plain(failed)
     aborted = event(choices=[{"index": 0, "delta": {}, "finish_reason": "abort"}])
-    assert b"aborted" in (error_payload(aborted) or b"") and may_fail(aborted)
+    assert b"aborted" in (Event(aborted).failure or b"") and not is_plain(aborted)
     fine = event(choices=[{"delta": {"content": '"error" "abort"'}, "finish_reason": None}], error=None)
-    assert error_payload(fine) is None
+    assert Event(fine).failure is None
     end = field + b"[DONE]\n\n"
-    assert is_done(end) and DONE in end and not is_done(fine)
+    assert Event(end).done and DONE in end and not Event(fine).done
     whole = WholeEvents()
     assert whole.feed(fine + end) == fine + end and whole.done
 
 
 def test_lines_of_one_event_are_its_data() -> None:
-    assert name_and_data(b"event: a.data:b\ndata: {\ndata: }\n\n") == (b"a.data:b", b"{\n}")
-    assert name_and_data(b": ping\n\n") == (b"", b"")
+    event = Event(b"event: a.data:b\ndata: {\ndata: }\n\n")
+    assert (event.name, event.data) == (b"a.data:b", b"{\n}")
+    assert (Event(b": ping\n\n").name, Event(b": ping\n\n").data) == (b"", b"")
 
 
 def test_what_is_no_json_but_speaks_of_an_error_is_one() -> None:
-    assert error_payload(b'data: {"error": {"mess\n\n') == b'{"error": {"mess'
+    assert Event(b'data: {"error": {"mess\n\n').failure == b'{"error": {"mess'
 
 
 def test_several_events_are_judged_without_cutting_them() -> None:
     event = b'data: {"choices": [{"delta": {"content": "a {\\"error\\"}"}}]}\n\n'
     done = b"data: [DONE]\n\n"
-    assert not may_fail(event + event) and last_of(event) == event
-    assert may_fail(b"event: response.completed\ndata: {}\n\n")
-    assert last_of(event + done) == done and last_of(done + event) == event
-    assert may_fail(event + b'data: {"error": {"code": 500}}\n\n' + done)
+    assert is_plain(event + event) and not is_plain(event + done)
+    assert not is_plain(b"event: response.completed\ndata: {}\n\n")
+    assert not is_plain(event + b'data: {"error": {"code": 500}}\n\n' + done)
 
 
 def test_a_stages_answer_becomes_an_error_whatever_it_looks_like() -> None:

@@ -15,6 +15,7 @@ from proxy.config.limits import KeyLimits
 from proxy.config.settings import ProxySettings
 from proxy.request.parse import Endpoint
 from proxy.tenants.auth import DEFAULT_TENANT, AuthenticationError, Callers
+from proxy.tenants.fair_share import MemoryReservation
 from proxy.workers.wire import share_of
 from tests.proxy.fakes import Cluster, api_keys, cluster, encodes, hangs, image_body, settings, text_body
 
@@ -107,7 +108,7 @@ async def test_only_where_there_can_be_several_accounts_is_anything_kept_for_oth
 ) -> None:
     async with cluster("PD0", config=config) as c:
         assert c.pipeline.arriving.most == c.pipeline.arriving.limit // (2 if accounts else 1)
-        with c.pipeline.memory.request("a") as held:
+        with MemoryReservation(c.pipeline.memory, "a") as held:
             held.take(config.memory.process_bytes // 2)
             with pytest.raises(EpdError) if accounts else nullcontext():
                 held.take(config.memory.process_bytes // 2)

@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.metrics import Metrics
+from proxy.records.counts import RequestCounts
 from proxy.records.record import Record
-from proxy.records.request_metrics import RequestMetrics
 from proxy.workers.metrics_aggregation import COUNTED_PREFIX, exposition, lasting, own_counts, summed
 
 
@@ -42,7 +42,7 @@ def test_counts_are_added_and_what_the_table_says_is_said_once() -> None:
 
 
 def test_of_one_process_the_text_is_what_it_would_say_alone() -> None:
-    metrics, requests = Metrics(), RequestMetrics()
+    metrics, requests = Metrics(), RequestCounts(0.0)
     metrics.registry.register(requests)
     requests.ended(Record("r", "/v1/completions", outcome="200", status=200, first_byte_s=0.2, total_s=1.0))
     together = exposition(metrics.registry, summed([own_counts(metrics.registry)]))
@@ -70,5 +70,5 @@ def test_creation_times_are_the_earliest() -> None:
 
 def test_everything_that_the_proxy_itself_counts_is_named_so() -> None:
     metrics = Metrics()
-    families = [*metrics.registry.collect(), *RequestMetrics().collect()]
+    families = [*metrics.registry.collect(), *RequestCounts(0.0).collect()]
     assert all(family.name.startswith(COUNTED_PREFIX) for family in families)

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd_serve.errors import ConfigError
-from proxy.registry.ledger import NO_TALLY, NOTHING, Ledger, OwnLedger, Work
+from proxy.registry.load import NO_TALLY, NOTHING, Ledger, Work
 from proxy.workers.shared_counters import COUNTS, Asked, Cell, SharedCounters, SharedLedger, settle, shared_memory
 from tests.waiting import wait_for
 
@@ -78,10 +78,10 @@ def test_a_killed_process_holds_nothing_and_its_counts_stay() -> None:
 
 @pytest.mark.parametrize("done", range(5))
 def test_whatever_of_a_count_was_written_before_the_kill_is_released(done: int) -> None:
-    """An acquisition is two stores and a note, a release two: the process ends after so many of these five."""
+    """An acquisition is two stores, and so is a release: the process ends after so many of them."""
     shared, writes = counters(1), 0
     killed, reader = ledger(shared, 0), ledger(shared, None)
-    add, say_moved = shared.add, shared.say_moved
+    add = shared.add
 
     def counted(store: Callable[..., None]) -> Callable[..., None]:
         def write(*values: int) -> None:
@@ -93,13 +93,13 @@ def test_whatever_of_a_count_was_written_before_the_kill_is_released(done: int) 
 
         return write
 
-    shared.add, shared.say_moved = counted(add), counted(say_moved)  # type: ignore[method-assign]
+    shared.add = counted(add)  # type: ignore[method-assign]
     with suppress(KeyboardInterrupt):
         killed.acquire(INCARNATIONS[0], Work.DECODE, 1000)
         killed.release(INCARNATIONS[0], Work.DECODE, 1000)
         killed.acquire(INCARNATIONS[0], Work.DECODE, 1000)
     assert writes == done
-    shared.add, shared.say_moved = add, say_moved  # type: ignore[method-assign]
+    shared.add = add  # type: ignore[method-assign]
     assert reader.tallies(INCARNATIONS[0])[Work.DECODE].held <= 1
     settle(shared, 0)
     settle(shared, 0)  # whoever collected it was killed itself, and its successor does it again
@@ -147,7 +147,7 @@ def test_several_processes_count_as_one(
 ) -> None:
     """Three that share counters against one that counts everything, with processes killed on the way."""
     shared = counters(3)
-    processes, alone = [ledger(shared, row) for row in range(3)], OwnLedger()
+    processes, alone = [ledger(shared, row) for row in range(3)], Ledger()
     held: list[list[tuple[tuple[str, str], Work, int]]] = [[], [], []]
     for number, (row, incarnation, work, weight) in enumerate(steps):
         processes[row].acquire(incarnation, work, weight)
@@ -175,7 +175,7 @@ def assert_equal(one: Ledger, other: Ledger) -> None:
 WRITER = """
 import mmap, random, sys
 from proxy.workers.shared_counters import SharedCounters
-from proxy.registry.ledger import Work
+from proxy.registry.load import Work
 from proxy.workers.shared_counters import COUNTS, SharedLedger
 fd, row, rows, seed = map(int, sys.argv[1:])
 ledger = SharedLedger(SharedCounters(mmap.mmap(fd, 0), rows, COUNTS), row)

@@ -24,8 +24,8 @@ from epd_serve.roles import Role
 from proxy.background import Background
 from proxy.config.keys import ApiKeys
 from proxy.config.limits import Timeouts
-from proxy.page.observed import Observed
-from proxy.records.minute import MINUTE_S
+from proxy.page.events import observed
+from proxy.records.counts import MINUTE_S
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import Lease, Work
 from proxy.registry.table import InstanceTable
@@ -74,7 +74,7 @@ class Parent:
         table = InstanceTable(ledger=ledger)
         published = Publisher(table, after=after)
         doors = Doors(table)
-        doors.hub = WorkerHub(table, published, feed.dup(), background, Observed(doors))
+        doors.hub = WorkerHub(table, published, feed.dup(), background, observed(doors))
         return cls(table, published, doors.hub)
 
     def say(self, row: Row, *wanted: Role) -> None:
