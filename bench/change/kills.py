@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.change.deployment import Deployment, commanded
 from bench.change.loads import LIMIT_S, PROFILE, at_rest, demo_flows, judged, simulated_flows
-from bench.clients.answers import CUT
+from bench.clients.answers import CUT, UNREACHABLE
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
 from bench.clients.sender import Flow
@@ -185,13 +185,14 @@ def process(name: str, pid: int) -> Victim:
 
 
 def excused(record: RequestRecord, kills: Sequence[Kill]) -> bool:
-    """Whether it was on a front door that was killed."""
-    if record.sent_s is None:
-        return False
+    """Whether it was on a front door that was killed, or found none because its socket had gone, too."""
     for one in kills:
-        ends = one.at_s <= record.ended_s <= one.at_s + GONE_S
-        faults = ("broken", CUT, "unreachable") if one.victim.listens else ("broken", CUT)
-        if one.victim.front and record.sent_s <= one.gone_s and ends and record.fault in faults:
+        if not (one.victim.front and one.at_s <= record.ended_s <= one.at_s + GONE_S):
+            continue
+        if record.sent_s is None:
+            if one.victim.listens and record.fault == UNREACHABLE:
+                return True
+        elif record.sent_s <= one.gone_s and record.fault in ("broken", CUT):
             return True
     return False
 

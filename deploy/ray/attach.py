@@ -1,7 +1,8 @@
 """The operator's end: begins a deployment on the cluster and shows how it is going; asks one that runs.
 
 A deployment goes on without whoever has begun it. SIGINT and SIGTERM are passed on to it, as to a launch of this
-machine; with the third one, with a kill, or without its terminal, whoever shows it leaves it alone.
+machine; with a kill, or without its terminal, whoever shows it leaves it alone, and so it does with the third signal. A
+controller that has not heard them by then is followed by another one, which finds them noted.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import asyncio
 import contextlib
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -38,13 +41,17 @@ from deploy.ray.cluster import (
     question_of,
     require_token,
 )
-from deploy.ray.controller import Asked, ControllerActor
+from deploy.ray.controller import SIGNALS, Asked, ControllerActor
 from deploy.ray.news import Event, show
+from deploy.ray.notes import write_note
 from epd_serve.errors import ConfigError, EpdError
 
 NEWS_S = 10.0
 ENOUGH, LEFT = 3, 130
 """So many signals end this end of it, whatever the cluster does; its exit code then."""
+
+HEARD_S, LEAVE_S = 3.0, 10.0
+"""For a controller to answer to signals, and then for the cluster's head to have another one follow it."""
 
 TICK_S = 1.0
 RETRY_S = 0.2
@@ -120,14 +127,17 @@ class _Attached:
 
     def __init__(self, name: str, actor: Actor = None) -> None:
         self._name = name
+        self._down = f"epd-serve down --ray --name {name} ends it"
         self._actor = actor
         self._screen = Screen(sys.stderr, terminal=is_terminal())
-        self._heard = 0
+        self._sent: list[int] = []
+        self._answers: list[Any] = []
         self._enough = asyncio.Event()
 
     def send(self, number: int) -> None:
         """A signal, as to the process of a launch."""
-        self._actor.signal.remote(number)
+        self._sent.append(number)
+        self._answers.append(self._actor.signal.remote(number))
 
     async def until_ended(self, *, begin: Asked | None = None, detach: bool = False, from_now: bool = False) -> int:
         """Show it until its end or, detached, until it is ready.
@@ -147,7 +157,8 @@ class _Attached:
             await asyncio.wait((following, enough), return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 return following.result()
-            self._screen.line(f"deployment {self._name} is left to the cluster, which has been told to end it")
+            end = "which has been told to end it" if self._leave() else f"which does not answer: {self._down}"
+            self._screen.line(f"deployment {self._name} is left to the cluster, {end}")
             return LEFT
         finally:
             for task in (ticking, following, enough):
@@ -155,10 +166,25 @@ class _Attached:
             self._screen.close()
 
     def _on_signal(self, number: int) -> None:
-        self._heard += 1
-        if self._heard >= ENOUGH:
-            self._enough.set()
         self.send(number)
+        if len(self._sent) >= ENOUGH:
+            self._enough.set()
+
+    def _leave(self) -> bool:
+        """Whether all that was sent is heard, by the next controller if need be: what is under way ends with us."""
+        done = threading.Event()
+
+        def leave() -> None:
+            with contextlib.suppress(RayError, RuntimeError):  # the cluster's head is away
+                try:
+                    ray.get(self._answers, timeout=HEARD_S)
+                except RayError:
+                    write_note(self._name, SIGNALS, msgspec.json.encode(self._sent))
+                    ray.kill(self._actor, no_restart=False)
+                done.set()
+
+        threading.Thread(target=leave, daemon=True).start()  # it may wait for ever
+        return done.wait(LEAVE_S)
 
     async def _follow(self, begin: Asked | None, number: int, detach: bool) -> int:
         if begin is not None:
@@ -188,7 +214,7 @@ class _Attached:
         """An exit code where there is nothing more to show."""
         match event:
             case "ready", (message,):
-                ends = f"epd-serve down --ray --name {self._name} ends it." if detach else ENDS
+                ends = f"{self._down}." if detach else ENDS
                 print(f"{message}{ends}", flush=True)
                 return 0 if detach else None
             case "refused", (message, param, config):

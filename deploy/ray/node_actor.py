@@ -53,7 +53,8 @@ class NodeActor:
             return await asyncio.to_thread(read_facts, config, self._node, virtual_devices, _environment(pid))
 
     async def bind(self, host: str, port: int) -> None:
-        """Takes the address of the node's front doors, before anything starts there.
+        """Takes the address of the node's front doors, before anything starts there, and keeps it: connections wait
+        while a node process that was killed is followed by another one.
 
         Raises:
             ConfigError: somebody else has it.
@@ -84,7 +85,6 @@ class NodeActor:
                         env=_environment(pid),
                         listening=self._listening,
                     )
-                    self._release()
                 self._run = run
                 return run
 

@@ -49,6 +49,9 @@ FACTS, NONCE, MASTER, INSTANCES, BACK = "nodes.json", "nonce", "master.json", "i
 than that of the last, of the feature store's master, of what ran last, and of nodes that came when some had been asked
 for: they may go with the load, and have no front doors unless every node has."""
 
+LEFT_OUT = "left-out.json"
+"""A note of nodes that cannot be used: the next controller does not begin with them."""
+
 LOOK_S = 1.0
 UNUSED_S = 10.0
 """For so long a node is kept on which nothing is leased: what is given back may be leased again at once."""
@@ -94,7 +97,7 @@ class Nodes:
         self._used_s: dict[str, float] = {}  # of nodes with a process of ours: when something was leased there last
         self._back = msgspec.json.decode(notes.read(BACK) or b"[]", type=set[str])
         self._one_at_a_time = asyncio.Lock()
-        self.left_out: set[str] = set()
+        self.left_out = msgspec.json.decode(notes.read(LEFT_OUT) or b"[]", type=set[str])
         self._warned: set[str] = set()
         self._master = msgspec.json.decode(notes.read(MASTER) or b"{}", type=Master)
         self._resource = ""
@@ -118,7 +121,7 @@ class Nodes:
             ConfigError: none has devices of the kind that is wanted, or they differ in what may not differ.
             EpdError: one does not say what it is.
         """
-        there = await asyncio.to_thread(nodes_alive)
+        there = [one for one in await asyncio.to_thread(nodes_alive) if one.id not in self.left_out]
         self._resource = RESOURCES[self._kind(there)]
         fitting = [one for one in there if one.resources.get(self._resource, 0) >= 1]
         if not fitting:
@@ -318,13 +321,21 @@ class Nodes:
                 await self._meet(node)
                 await self._ensure(node.id)
             except EpdError as error:
-                self.left_out.add(node.id)
                 self._say(f"node {node.address} is left out: {error}")
+                await self._leave_out(node.id)
                 return
             self._join(node.id)
         if self._there:
             aim.machines = self.machines
         self._say(f"{self._called(node.id)} has come")
+
+    async def _leave_out(self, node: str) -> None:
+        """For good. Its node process does not run, and an actor would keep Ray's autoscaler from taking it away."""
+        self.left_out.add(node)
+        self._notes.write(LEFT_OUT, msgspec.json.encode(self.left_out))
+        self._there.pop(node, None)
+        self._actors.pop(node, None)
+        ray.kill(await self._hired(node))
 
     async def part(self) -> None:
         """Nobody is asked anything any more; what runs goes on."""

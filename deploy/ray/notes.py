@@ -25,7 +25,7 @@ class GcsNotes:
     from memory: the head may be away, and neither a read nor a write holds up the event loop."""
 
     def __init__(self, deployment: str) -> None:
-        self._namespace = f"{NAMESPACE}/{deployment}".encode()
+        self._namespace = _namespace(deployment)
         self._notes: dict[str, bytes] | None = None
         self._unwritten: dict[str, bytes] = {}
         self._writing: asyncio.Task[None] | None = None
@@ -80,3 +80,12 @@ class GcsNotes:
                 continue
             if self._unwritten[name] is content:  # else a newer one waits
                 del self._unwritten[name]
+
+
+def write_note(deployment: str, name: str, content: bytes) -> None:
+    """For the next controller of a deployment that is not ours. Waits for the head: not for an event loop."""
+    kv_put(name, content, overwrite=True, namespace=_namespace(deployment))
+
+
+def _namespace(deployment: str) -> bytes:
+    return f"{NAMESPACE}/{deployment}".encode()

@@ -17,7 +17,12 @@ class OneNode(NodeClient):
 
     def __init__(self, run: Path, say: Callable[[str], object]) -> None:
         super().__init__(unix_transport(run / NODE_SOCKET))
+        self._run = run
         self._say = say
+
+    def another(self) -> OneNode:
+        """For somebody who disconnects it when he is done: this one goes on."""
+        return OneNode(self._run, self._say)
 
     async def nodes(self) -> tuple[Node, ...]:
         while (seen := await self.status()) is None:

@@ -61,6 +61,11 @@ class Served:
         status: dict[str, Any] = json.loads(told.stdout)
         return status
 
+    def controller(self) -> int | None:
+        """Its pid, as soon as one answers."""
+        told = self.run("status", "--json")
+        return json.loads(told.stdout)["parts"]["controller"]["pid"] if told.returncode == 0 else None
+
 
 def _command(words: list[str]) -> list[str]:
     return [sys.executable, "-m", "deploy.cli", *words]
@@ -102,7 +107,7 @@ def assert_nothing_is_left(connected: RayNodes, folder: Path, name: str) -> None
         found = [one for one in [*named, *groups] if one.startswith(f"epd-serve/{name}")]
         return [*found, *notes, *(folder / "run").glob("[0-9a-f]*")]
 
-    wait_for(lambda: not left(), f"nothing left: {left()}", 30)
+    wait_for(lambda: not left(), f"nothing left: {left()}")
 
 
 @pytest.mark.slow
@@ -196,18 +201,35 @@ def test_a_signal_ends_one_that_is_hardly_begun(connected: RayNodes, tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_third_signal_leaves_a_controller_that_does_not_answer(connected: RayNodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mute", [False, True], ids=["answers", "does not answer"])
+def test_the_third_signal_leaves_a_controller_that_ends_all_even_if_it_does_not_answer(
+    connected: RayNodes, tmp_path: Path, mute: bool
+) -> None:
     with served(connected, tmp_path, "mute", "E-PD") as one:
         controller = one.status()["parts"]["controller"]["pid"]
-        os.kill(controller, signal.SIGSTOP)
-        try:
-            for _ in range(3):
-                one.process.send_signal(signal.SIGINT)
-                wait_for(lambda: not waits_for(one.process.pid, signal.SIGINT), "it to be heard")
-            assert one.process.wait(30) == 130
-        finally:
-            os.kill(controller, signal.SIGCONT)
-    assert_nothing_is_left(connected, tmp_path, "mute")
+        if mute:
+            os.kill(controller, signal.SIGSTOP)
+        for _ in range(3):
+            one.process.send_signal(signal.SIGINT)
+            wait_for(lambda: not waits_for(one.process.pid, signal.SIGINT), "it to be heard")
+        assert one.process.wait(30) == 130
+        assert not mute or "told to end it" in one.said.read_text()
+        assert_nothing_is_left(connected, tmp_path, "mute")
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_be_used_has_nothing_of_ours_and_keeps_no_controller_from_beginning(tmp_path: Path) -> None:
+    """Of two nodes of one machine one can have front doors at a port. One actor, and the controller."""
+    with ray_nodes(1, cpus=2) as machine, served(machine, tmp_path, "full", "PD", "--fronts", "every") as one:
+        machine.add()
+        wait_for(lambda: "is left out" in one.said.read_text(), "it to be left out")
+        wait_for(lambda: len(machine.parts()["actors"]) == 2, "its actor to go")
+        before = one.controller()
+        assert before
+        os.kill(before, signal.SIGKILL)
+        wait_for(lambda: one.controller() not in (None, before), "the next controller")
+        assert one.answers() and one.status()["state"] == "steady"
+        assert len(machine.parts()["actors"]) == 2 and one.said.read_text().count("is left out") == 1
 
 
 @pytest.mark.slow

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from deploy.runtime.protocol import Order, Spec
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.roles import Role
 from tests.deploy.fake_node import FakeNode
+from tests.deploy.node.nodes import deployment
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.asyncio
@@ -102,3 +104,31 @@ async def test_an_actor_that_fails_is_asked_again(world: World) -> None:
     async with world.node("first"), asyncio.timeout(PATIENCE_S):
         await world.client.start(ORDER)
     assert world.failures == 0 and world.agent.running() == {"P0"}
+
+
+async def test_a_client_who_comes_between_two_node_processes_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with deployment(tmp_path) as one:
+
+        @contextlib.contextmanager
+        def owner() -> Iterator[tuple[int, int]]:
+            descriptor = os.pidfd_open(one.owner.pid)
+            yield one.owner.pid, descriptor
+            os.close(descriptor)
+
+        monkeypatch.setattr(node_actor, "here", lambda: "a")
+        monkeypatch.setattr(node_actor, "_raylet", owner)
+        actor = NodeActor("test", str(tmp_path))
+        one.runs["a"] = first = await actor.ensure(one.setup("a", front=True))
+        os.kill(first.pid, signal.SIGKILL)
+        await until(lambda: not one.processes(), "all of it to end")
+        answer, question = await asyncio.open_connection("127.0.0.1", one.port)
+        question.write(b"GET /v1/models HTTP/1.1\r\nhost: here\r\n\r\n")
+        one.runs["a"] = await actor.ensure(one.setup("a", front=True))
+        one.join("a", front=True)
+        async with one.controlled(one.orders("a")):
+            assert await answer.readline() == b"HTTP/1.1 200 OK\r\n"
+        question.close()
+        await actor.end()
+        assert await one.answers() == 0, "nobody is there any more"

@@ -195,13 +195,13 @@ async def subject(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
             async with local.runtime as fake, several_with(local) as nodes:
                 yield InMemory(nodes, fake)
         case "nodes, one of them with an agent":
-            async with served_below(tmp_path) as (runtime, stages), several_with(runtime) as nodes:
+            async with served_below(tmp_path) as (runtime, stages), several_with(runtime.another()) as nodes:
                 yield OfProcesses(nodes, stages)
         case "agent that is killed again and again":
             async with world_below(tmp_path) as world, dying(Mortal(world, world.runtime)) as mortal:
                 yield mortal
         case "nodes, one of them with an agent that is killed again and again":
-            async with world_below(tmp_path) as world, several_with(world.runtime) as nodes:
+            async with world_below(tmp_path) as world, several_with(world.runtime.another()) as nodes:
                 async with dying(Mortal(world, nodes)) as mortal:
                     yield mortal
         case _:
@@ -221,7 +221,7 @@ async def dying(mortal: Mortal) -> AsyncIterator[Mortal]:
 
 @contextlib.asynccontextmanager
 async def several_with(agent: NodeClient) -> AsyncIterator[ManyNodes]:
-    """Of nodes one of which has this agent."""
+    """Of nodes one of which has this agent, which is disconnected with them."""
     nodes = ManyNodes(print)
     nodes.join("local", agent)
     nodes.join("other", FakeNode("other"))
