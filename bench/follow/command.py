@@ -40,6 +40,7 @@ from bench.follow import day, live, real
 from bench.follow.oracle import Scheduled
 from bench.follow.traffic import Phase, requests_of
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, one_of, positive, several, whole
+from bench.record import ROOT
 from deploy.follow.moves import counts_of
 from deploy.follow.outcome import errors_of
 from deploy.follow.simulated import SimulatedFollower
@@ -75,11 +76,16 @@ STARVED_S = 2 * SLO.ttft_ms / 1e3
 HALF_USED = 0.5
 
 
+def _profile(name: str) -> Path:
+    """The file of this name: below the current folder, else, as the ones that are given by default, of this project."""
+    return Path(name) if Path(name).exists() else ROOT / name
+
+
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     if "day" in arguments.only:
         cases = day.QUICK if arguments.quick else (*day.FOLLOWED, *day.FIXED)
-        yield from day.measure(Path(arguments.day_profile), cases, arguments.hour_s)
-    profile = read_device_profile(Path(arguments.profile))
+        yield from day.measure(_profile(arguments.day_profile), cases, arguments.hour_s)
+    profile = read_device_profile(_profile(arguments.profile))
     if "swing" in arguments.only:
         yield from swing(profile, arguments.cycles, seed=1)
     if "square" in arguments.only:
@@ -96,7 +102,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         yield from live.live(profile, arguments.live_half_s, arguments.live_cycles, served=runs)
     if "real" in arguments.only:
         yield from real.real(
-            Path(arguments.real_profile), arguments.real_phase_s, arguments.real_phases, measured=not arguments.predict
+            _profile(arguments.real_profile),
+            arguments.real_phase_s,
+            arguments.real_phases,
+            measured=not arguments.predict,
         )
 
 

@@ -1,5 +1,5 @@
 """Tier 1 of the MM Store: the host's shared memory."""
 
-from store.arena.arena import Arena as Arena
-from store.arena.arena import Lease as Lease
-from store.arena.arena import Reservation as Reservation
+from store.arena.arena import Arena, Lease, Reservation
+
+__all__ = ["Arena", "Lease", "Reservation"]
