@@ -34,7 +34,7 @@ from proxy.media.loader import MediaLoader, source_bytes
 from proxy.metrics import Metrics
 from proxy.records.lines import AccessLog, LinesFile, Recording
 from proxy.records.records import Records
-from proxy.records.stamps import stamps
+from proxy.records.report import stamps
 from proxy.registry.announcements import AnnouncementDispatcher
 from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.stage_metrics import register_stage_metrics
