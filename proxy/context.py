@@ -25,18 +25,16 @@ from proxy.registry.table import InstanceTable
 from proxy.request.client import ClientSink
 from proxy.request.parse import Endpoint, ParsedRequest
 from proxy.routing.plan import Plan
-from proxy.stages.circuits import Circuits, StallWatchdog
+from proxy.stages.circuits import Circuits, RetryBudget, StallWatchdog
 from proxy.stages.client import StageClient
 from proxy.stages.history import TokenHistory
-from proxy.stages.poison import WatchedBody
+from proxy.stages.poison import Faults, WatchedBody
 from proxy.stages.prompt import NO_NODES, PromptNodes
-from proxy.stages.retries import Faults, RetryBudget
-from proxy.tenants.auth import Caller
-from proxy.tenants.fair_share import MemoryReservation
+from proxy.tenants import Caller, MemoryReservation
 
 
 class Delivery(StrEnum):
-    """How P and D are given the media (`proxy/generate/delivery.py`)."""
+    """How P and D are given the media (`proxy/generate/recovery.py`)."""
 
     METADATA = "metadata"
     FEATURES = "features"

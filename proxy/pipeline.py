@@ -21,8 +21,7 @@ from epd_serve.errors import OverloadedError, RequestError
 from epd_serve.trace import PROXY, Trace
 from epd_serve.traffic import Item
 from epd_serve.wire import PROMPT_XARG
-from proxy.admission.capacity import CapacityTracker
-from proxy.admission.gate import Drain, Gate, kind_of, priority_of, sequences_of
+from proxy.admission.gate import CapacityTracker, Drain, Gate, kind_of, priority_of, sequences_of
 from proxy.background import Background
 from proxy.config.settings import ProxySettings
 from proxy.context import RequestContext, Services
@@ -35,22 +34,19 @@ from proxy.media.loader import MediaLoader, source_bytes
 from proxy.metrics import Metrics
 from proxy.records.lines import AccessLog, LinesFile, Recording
 from proxy.records.records import Records
-from proxy.records.stamps import stamps
+from proxy.records.report import stamps
 from proxy.registry.announcements import AnnouncementDispatcher
 from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import parse
-from proxy.request.payload import weighed
 from proxy.stages.bodies import base_body, with_xargs
-from proxy.stages.circuits import Circuits, StallWatchdog
+from proxy.stages.circuits import Circuits, RetryBudget, StallWatchdog
 from proxy.stages.client import StageClient
 from proxy.stages.poison import Poison
 from proxy.stages.prompt import prompt_nodes, prompt_tokens
-from proxy.stages.retries import RetryBudget
-from proxy.tenants.auth import DEFAULT_TENANT, Caller, Callers
-from proxy.tenants.fair_share import FairShare
-from proxy.tenants.key_limits import KeyGate
+from proxy.strict_json import weighed
+from proxy.tenants import DEFAULT_TENANT, Caller, Callers, FairShare, KeyGate
 
 if TYPE_CHECKING:
     from proxy.traces import SpanExport

@@ -3,7 +3,7 @@
 `python -m bench.proxy.relay PORT URL…`. Takes a request whole, sends it to one stage after another in turn, and
 passes the answer on as it comes. No parsing, no checks, no choice, no retries, no watch for clients that leave: the
 least that any proxy on uvicorn and aiohttp does, and so the base of `rps_over_bare_relay`. Ours is on uvicorn, too; its
-client is its own (`proxy/stages/connection.py`), which is part of what is compared.
+client is its own (`proxy/stages/client.py`), which is part of what is compared.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ from epd_serve.layout_parser import parse
 from epd_serve.wire import StageReport
 from proxy.records.counts import Counts, KindCounts
 from proxy.records.records import Question, RecordsAnswer
-from proxy.registry.instance_state import InstanceView
-from proxy.registry.load import reported_rate
+from proxy.registry.instance_state import InstanceView, reported_rate
 from proxy.registry.table import InstanceTable
 
 logger = logging.getLogger(__name__)

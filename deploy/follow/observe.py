@@ -21,7 +21,7 @@ from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.roles import Role
 from proxy.records.counts import KindCounts
-from proxy.registry.load import Reported
+from proxy.registry.instance_state import Reported
 
 WARM_S = 10.0
 """A stage that has been up for less is not as fast as it will be."""

@@ -32,8 +32,7 @@ from proxy.config.settings import ProxySettings
 from proxy.page.events import Status
 from proxy.records.records import Question, RecordsAnswer, merged, unanswered
 from proxy.registry.announcements import Announcements
-from proxy.registry.instance_state import GRACE_S
-from proxy.registry.load import NOTHING, Ledger, Tally, Work, total_of
+from proxy.registry.instance_state import GRACE_S, NOTHING, Ledger, Tally, Work, total_of
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable
 from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed

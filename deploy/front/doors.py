@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from proxy.config.settings import ProxySettings
     from proxy.page.events import Status
     from proxy.records.records import Question, RecordsAnswer
-    from proxy.registry.load import Tally, Work
+    from proxy.registry.instance_state import Tally, Work
     from proxy.workers.hub import WorkerHub
     from proxy.workers.wire import Family, Row
 

@@ -23,7 +23,7 @@ from epd_serve.placement import InstancePlan
 from epd_serve.roles import Role
 from epd_serve.slo import Slo
 from epd_serve.traffic import Request
-from proxy.registry.load import pending_s, reported_pending, reported_rate
+from proxy.registry.instance_state import pending_s, reported_pending, reported_rate
 from proxy.routing.plan import Path, paths
 from proxy.routing.policy import POLICIES, UNMEASURED_RATE, Candidate, Placement
 

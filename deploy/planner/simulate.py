@@ -24,9 +24,8 @@ from epd_serve.roles import Role
 from epd_serve.sim.sequence import Sequence as Job
 from epd_serve.slo import Slo
 from epd_serve.traffic import Item, Request
-from proxy.encode.spread import share_of, spread
 from proxy.routing.plan import Path
-from proxy.routing.policy import with_neighbours
+from proxy.routing.policy import share_of, spread, with_neighbours
 
 MOST_IDLE_S = 3600.0
 """Of ticks with requests that wait for a path and nothing else due: then nobody makes one any more."""
@@ -230,7 +229,7 @@ class _Requests:
 
     def _place(self, one: _Underway) -> None:
         """Who takes it first is chosen: it counts as pending there from now on, though the front takes its time
-        (`proxy/registry/load.py`)."""
+        (`proxy/registry/instance_state.py`)."""
         request = one.request
         one.path, one.head = self._fleet.route(request, self._at.get(request.session))
         if one.path.encode and not one.encoded:

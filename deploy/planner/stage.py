@@ -205,7 +205,7 @@ class Gaps:
 
 
 class VirtualStage:
-    """One instance. What it would report of its load it has as attributes (`proxy.registry.load.Reported`).
+    """One instance. What it would report of its load it has as attributes (`proxy.registry.instance_state.Reported`).
 
     Args:
         limits_s: of gaps between tokens, for `gaps`. spread: of steps.

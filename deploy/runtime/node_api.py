@@ -23,7 +23,7 @@ from deploy.runtime.protocol import Node, Observed
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.roles import Role
 from proxy.config.keys import ApiKeys
-from proxy.registry.load import Tally, Work
+from proxy.registry.instance_state import Tally, Work
 from proxy.workers.shared_counters import Asked
 from proxy.workers.wire import Row
 

@@ -148,7 +148,7 @@ class BodyPace(Checked):
 
 @dataclass(frozen=True)
 class MemoryLimits(Checked):
-    """What a process may hold of clients' bytes (`proxy/tenants/fair_share.py`).
+    """What a process may hold of clients' bytes (`proxy/tenants.py`).
 
     Attributes:
         process_bytes: bodies and media of all requests of one proxy process. An account among others gets half of it at
@@ -183,7 +183,7 @@ class KeyLimits(Checked):
 
 @dataclass(frozen=True)
 class AdmissionLimits(Checked):
-    """The queues in front of the stages (`proxy/admission/queue.py`, `proxy/admission/capacity.py`).
+    """The queues in front of the stages (`proxy/admission/queue.py`, `proxy/admission/gate.py`).
 
     Attributes:
         single_queue: one queue in order of arrival and no priorities at the stages, to compare with.
@@ -221,7 +221,7 @@ class AdmissionLimits(Checked):
 
 @dataclass(frozen=True)
 class RetryLimits(Checked):
-    """How many attempts may be repeated over the whole proxy (`proxy/stages/retries.py`).
+    """How many attempts may be repeated over the whole proxy (`proxy/stages/circuits.py`).
 
     Attributes:
         ratio: retries per request.

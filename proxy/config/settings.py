@@ -199,6 +199,6 @@ class ProxySettings(ProxyOptions):
 
     @property
     def tells_tenants_apart(self) -> bool:
-        """Whether there can be two tenants, and so two accounts (`proxy/tenants/auth.py`): one alone has nobody to
+        """Whether there can be two tenants, and so two accounts (`proxy/tenants.py`): one alone has nobody to
         leave anything for. There can be another key at any time."""
         return self.api_keys is not None or bool(self.tenant_header)

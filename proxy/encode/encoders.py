@@ -1,12 +1,19 @@
-"""Calls to encoders: which of them gets which items, one call per item, another one elsewhere when it fails.
+"""Calls to encoders: which of them gets which items, one call per item, another one elsewhere when it fails; and the
+single flight of an item that several requests want: one has it encoded, the others wait for that.
 
-Owns back-pressure (an encoder whose store has no room is left alone), the retries, and when an encoder that hangs is
-given up. Which items need encoding at all is `proxy/encode/step.py`'s business.
+Owns back-pressure (an encoder whose store has no room is left alone), the retries, when an encoder that hangs is given
+up, and who leads and who follows. Which items need encoding at all is `proxy/encode/step.py`'s business.
 
 Each item has a call of its own, so that it is known, forwarded and waited for by itself, and fails by itself. They go
 out in the order of the prompt, in which the prefill needs them. Only small ones share a call, since a call costs the
 proxy time whatever is in it. Within a call each item is still stored and announced when it is done, so a consumer's
 prefetch never waits for the others.
+
+A leader of a flight that fails hands over to exactly one follower, and after `tries` failures all give up together; a
+leader that leaves (its client did) hands over without a failure. Lives in one event loop, no locks.
+
+    LEADS --land--> everybody has it                  LEADS --fail, leave--> the next in the queue LEADS
+    LEADS --fail for the last time--> nobody has it           follows --leave--> gone
 """
 
 from __future__ import annotations
@@ -14,29 +21,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from proxy.context import RequestContext, Services
-from proxy.encode.single_flight import Seat
-from proxy.encode.spread import calls, share_of, spread
 from proxy.errors import StageDied, StageFault, most_telling
 from proxy.media.loader import LoadedItem
 from proxy.registry.instance_state import Lease, Work
 from proxy.request.client import CancelScope
 from proxy.request.parse import Endpoint
-from proxy.request.payload import encoded
-from proxy.routing.policy import Candidate, preferred, with_neighbours
+from proxy.routing.policy import Candidate, calls, preferred, share_of, spread, with_neighbours
 from proxy.stages.bodies import encode_body
 from proxy.stages.circuits import StageCall
+from proxy.strict_json import encoded
 
 logger = logging.getLogger(__name__)
 RELOOK_S = 0.5  # a full store's last report may lapse without any news
+TRIES = 2
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Encoders:
         self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId] = frozenset()
     ) -> None:
         """Have distinct items encoded in parallel, each by its owner or where it is done sooner
-        (`proxy/encode/spread.py`), once the encoders take the request.
+        (`proxy/routing/policy.py`), once the encoders take the request.
 
         An item that fails is tried elsewhere, alone. Items that no encoder produced are logged and counted; their seats
         do not land.
@@ -226,3 +232,93 @@ async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
                 group.create_task(work)
     except BaseExceptionGroup as failed:
         raise most_telling(failed) from None
+
+
+class SingleFlight(dict[str, "list[Seat]"]):
+    """The flights under way: by key the seats of who wants it, of which the first leads.
+
+    Args:
+        tries: how many leaders may fail before all of a flight give up.
+    """
+
+    def __init__(self, *, tries: int = TRIES) -> None:
+        super().__init__()
+        self.tries = tries
+
+    def join(self, key: str) -> Seat:
+        """A place in the flight of `key`; the first one leads."""
+        return Seat(self, key)
+
+
+class Seat:
+    """One request's place in the flight of one key. Leaving its `with` block gives the place up.
+
+    Attributes:
+        landed: what was wanted is there.
+    """
+
+    def __init__(self, flights: SingleFlight, key: str) -> None:
+        self._flights = flights
+        self._key = key
+        self._seats = flights.setdefault(key, [])  # of the flight; of none once there is nothing to wait for
+        self._seats.append(self)
+        self._failures = 0  # of all leaders, as the last one knows
+        self._moved = asyncio.Event()
+        self.landed = False
+
+    @property
+    def leads(self) -> bool:
+        return bool(self._seats) and self._seats[0] is self
+
+    @property
+    def settled(self) -> bool:
+        """There is nothing more to wait for."""
+        return not self._seats
+
+    async def turn(self, handed_over: Callable[[], None] = lambda: None) -> bool:
+        """Wait until this seat leads (True) or all is settled (False). `handed_over`: called when another one leads."""
+        while self._seats and not self.leads:
+            self._moved.clear()
+            await self._moved.wait()
+            if self._seats:
+                handed_over()
+        return self.leads
+
+    def land(self) -> None:
+        """Its request has it: so has everybody, if it leads. One that has left has it for itself."""
+        self.landed = True
+        if self.leads:
+            self._end(landed=True)
+
+    def fail(self) -> None:
+        """A leader could not make it: one follower tries, or all give up. No matter for one that does not lead."""
+        if self.leads:
+            self._failures += 1
+            if self._failures < self._flights.tries:
+                self.leave()
+            else:
+                self._end(landed=False)
+
+    def leave(self) -> None:
+        """Give the place up; a leader's goes to the next in the queue. Any number of calls."""
+        seats, led, self._seats = self._seats, self.leads, []
+        if seats:
+            seats.remove(self)
+            if not seats:
+                del self._flights[self._key]
+            elif led:
+                seats[0]._failures = self._failures
+                for seat in seats:
+                    seat._moved.set()
+
+    def _end(self, *, landed: bool) -> None:
+        del self._flights[self._key]
+        for seat in self._seats:
+            seat._seats, seat.landed = [], landed
+            seat._moved.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()

@@ -1,9 +1,8 @@
 """The encode step: every item encoded at most once, however many requests hold it, and on without those that fail.
 
 An item that the MM Store has already is not encoded (`proxy/registry/feature_directory.py`), one that another request
-is having encoded is waited for (`proxy/encode/single_flight.py`), the rest go to their owners
-(`proxy/encode/encoders.py`). A missing feature is normal (the prefilling stage recomputes it from the media) and
-counted; a 4xx is the client's.
+is having encoded is waited for, the rest go to their owners (`proxy/encode/encoders.py`). A missing feature is normal
+(the prefilling stage recomputes it from the media) and counted; a 4xx is the client's.
 
 What is known of the items before they are encoded is enough to call P and D: they render, tokenise and queue while the
 tower runs. Such an attempt *goes ahead*. Nobody comes to wait in a circle for it (`docs/waiting.md`): it takes a place
@@ -22,8 +21,7 @@ from pathlib import Path
 
 from epd_serve.errors import DeadlineError
 from proxy.context import Features, RequestContext, Services
-from proxy.encode.encoders import EncodeOrder, Encoders, together
-from proxy.encode.single_flight import Seat, SingleFlight
+from proxy.encode.encoders import EncodeOrder, Encoders, Seat, SingleFlight, together
 from proxy.errors import StageRefusal
 from proxy.media.loader import LoadedItem
 from proxy.stages.client import deadline

@@ -1,7 +1,7 @@
 """One attempt at prefill and decode: D and P at once under one transfer id.
 
 P is called first, which the first token waits for; its packets go straight into blocks that D allots meanwhile. A
-stream begins with P's first token where that may be shown (`proxy/generate/migration.py`), and goes on with D's; one
+stream begins with P's first token where that may be shown (`proxy/generate/recovery.py`), and goes on with D's; one
 token P answers alone. Closing a stage's connection cancels it, so cancellation of the task that runs here cancels every
 stage, and an attempt that fails has left both when it raises.
 """
@@ -22,15 +22,15 @@ from epd_serve.instances import Instance
 from proxy import strict_json
 from proxy.context import RequestContext, Services
 from proxy.errors import KvNotDelivered, StageTimeout, most_telling
-from proxy.generate.migration import Way, alike, is_one_token, may_be_shown, way_on
+from proxy.generate.recovery import Way, alike, is_one_token, may_be_shown, way_on
 from proxy.generate.relay import Client, relay, show
 from proxy.generate.router import Route
 from proxy.registry.instance_state import Lease
 from proxy.request.client import CancelScope
-from proxy.request.payload import Pieces, encoded
 from proxy.stages.bodies import After, decode_body, first_token_body, fused_body, prefill_body, public_answer, with_ids
 from proxy.stages.circuits import StageCall
 from proxy.stages.history import AnotherAnswerError
+from proxy.strict_json import Pieces, encoded
 
 logger = logging.getLogger(__name__)
 PREFILL_LINGER_S = 5.0

@@ -1,8 +1,8 @@
 """The prefill and decode step: attempts until one succeeds, repeated before the first byte. After it one follows only
 where it can go on after what the client has.
 
-What follows a failure is the table of `proxy/generate/retry.py`; how the media is delivered then is one of
-`proxy/generate/delivery.py`; one attempt is `proxy/generate/attempt.py`.
+What follows a failure, and how the media is delivered then, is `proxy/generate/recovery.py`'s to say; one attempt is
+`proxy/generate/attempt.py`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,24 @@ from proxy.context import Delivery, RequestContext, Services
 from proxy.encode.step import EncodeStep
 from proxy.errors import KvNotDelivered, StageDied, StageFault, StageRefusal, StageUnreachable
 from proxy.generate.attempt import Attempt
-from proxy.generate.delivery import delivered, goes_as_metadata, next_delivery
-from proxy.generate.migration import MigrationPace, Way, way_on, why_not
+from proxy.generate.recovery import (
+    Failure,
+    MigrationPace,
+    Next,
+    Way,
+    delivered,
+    goes_as_metadata,
+    next_delivery,
+    next_step,
+    way_on,
+    why_not,
+)
 from proxy.generate.relay import Client
-from proxy.generate.retry import Failure, Next, next_step
 from proxy.generate.router import Route, Router
 from proxy.request.client import CancelScope
 from proxy.request.parse import ParsedRequest
 from proxy.stages.history import HistoryRoom, TokenHistory
-from proxy.stages.poison import Stay
-from proxy.stages.retries import faulty_body
+from proxy.stages.poison import Stay, faulty_body
 from proxy.stages.sse import DONE_EVENT, Event
 
 logger = logging.getLogger(__name__)

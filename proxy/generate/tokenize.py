@@ -17,10 +17,10 @@ from epd_serve.instances import IncarnationId
 from epd_serve.roles import Role
 from proxy.context import RequestContext, Services
 from proxy.errors import StageFault
-from proxy.request.payload import encoded
 from proxy.routing.policy import preferred
 from proxy.stages.bodies import inlined_body
-from proxy.stages.retries import faulty_body
+from proxy.stages.poison import faulty_body
+from proxy.strict_json import encoded
 
 TIMEOUT_S = 15.0
 """How long one stage may take: the longest prompt takes its tokenizer a second or two, and another stage has one too.

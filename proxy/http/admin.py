@@ -22,7 +22,7 @@ from proxy.http.app import WITHOUT_PAGES, add_error_seam, json_answer, observing
 from proxy.records.counts import MINUTE_S, Counts
 from proxy.records.records import MOST, Question, RecordsAnswer
 from proxy.registry.table import InstanceTable
-from proxy.tenants.auth import AuthenticationError, bears
+from proxy.tenants import AuthenticationError, bears
 
 Look = Callable[[Question], Awaitable[RecordsAnswer]]
 """Asks every front door."""

@@ -2,7 +2,8 @@
 
 An ASGI application for one request, because only there are `receive` and `send` both at hand. All of it runs in the
 server's task for the request; the client's leaving and the end of its time cancel it (`proxy/request/client.py`),
-which closes every stage connection.
+which closes every stage connection. Of the body it reads not more than may be, not more slowly, and of no account more
+than its share.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ import re
 import secrets
 import time
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from epd_serve.errors import DeadlineError, EpdError
+from epd_serve.errors import DeadlineError, EpdError, PayloadTooLargeError
+from proxy.config.settings import ProxySettings
 from proxy.context import RequestContext
 from proxy.errors import (
     DrainingError,
+    SlowBodyError,
     error_body,
     error_event,
     error_headers,
     internal_error,
     response_error_event,
 )
-from proxy.http.body import ClientLeft, read_body
 from proxy.http.message_form import MessageForm
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
@@ -37,7 +39,7 @@ from proxy.records.record import Record, TraceContext
 from proxy.request.client import CHOICE, DELTA, CancelScope, ClientSink, DeadlineLapsed, deadline_s
 from proxy.request.parse import Endpoint
 from proxy.server.http_protocol import BODY_IS_HERE, DisconnectWatch
-from proxy.tenants.fair_share import MemoryReservation
+from proxy.tenants import FairShare, MemoryReservation
 
 logger = logging.getLogger(__name__)
 LAST_WORD_S = 1.0
@@ -48,6 +50,7 @@ LEFT, LATE = "the client left", "its time is over"
 EXPLAIN = "x-epd-explain"
 CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 T = TypeVar("T")
+_NO_BOUND = nullcontext()
 
 
 def client_request_id(headers: Headers) -> str | None:
@@ -199,3 +202,67 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before its body was complete."""
+
+
+async def read_body(
+    headers: Headers,
+    receive: Receive,
+    held: MemoryReservation,
+    arriving: FairShare,
+    settings: ProxySettings,
+    *,
+    is_here: bool = False,
+) -> bytearray:
+    """The whole body, for as long as it comes fast enough.
+
+    Args:
+        held: has the bytes of it, from before they are kept. arriving: places for the bodies that are arriving, of
+            which no account gets all.
+        is_here: the server has all of it already, so that nobody is waited for.
+
+    Raises:
+        ClientLeft: before the end. SlowBodyError: 408. PayloadTooLargeError: 413. BusyError, KeyLimitError: no place.
+    """
+    announced = headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > settings.max_body_bytes:
+        raise _too_large(settings.max_body_bytes)
+    account = held.account
+    arriving.take(account, 1)
+    try:
+        return await _read(receive, held, settings, is_here)
+    finally:
+        arriving.give_back(account, 1)
+
+
+async def _read(receive: Receive, held: MemoryReservation, settings: ProxySettings, is_here: bool) -> bytearray:
+    max_bytes, pace = settings.max_body_bytes, settings.body_pace
+    begun, body = time.monotonic(), bytearray()  # the event loop's clock, too
+    patience: CancelScope[str] | None = None if is_here else CancelScope()
+    with patience or _NO_BOUND:
+        while True:
+            if patience is not None:
+                earned_s = pace.grace_s + len(body) / pace.bytes_per_s
+                patience.cancel_at(begun + min(earned_s, pace.most_s), "slow")
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            came = message.get("body", b"")
+            if len(body) + len(came) > max_bytes:
+                raise _too_large(max_bytes)
+            held.take(len(came))
+            body += came
+            if not message.get("more_body", False):
+                return body
+    raise SlowBodyError(
+        f"The request body came too slowly: {len(body):,} bytes in {time.monotonic() - begun:.0f} s; "
+        f"{pace.bytes_per_s:,} bytes a second are asked for after {pace.grace_s:g} s, and all of it within "
+        f"{pace.most_s:g} s."
+    )
+
+
+def _too_large(max_bytes: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"The request body is larger than {max_bytes:,} bytes.", code="body_too_large")

@@ -18,7 +18,7 @@ import httpx
 from epd_serve.errors import RequestError
 from proxy.config.limits import DomainRules, MediaLimits
 from proxy.errors import BusyError, media_refused, media_too_large
-from proxy.tenants.fair_share import FairSemaphore
+from proxy.tenants import FairSemaphore
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 Grow = Callable[[int], None]

@@ -1,5 +1,12 @@
-"""One incarnation of one instance as the status table keeps it, what others see of it, and when its KV links are warm.
-Pure.
+"""One incarnation of one instance as the status table keeps it: what requests hold of it, how loaded that makes it
+together with its own report, what others see of it, and when its KV links are warm.
+
+Counts only ever grow: acquired and released are counted apart, so that a process that shares its counts with others
+writes cells of its own, and "since then" is a difference. What follows from counts and reports is pure.
+
+The unit of a weight depends on the kind: item tokens for E, requests for D, prompt tokens for all that prefill (and one
+for every running request where those decode, too). This is the global instance status table of EPD-Serve §3.4, whose
+least-loaded-first asks for pending work of the right kind.
 
 Warm links are part of being ready, for a first transfer costs seconds more. Senders open and probe their links by
 themselves, and report them (`epd_serve.wire.KvReport`). A pair of healthy stages is warm when all workers of the sender
@@ -10,15 +17,22 @@ its first transfer. The status table asks this at the start of an incarnation on
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+from operator import add
+from typing import NamedTuple, Protocol
 
-from epd_serve.instances import Instance
+from epd_serve.instances import IncarnationId, Instance
+from epd_serve.roles import Role
 from epd_serve.wire import KvLink, KvReport, StageReport, StoreReport
-from proxy.registry.load import Lease as Lease  # who knows what is held of an instance knows it from here
-from proxy.registry.load import Work as Work
-from proxy.registry.load import reported_rate
+
+PER_UNIT = 1000
+"""Weights are counted in thousandths, as integers: sums stay exact however long an incarnation is."""
+
+_E, _D = Role.E, Role.D  # looking up a member calls a function before Python 3.12, and this is asked for each choice
 
 REPORT_TRUST_S = 3.0
 """Instances report every 0.5 s at least: what one that has fallen silent said of its store or load holds no more."""
@@ -30,13 +44,180 @@ GRACE_S = 15.0
 """How long a healthy instance waits at most for its KV links."""
 
 
+class Work(StrEnum):
+    """Kinds of work that a request asks of an instance."""
+
+    ENCODE = "encode"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Tally(NamedTuple):
+    """Counts of one kind of work on one incarnation since it is known; weights in thousandths of a unit."""
+
+    acquired: int = 0
+    released: int = 0
+    acquired_weight: int = 0
+    released_weight: int = 0
+
+    @property
+    def held(self) -> int:
+        return self.acquired - self.released
+
+    @property
+    def held_weight(self) -> int:
+        return self.acquired_weight - self.released_weight
+
+
+NO_TALLY = Tally()
+NOTHING: Mapping[Work, Tally] = dict.fromkeys(Work, NO_TALLY)
+
+
+def total_of(tallies: Iterable[Tally]) -> Tally:
+    """All of them together; of at least one."""
+    return Tally(*map(sum, zip(*tallies, strict=True)))
+
+
+class Ledger:
+    """Counts of leases, here those of a proxy that is alone; subclasses count where several processes see it. Called
+    from one thread of a process; none of it waits."""
+
+    def __init__(self) -> None:
+        self._tallies: dict[IncarnationId, dict[Work, Tally]] = {}
+        self._totals: dict[IncarnationId, Tally] = {}  # looked at for each choice
+
+    def acquire(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
+        """This process has given `incarnation_id` one more piece of `work`; weight >= 0."""
+        self._count(incarnation_id, work, Tally(acquired=1, acquired_weight=weight))
+
+    def release(self, incarnation_id: IncarnationId, work: Work, weight: int) -> None:
+        """One that this process acquired has ended, with the weight it was acquired with."""
+        held = self.tallies(incarnation_id)[work]
+        assert held.held > 0 and held.held_weight >= weight, (
+            f"released more {work} of {incarnation_id} than was acquired"
+        )
+        self._count(incarnation_id, work, Tally(released=1, released_weight=weight))
+
+    def tallies(self, incarnation_id: IncarnationId) -> Mapping[Work, Tally]:
+        """Returns the counts of all processes that share this ledger; every `Work` is in it. Unknown incarnations have
+        held nothing."""
+        return self._tallies.get(incarnation_id, NOTHING)
+
+    def total(self, incarnation_id: IncarnationId) -> Tally:
+        """Returns the same of all kinds of work together."""
+        return self._totals.get(incarnation_id, NO_TALLY)
+
+    def forget(self, incarnation_id: IncarnationId) -> None:
+        """Nothing is held of `incarnation_id` any more, by anybody, and this process will not acquire there again."""
+        self._tallies.pop(incarnation_id, None)
+        self._totals.pop(incarnation_id, None)
+
+    def _count(self, incarnation_id: IncarnationId, work: Work, more: Tally) -> None:
+        tallies = self._tallies.setdefault(incarnation_id, dict(NOTHING))
+        tallies[work] = Tally(*map(add, tallies[work], more))
+        self._totals[incarnation_id] = total_of(tallies.values())
+
+
+class Lease:
+    """One unit of in-flight work on one incarnation, which a context may hold. Released exactly once, whoever calls
+    first.
+
+    Args:
+        weight: in the unit of the instance's role, >= 0.
+    """
+
+    def __init__(self, ledger: Ledger, instance: Instance, work: Work, weight: float) -> None:
+        assert weight >= 0, f"a lease weighs {weight}"
+        self.instance = instance
+        self._ledger = ledger
+        self._counted = (instance.incarnation_id, work, round(weight * PER_UNIT))
+        self._held = True
+        ledger.acquire(*self._counted)
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self._ledger.release(*self._counted)
+
+    def __enter__(self) -> Instance:
+        return self.instance
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Reported(Protocol):
+    """What of a `StageReport` loads are made of; a simulated stage has it without making a report."""
+
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def pending_prompt_tokens(self) -> int: ...
+    @property
+    def pending_item_tokens(self) -> int: ...
+    @property
+    def prompt_tokens_per_s(self) -> float: ...
+    @property
+    def item_tokens_per_s(self) -> float: ...
+
+
+def reported_pending(role: Role, report: Reported, *, both_halves: bool = False) -> float:
+    """What a report says is pending, in the unit of the role. `both_halves`: a P may have been D and decode yet."""
+    if role is _E:
+        return report.pending_item_tokens
+    if role is _D:
+        return report.waiting + report.running
+    return report.pending_prompt_tokens + (report.running if role.decodes or both_halves else 0)
+
+
+def reported_rate(role: Role, report: Reported) -> float:
+    """How much of that it gets done per second of busy time; 0 while unknown. Of a D, whose requests end when they
+    like, nobody knows."""
+    if role is _E:
+        return report.item_tokens_per_s
+    return 0.0 if role is _D else report.prompt_tokens_per_s
+
+
+def pending_s(role: Role, load: float, running: int, rate: float) -> float:
+    """For how long an instance keeps its device busy; infinite while it decodes, since nobody knows how long that is.
+
+    Args:
+        load: pending work. running: requests that it runs. rate: how much of its load it gets done per second.
+    """
+    if role.decodes and running:
+        return math.inf
+    return 0.0 if role is _D else load / rate  # KV that arrives at a D takes no turn of its device
+
+
+def load(role: Role, total: Tally, report: StageReport | None, counted: int, *, both_halves: bool = False) -> float:
+    """Pending work of one incarnation.
+
+    Without a report: what is in flight. With one: what it says is pending, and what it cannot contain: whatever was
+    acquired since, and requests in flight beyond those that the stage counted (its API server still prepares them: for
+    a large image that takes longer than any lag), at the mean weight. Never more than what is in flight is added, so
+    nothing is left of leases that have ended.
+
+    Args:
+        total: of all kinds of work. report: the last one, if it is fresh.
+        counted: weight, in thousandths, acquired in total that may be in the report.
+    """
+    held, held_weight = total.held, total.held_weight
+    if report is None:
+        return held_weight / PER_UNIT
+    since = total.acquired_weight - counted
+    unseen = held_weight * max(0, held - report.waiting - report.running) / held if held else 0.0
+    return reported_pending(role, report, both_halves=both_halves) + min(held_weight, max(since, unseen)) / PER_UNIT
+
+
 @dataclass(frozen=True)
 class InstanceView:
     """A row of the table as others may see it.
 
     Attributes:
         up: it gets requests. reason: why not.
-        load: pending work, in the unit of its role (`proxy/registry/load.py`).
+        load: pending work, in the unit of its role (`proxy/registry/instance_state.py`).
         report: its last word on the store, if any. kv: the fresh ones of its workers that send KV, by rank.
         stage: its last word on its load, if any, and stage_age_s: how old that is.
         pending_s: for how long it will be busy, infinite while it decodes; neighbours: who computes where it does.

@@ -2,8 +2,8 @@
 
 Lives in the proxy's event loop and is called only from there (no locks). The launcher calls `apply`, `mark_up`
 and `mark_down` directly; the instances' own reports come in through `report`; requests hold a `Lease` while a stage
-works for them. What an instance's load is follows from both (`proxy/registry/load.py`). Choosing among instances is
-`proxy/routing/policy.py`'s business.
+works for them. What an instance's load is follows from both (`proxy/registry/instance_state.py`). Choosing among
+instances is `proxy/routing/policy.py`'s business.
 
 An instance that answers is healthy. It is up, and gets requests, once its KV links to and from the others that are
 healthy are warm (`why_cold`), or a grace has passed; from then on links do not matter: retries are
@@ -22,8 +22,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from epd_serve.wire import Announcement, CacheReport, KvReport, StageReport, StoreReport
-from proxy.registry.instance_state import GRACE_S, KV_TRUST_S, InstanceRow, InstanceView, why_cold
-from proxy.registry.load import PER_UNIT, Lease, Ledger, Work, load, pending_s, total_of
+from proxy.registry.instance_state import (
+    GRACE_S,
+    KV_TRUST_S,
+    PER_UNIT,
+    InstanceRow,
+    InstanceView,
+    Lease,
+    Ledger,
+    Work,
+    load,
+    pending_s,
+    total_of,
+    why_cold,
+)
 from proxy.registry.prefix_index import PrefixIndex
 from proxy.routing.policy import Candidate, usual_rate
 

@@ -1,4 +1,4 @@
-"""The bodies that each stage gets, made from one client body. Pure. With which media is `proxy/generate/delivery.py`'s
+"""The bodies that each stage gets, made from one client body. Pure. With which media is `proxy/generate/recovery.py`'s
 choice.
 
 E sees only its share of the items; D sees the client's request; P sees the same prompt but is asked for one token,

@@ -1,5 +1,6 @@
 """Circuit breakers of instances: calls to stages are watched, and who fails again and again is suspended in the status
-table, so that others are asked while there are others. Who hangs, so that its calls would not end, is found here, too.
+table, so that others are asked while there are others. Who hangs, so that its calls would not end, is found here, too;
+and what the whole proxy may spend on retries (`RetryBudget`).
 
     CLOSED --failures in a row--> OPEN --its time has passed--> HALF_OPEN --the probe succeeds--> CLOSED
                                     ^------------------------------ the probe fails, and the time doubles
@@ -25,6 +26,7 @@ from typing import Self
 from epd_serve.errors import DeadlineError, RequestError, StageError
 from epd_serve.instances import IncarnationId, Instance
 from proxy.background import Background
+from proxy.config.limits import RetryLimits
 from proxy.errors import KvNotDelivered, StageDied
 from proxy.metrics import Metrics
 from proxy.registry.table import InstanceTable
@@ -263,3 +265,36 @@ class StallWatchdog:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+class RetryBudget:
+    """A token bucket that requests fill (Finagle's retry budget). Without it an outage multiplies its own load: every
+    request would be tried several times just when least can be served.
+
+    Full at first. Every request puts in `limits.ratio`, every second `limits.floor_per_s`; a retry takes 1.
+    """
+
+    def __init__(self, limits: RetryLimits, *, now: float) -> None:
+        self._limits = limits
+        self._retries = float(limits.burst)
+        self._filled_at = now
+
+    def left(self, now: float) -> float:
+        """Retries that may be made now."""
+        self._add(self._limits.floor_per_s * max(0.0, now - self._filled_at))
+        self._filled_at = max(now, self._filled_at)
+        return self._retries
+
+    def deposit(self) -> None:
+        """A request was admitted."""
+        self._add(self._limits.ratio)
+
+    def withdraw(self, now: float) -> bool:
+        """Pay for a retry. False: there is none to be had, the failure is the answer."""
+        if self.left(now) < 1.0:
+            return False
+        self._add(-1.0)
+        return True
+
+    def _add(self, retries: float) -> None:
+        self._retries = min(float(self._limits.burst), self._retries + retries)

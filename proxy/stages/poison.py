@@ -1,4 +1,5 @@
-"""Request bodies that instances die of: deaths are counted by body, and a body with two of them is refused for a while.
+"""Request bodies that instances die of, or fail on alike: deaths are counted by body, and a body with two of them is
+refused for a while; 500s are compared under one request, whose own body is to blame if two instances say the same.
 
 A death is held against every body that was on the instance without an answer and had been sent there within the last
 `blame_s`. Whoever shared an instance with a poisonous body looks as guilty as that one, so:
@@ -30,8 +31,9 @@ from msgspec import Struct
 from epd_serve.errors import StageError
 from epd_serve.instances import IncarnationId
 from proxy.config.limits import PoisonLimits
-from proxy.errors import PoisonousRequest
+from proxy.errors import FaultyBody, PoisonousRequest, StageFault
 from proxy.metrics import Metrics
+from proxy.stages import sse
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,10 @@ TOGETHER_S = 1.0
 
 SHARED_DEATHS = 8
 """Instances that may die under one request, whoever else was there."""
+
+GENERIC = "500: Internal server error"
+"""How vLLM (0.23 to 0.32, `GenerationError`) says that a request failed in the engine, as where its KV did not come."""
+NEVER_THE_BODY = (GENERIC, f"500: {sse.ABORTED}")
 
 REMEMBERED = 64
 """Incarnations that are remembered to have died, since each request that was there notices by itself."""
@@ -253,3 +259,24 @@ class Stay(Struct, frozen=True, eq=False):
 
 def _now() -> float:
     return time.monotonic()
+
+
+class Faults:
+    """The 500s of live instances under one request: the same words from two of them are about its body.
+
+    A body that vLLM did not expect fails wherever it is sent, and says nothing about who it is sent to. What an engine
+    could not do (`GENERIC`) is not told from that by its words, and is never the body's, nor is the end of an engine.
+    """
+
+    def __init__(self) -> None:
+        self._said: defaultdict[str, set[IncarnationId]] = defaultdict(set)
+
+    def note(self, fault: StageFault, incarnation_id: IncarnationId) -> frozenset[IncarnationId]:
+        """Returns those who are not to blame, since each of them said the same; none while only one did."""
+        said = self._said[fault.said]
+        said.add(incarnation_id)
+        return frozenset(said) if len(said) > 1 and fault.said not in NEVER_THE_BODY else frozenset()
+
+
+def faulty_body(fault: StageFault) -> FaultyBody:
+    return FaultyBody(f"Two instances failed alike on this request body, with {fault.said}; change it.")

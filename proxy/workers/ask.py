@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 
 from epd_serve import endpoint
-from proxy.stages.connection import Connection
+from proxy.stages.client import Connection
 
 
 class RefusedError(ConnectionError):

@@ -29,7 +29,7 @@ from operator import add
 
 from epd_serve.errors import ConfigError
 from epd_serve.instances import IncarnationId
-from proxy.registry.load import NO_TALLY, NOTHING, Ledger, Tally, Work
+from proxy.registry.instance_state import NO_TALLY, NOTHING, Ledger, Tally, Work
 
 SLOTS = 2048
 """Incarnations of instances that are counted at a time; a deployment has dozens."""

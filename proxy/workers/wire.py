@@ -4,7 +4,7 @@ Both ends come from one start of one program, so there are no versions here. Not
 are checked again where they are decoded.
 
 Limits that are counted by each worker are divided among them (`share_of`). What is with the stages at once is divided
-by `proxy/admission/capacity.py`, which is told how many processes there are. Connections are spread evenly over them
+by `proxy/admission/gate.py`, which is told how many processes there are. Connections are spread evenly over them
 (`proxy/server/shared_listener.py`), so an equal part each is what they need.
 """
 

@@ -38,10 +38,9 @@ from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.table import InstanceTable, Pause
 from proxy.request.client import ClientSink
 from proxy.request.parse import ParsedRequest
-from proxy.stages.circuits import Circuits, StallWatchdog
+from proxy.stages.circuits import Circuits, RetryBudget, StallWatchdog
 from proxy.stages.history import HistoryRoom, TokenHistory
 from proxy.stages.poison import Poison
-from proxy.stages.retries import RetryBudget
 from tests.waiting import PATIENCE_S
 
 MODEL = "demo"

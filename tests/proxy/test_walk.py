@@ -12,8 +12,8 @@ from tests.proxy.fakes import cluster, data_url, encodes, image_file
 
 ROOT = str(Path(proxy.__file__).parent) + "/"
 APART = ("workers/", "server/")
-MOST = 52
-"""Threads that load media among them. 72 and more before there was one context; 40 is the aim."""
+MOST = 40
+"""Threads that load media among them. 72 and more before there was one context."""
 
 
 async def test_a_chat_with_an_image_passes_through_few_files() -> None:

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from bench.micro.measurement import Goal
 from epd_serve.image_tokens import PIXELS_PER_TOKEN
-from proxy.encode.spread import spread
-from proxy.routing.policy import Candidate
+from proxy.routing.policy import Candidate, spread
 from tests.soak.harness import Result, Soak
 
 Row = dict[str, Any]

@@ -39,10 +39,11 @@ SINCE = (
     ),
     ("            sessions[url] = aiohttp.ClientSession(", "            sessions.append(aiohttp.ClientSession("),
     ("auto_decompress=False)\n", "auto_decompress=False))\n"),
+    ("`proxy/stages/client.py`", "`proxy/stages/connection.py`"),
     ('        target = for_http(url).geturl() + scope["path"]\n', ""),
     ("sessions[url].post(target,", 'sessions[0].post(next(stages) + scope["path"],'),
 )
-"""What is written there now, for a stage's Unix socket, and what was."""
+"""What is written there now, for a stage's Unix socket and where its docstring names a file, and what was."""
 
 
 def test_the_bare_relay_is_what_it_was_but_for_unix_sockets() -> None:

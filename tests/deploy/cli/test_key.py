@@ -16,7 +16,7 @@ from deploy.cli.command import main
 from deploy.front.key_watch import api_keys_of, read_key_text
 from proxy.config.keys import ApiKeys, tenant_digest
 from proxy.config.limits import KeyLimits
-from proxy.tenants.auth import AuthenticationError, Caller, Callers
+from proxy.tenants import AuthenticationError, Caller, Callers
 from tests.proxy.fakes import settings
 
 Out = pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from deploy.front.shared import Slots
 from deploy.host.state import SharedState, StateFiles
 from epd_serve.errors import ConfigError
 from epd_serve.instances import IncarnationId
-from proxy.registry.load import Work
+from proxy.registry.instance_state import Work
 from proxy.workers.shared_counters import COUNTS, SharedCounters, SharedLedger, settle
 
 FEW = 4

@@ -6,7 +6,7 @@ import math
 
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
-from proxy.admission.capacity import capacity
+from proxy.admission.gate import capacity
 from proxy.admission.queue import Capacity
 from proxy.config.limits import AdmissionLimits
 

@@ -12,12 +12,12 @@ import pytest
 
 from epd_serve.wire import FeatureFailed, FeatureReady, StoreReport
 from proxy.context import RequestContext
-from proxy.encode.spread import owners
 from proxy.encode.step import EncodeStep
 from proxy.fields.parts import MediaRef
 from proxy.media.loader import LoadedItem
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint, ParsedRequest
+from proxy.routing.policy import owners
 from store.arena import Arena
 from tests.proxy.fakes import (
     GRID,

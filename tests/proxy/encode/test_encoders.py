@@ -15,8 +15,7 @@ from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.wire import FeatureReady, StageReport
 from proxy.context import RequestContext
-from proxy.encode.encoders import EncodeOrder, Encoders
-from proxy.encode.single_flight import SingleFlight
+from proxy.encode.encoders import EncodeOrder, Encoders, SingleFlight
 from proxy.errors import StageRefusal
 from proxy.fields.parts import MediaRef
 from proxy.media.loader import LoadedItem

@@ -9,7 +9,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.encode.single_flight import SingleFlight
+from proxy.encode.encoders import SingleFlight
 from tests.waiting import PATIENCE_S
 
 

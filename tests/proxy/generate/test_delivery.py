@@ -217,7 +217,7 @@ async def test_refused_metadata_is_judged_again_with_the_media_and_not_trusted_a
 
 
 async def test_where_metadata_travels_media_that_may_be_recomputed_never_has_a_features_name() -> None:
-    """vLLM would take it for the item that it was sent without its media (`proxy/generate/delivery.py`)."""
+    """vLLM would take it for the item that it was sent without its media (`proxy/generate/recovery.py`)."""
     urls = [data_url(image_file(color=color)) for color in ("red", "blue")]
     for config in (settings(), REENCODE):
         async with cluster("E0", "PD0", config=config) as c:

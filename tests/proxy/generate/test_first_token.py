@@ -20,7 +20,7 @@ from epd_serve.wire import KV_NOT_SENT, TOKEN_SENT
 from proxy.config.limits import MigrationLimits
 from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.errors import KvNotDelivered
-from proxy.generate.migration import alike, is_one_token, may_be_shown
+from proxy.generate.recovery import alike, is_one_token, may_be_shown
 from proxy.generate.relay import first_token, relay, show
 from proxy.generate.router import Route
 from proxy.registry.instance_state import Work

@@ -10,7 +10,7 @@ import pytest
 
 from proxy.config.limits import MigrationLimits
 from proxy.config.settings import ModelIdentity, ProxySettings
-from proxy.generate.migration import MigrationPace, Way, way_on, why_not
+from proxy.generate.recovery import MigrationPace, Way, way_on, why_not
 from proxy.request.parse import Endpoint, ParsedRequest, parse
 from proxy.stages.history import HistoryRoom, TokenHistory
 from tests.proxy.fakes import MODEL, text_body

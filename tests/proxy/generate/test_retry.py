@@ -13,7 +13,7 @@ from epd_serve.wire import FeatureMissing
 from proxy.config.settings import ProxySettings
 from proxy.context import Delivery, RequestContext
 from proxy.errors import StageDied, StageFault, StageRefusal, StageTimeout, StageUnreachable
-from proxy.generate.retry import Failure, Next, next_step
+from proxy.generate.recovery import Failure, Next, next_step
 from proxy.request.parse import Endpoint, ParsedRequest
 from tests.proxy.fakes import context, settings, text_body
 

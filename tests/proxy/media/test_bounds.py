@@ -16,7 +16,7 @@ import pytest
 from proxy.config.limits import BodyPace, MediaLimits, MemoryLimits
 from proxy.config.settings import ProxySettings
 from proxy.media.images import inspect_image
-from proxy.tenants.fair_share import MemoryReservation
+from proxy.tenants import MemoryReservation
 from tests.proxy.fakes import Cluster, cluster, data_url, encodes, image_file, settings, text_body
 from tests.waiting import PATIENCE_S, until
 

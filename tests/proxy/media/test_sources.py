@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from epd_serve.errors import PayloadTooLargeError, RequestError
-from proxy.media.sources import read_local
+from proxy.media.loader import read_local
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from proxy.page.routes import STATIC, About, Page, files
 from proxy.records.counts import Counts
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.table import InstanceTable
-from proxy.tenants.auth import AuthenticationError
+from proxy.tenants import AuthenticationError
 from tests.proxy.fakes import served
 
 KEY = {"authorization": "Bearer key"}

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
-from proxy.registry.instance_state import REPORT_TRUST_S
-from proxy.registry.load import (
+from proxy.registry.instance_state import (
     PER_UNIT,
+    REPORT_TRUST_S,
     Lease,
     Ledger,
     Tally,

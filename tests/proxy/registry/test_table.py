@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport, StoreReport
-from proxy.registry.instance_state import Work
-from proxy.registry.load import Ledger
+from proxy.registry.instance_state import Ledger, Work
 from proxy.registry.table import InstanceTable, Pause
 from proxy.routing.policy import UNMEASURED_RATE
 from tests.proxy.fakes import in_flight

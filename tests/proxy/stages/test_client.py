@@ -15,8 +15,7 @@ from epd_serve.roles import Role
 from proxy import strict_json
 from proxy.config.limits import Timeouts
 from proxy.errors import StageDied, StageRefusal, StageUnreachable
-from proxy.stages.client import StageClient, deadline
-from proxy.stages.connection import ONE_WRITE_BYTES
+from proxy.stages.client import ONE_WRITE_BYTES, StageClient, deadline
 from tests.proxy.fakes import (
     DONE,
     QUICK,
@@ -290,7 +289,7 @@ async def test_an_answer_is_read_no_faster_than_it_is_taken() -> None:
 async def test_a_connection_that_nobody_uses_is_closed_before_the_stage_closes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("proxy.stages.connection.IDLE_S", 0.05)
+    monkeypatch.setattr("proxy.stages.client.IDLE_S", 0.05)
     closed = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

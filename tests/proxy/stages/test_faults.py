@@ -6,7 +6,7 @@ import pytest
 
 from proxy.request.parse import Endpoint
 from proxy.stages.circuits import CircuitLimits, State
-from proxy.stages.retries import GENERIC
+from proxy.stages.poison import GENERIC
 from tests.proxy.fakes import DONE, Cluster, cluster, image_body, refuses, streams, text_body
 
 CHAT = Endpoint.CHAT.value

@@ -6,7 +6,7 @@ import pytest
 
 from epd_serve.errors import ConfigError
 from proxy.config.limits import RetryLimits
-from proxy.stages.retries import RetryBudget
+from proxy.stages.circuits import RetryBudget
 
 
 def test_it_is_full_at_first_and_refuses_when_it_is_empty() -> None:

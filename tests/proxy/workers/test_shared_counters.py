@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd_serve.errors import ConfigError
-from proxy.registry.load import NO_TALLY, NOTHING, Ledger, Work
+from proxy.registry.instance_state import NO_TALLY, NOTHING, Ledger, Work
 from proxy.workers.shared_counters import COUNTS, Asked, Cell, SharedCounters, SharedLedger, settle, shared_memory
 from tests.waiting import wait_for
 
@@ -175,7 +175,7 @@ def assert_equal(one: Ledger, other: Ledger) -> None:
 WRITER = """
 import mmap, random, sys
 from proxy.workers.shared_counters import SharedCounters
-from proxy.registry.load import Work
+from proxy.registry.instance_state import Work
 from proxy.workers.shared_counters import COUNTS, SharedLedger
 fd, row, rows, seed = map(int, sys.argv[1:])
 ledger = SharedLedger(SharedCounters(mmap.mmap(fd, 0), rows, COUNTS), row)

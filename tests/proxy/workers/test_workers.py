@@ -29,7 +29,7 @@ from proxy.records.counts import MINUTE_S
 from proxy.records.records import Question, RecordsAnswer
 from proxy.registry.instance_state import Lease, Work
 from proxy.registry.table import InstanceTable
-from proxy.tenants.auth import Callers
+from proxy.tenants import Callers
 from proxy.workers import hub as worker_hub
 from proxy.workers import worker as worker_room
 from proxy.workers.ask import ask

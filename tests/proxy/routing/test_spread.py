@@ -9,8 +9,7 @@ from itertools import pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.encode.spread import CALL_TOKENS, TOLERANCE, calls, owners, spread
-from proxy.routing.policy import SAME_SPEED, SLACK, Candidate
+from proxy.routing.policy import CALL_TOKENS, SAME_SPEED, SLACK, TOLERANCE, Candidate, calls, owners, spread
 from proxy.routing.policy import rates as steady
 from tests.soak.placement import makespan_s
 

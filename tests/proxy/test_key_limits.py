@@ -13,7 +13,7 @@ from proxy.admission.gate import priority_of
 from proxy.config.keys import ApiKeys
 from proxy.config.limits import KeyLimits
 from proxy.request.parse import Endpoint, parse
-from proxy.tenants.key_limits import KeyGate, KeyLimitError
+from proxy.tenants import KeyGate, KeyLimitError
 from tests.proxy.fakes import api_keys, cluster, hangs, settings, text_body
 
 CHAT = "/v1/chat/completions"

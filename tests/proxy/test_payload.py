@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from proxy import strict_json
-from proxy.request.payload import LARGE_BYTES, ONE_PIECE_BYTES, WRITE_BYTES, Inlined, Pieces, encoded, weighed
+from proxy.strict_json import LARGE_BYTES, ONE_PIECE_BYTES, WRITE_BYTES, Inlined, Pieces, encoded, weighed
 
 BIG = b"A" * (2 * ONE_PIECE_BYTES)
 

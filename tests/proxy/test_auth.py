@@ -14,8 +14,7 @@ from proxy.config.keys import ApiKeys, tenant_digest
 from proxy.config.limits import KeyLimits
 from proxy.config.settings import ProxySettings
 from proxy.request.parse import Endpoint
-from proxy.tenants.auth import DEFAULT_TENANT, AuthenticationError, Callers
-from proxy.tenants.fair_share import MemoryReservation
+from proxy.tenants import DEFAULT_TENANT, AuthenticationError, Callers, MemoryReservation
 from proxy.workers.wire import share_of
 from tests.proxy.fakes import Cluster, api_keys, cluster, encodes, hangs, image_body, settings, text_body
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from epd_serve.errors import PayloadTooLargeError
 from proxy.errors import BusyError, error_headers
-from proxy.tenants.fair_share import FairSemaphore, FairShare, MemoryReservation
-from proxy.tenants.key_limits import KeyLimitError
+from proxy.tenants import FairSemaphore, FairShare, KeyLimitError, MemoryReservation
 
 
 def greedy(share: FairShare, *accounts: str) -> None:
