@@ -269,6 +269,8 @@ def may_be_shown(request: ParsedRequest, route: Route) -> bool:
 
 def why_not(request: ParsedRequest) -> str:
     """Why no other stage could go on with the answer to this, or ""."""
+    if not request.stream:
+        return "answers in one piece do not go on"
     if why := _why_not_one(request):
         return f"{why} do not go on"
     body = request.body

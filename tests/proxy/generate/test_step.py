@@ -60,6 +60,8 @@ async def test_internals_are_stripped_from_the_answer() -> None:
         answered = (await c.client.post(CHAT, json=text_body(n=3))).json()
         assert set(answered) == {"object", "choices"}
         assert len(answered["choices"]) == 3
+        await c.client.post(CHAT, json=text_body())
+        assert "return_token_ids" not in c["D0"].calls[-1].body, "an answer in one piece does not go on elsewhere"
         answer_with_ids = (await c.client.post(CHAT, json=text_body(return_token_ids=True))).json()
         assert answer_with_ids["prompt_token_ids"] == [1, 2]
 
