@@ -20,9 +20,8 @@ import random
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
+from typing import Self
 
 import xxhash
 from msgspec import Struct
@@ -194,19 +193,9 @@ class WatchedBody:
                 self._poison.metrics.refused.labels("poisonous").inc()
             raise refusal
 
-    @contextmanager
-    def at(self, *incarnation_ids: IncarnationId, encoding: bool = False) -> Iterator[Stay]:
-        """The time of one attempt at these instances."""
-        stay, there = Stay(self, _now(), self.answers, encoding), self._poison.there
-        for one in incarnation_ids:
-            there[one].add(stay)
-        try:
-            yield stay
-        finally:
-            for one in incarnation_ids:
-                there[one].discard(stay)
-                if not there[one]:
-                    del there[one]
+    def at(self, *incarnation_ids: IncarnationId, encoding: bool = False) -> Stay:
+        """One attempt at these instances, for the time of the context that it is."""
+        return Stay(self, incarnation_ids, self._poison.there, _now(), self.answers, encoding)
 
     def answered(self) -> None:
         """An instance has answered it, whole or with a first byte: that clears its body."""
@@ -239,9 +228,12 @@ class WatchedBody:
 
 
 class Stay(Struct, frozen=True, eq=False):
-    """One attempt of a request at some instances. `before`: answers that it had when this began, at `since`."""
+    """One attempt of a request at some instances, where it is among those who are `there` for the time of its context.
+    `before`: answers that it had when this began, at `since`."""
 
     body: WatchedBody
+    instances: tuple[IncarnationId, ...]
+    there: defaultdict[IncarnationId, set[Stay]]
     since: float
     before: int
     encoding: bool
@@ -249,6 +241,17 @@ class Stay(Struct, frozen=True, eq=False):
     @property
     def answered(self) -> bool:
         return self.body.answers > self.before
+
+    def __enter__(self) -> Self:
+        for one in self.instances:
+            self.there[one].add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self.instances:
+            self.there[one].discard(self)
+            if not self.there[one]:
+                del self.there[one]
 
 
 def _now() -> float:
