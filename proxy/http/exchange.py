@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import re
-import secrets
 import time
 import traceback
 from contextlib import suppress
@@ -79,7 +79,7 @@ class RequestHeaders(Headers):
 
 
 class Exchange:
-    """Serves one request to `endpoint` through `pipeline`."""
+    """Serves requests to `endpoint` through `pipeline`."""
 
     def __init__(self, pipeline: Pipeline, endpoint: Endpoint) -> None:
         self._pipeline = pipeline
@@ -116,7 +116,8 @@ class Exchange:
             pipeline.ended(ctx)
 
     def _arrived(self, headers: Headers, send: Send) -> RequestContext:
-        settings, endpoint, request_id = self._settings, self._endpoint, secrets.token_hex(16)
+        settings, endpoint = self._settings, self._endpoint
+        request_id = f"{random.getrandbits(128):032x}"  # one that nobody else has; a secret it is not
         named = client_request_id(headers)
         record = Record(request_id, endpoint.value, named or "")
         if settings.otlp_traces_endpoint:

@@ -176,7 +176,7 @@ class WatchedBody:
                 f"{DEATHS} instances ended while they worked on this request body; it is refused for {left_s:.0f} s. "
                 f"Change it, or report it to the operator."
             )
-        if self._alone.repeated(_now()) or len(self.ended) >= SHARED_DEATHS:
+        if self.ended and (self._alone.repeated(_now()) or len(self.ended) >= SHARED_DEATHS):
             names = " and ".join(sorted({name for name, _ in self.ended}))
             message = f"{names} ended while they worked on this, {len(self.ended)} times; it is not tried again"
             return StageError(message, stage=names)
@@ -201,8 +201,9 @@ class WatchedBody:
         """An instance has answered it, whole or with a first byte: that clears its body."""
         self._poison.forget(self.digest)
         self.answers += 1
-        self.ended.clear()
-        self._alone, self._apart_until = _Deaths(), -math.inf
+        if self.ended:
+            self.ended.clear()
+            self._alone, self._apart_until = _Deaths(), -math.inf
 
     def encoded(self) -> None:
         """All its items are encoded: what an encoder died of was something else."""

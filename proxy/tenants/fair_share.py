@@ -12,7 +12,7 @@ announcing is free. What is counted, and when, `docs/guides/overload.md` has as 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Self
@@ -40,7 +40,7 @@ class FairShare:
         self._apart = apart
         self._what = what
         self._code = code
-        self._held_by: Counter[str] = Counter()
+        self._held_by: defaultdict[str, int] = defaultdict(int)
 
     @property
     def most(self) -> int:
@@ -48,12 +48,12 @@ class FairShare:
         return max(self.limit // 2, 1) if self._apart else self.limit
 
     def held_by(self, account: str) -> int:
-        return self._held_by[account]
+        return self._held_by.get(account, 0)
 
     def fits(self, account: str, amount: int) -> bool:
         """Whether an account may hold so much more now."""
         left = self.limit - self.held - amount
-        return left >= 0 and (not self._apart or self._held_by[account] + amount <= max(left, 1))
+        return left >= 0 and (not self._apart or self.held_by(account) + amount <= max(left, 1))
 
     def take(self, account: str, amount: int) -> None:
         """Hold more.
@@ -69,7 +69,7 @@ class FairShare:
                     code=self._code,
                 )
             raise KeyLimitError(
-                f"requests of this account in progress hold {self._held_by[account]:,} {self._what}, which is its "
+                f"requests of this account in progress hold {self.held_by(account):,} {self._what}, which is its "
                 "share; try again later",
                 retry_after_s=2.0,
             )
