@@ -66,7 +66,7 @@ class Attempt:
         self._answer: asyncio.Task[None] | None = None
         self._after: After | None = None
         flags = route.decode.instance.answer_flags
-        keeps = history.goes_on and settings.go_on != "never" and flags is not None
+        keeps = ctx.request.stream and history.goes_on and settings.go_on != "never" and flags is not None
         self._prefill_shows = settings.first_token == "prefill"
         self._shows = not history.begun and self._prefill_shows and may_be_shown(ctx.request, route)
         if history.begun:

@@ -54,7 +54,7 @@ def client_request_id(headers: Headers) -> str | None:
     """The name that the client gives its request: it gets it back, and the trace has it. Stages know the request by a
     name of ours, since clients may give one name to many."""
     request_id = headers.get("x-request-id", "")
-    return request_id if CLIENT_ID.fullmatch(request_id) else None
+    return request_id if request_id and CLIENT_ID.fullmatch(request_id) else None
 
 
 def is_explained(headers: Headers) -> bool:
