@@ -271,7 +271,7 @@ class RequestCounts(Collector):
         self._at(now)
         kinds = self._kinds.counts
         for of, count in counts.items():
-            kinds[kind, of] += count if type(count) is int else round(count)
+            kinds[kind, of] += round(count)
 
     def ended(self, record: Record) -> None:
         """Count it."""
