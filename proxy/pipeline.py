@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from epd_serve.errors import OverloadedError, RequestError
 from epd_serve.trace import PROXY, Trace
 from epd_serve.traffic import Item
 from epd_serve.wire import PROMPT_XARG
-from proxy.admission.gate import CapacityTracker, Drain, Gate, kind_of, priority_of, sequences_of
+from proxy.admission.gate import CapacityTracker, Drain, Gate, Pass, kind_of, priority_of, sequences_of
 from proxy.background import Background
 from proxy.config.settings import ProxySettings
 from proxy.context import RequestContext, Services
@@ -161,10 +160,12 @@ class Pipeline:
             if not ctx.request.endpoint.generates:  # takes no place with the stages, so it waits for none
                 await self._load_media(ctx)
                 return await self._tokenize.run(ctx)
-            with self._admitted(ctx):
+            with self._pass(ctx):
+                self._budget.deposit()
                 await self._load(ctx)
-                apart = self._router.encodes_apart(ctx)
-                async with self._encode.begin(ctx) if apart else nullcontext():
+                if not self._router.encodes_apart(ctx):
+                    return await self._generate.run(ctx)
+                async with self._encode.begin(ctx):
                     await self._generate.run(ctx)
         except RecursionError:  # what can just be decoded may be too deep to be measured, or written again
             raise RequestError("The request body is nested too deeply.", code="invalid_json") from None
@@ -195,20 +196,19 @@ class Pipeline:
         for name in request.dropped:
             self.metrics.fields_dropped.labels(ctx.endpoint.value, name).inc()
 
-    @contextmanager
-    def _admitted(self, ctx: RequestContext) -> Iterator[None]:
+    def _pass(self, ctx: RequestContext) -> Pass:
+        """What lets it in, unless its body is refused."""
         ctx.watched.check()
         kind = kind_of(ctx.request)
         self.records.arrived(ctx.record, kind.value)
-        with self.gate.admitted(
+        ctx.passed = self.gate.admitted(
             kind,
             ctx.record,
             priority=priority_of(ctx.request, ctx.caller.limits),
             sequences=sequences_of(ctx.request, self.settings.max_sequences),
             until=ctx.until,
-        ) as ctx.passed:
-            self._budget.deposit()
-            yield
+        )
+        return ctx.passed
 
     async def _load(self, ctx: RequestContext) -> None:
         """Load the media, and make the body of which those of the stages are made."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
@@ -205,7 +205,7 @@ class FairShare:
         self._apart = apart
         self._what = what
         self._code = code
-        self._held_by: Counter[str] = Counter()
+        self._held_by: defaultdict[str, int] = defaultdict(int)
 
     @property
     def most(self) -> int:
@@ -213,12 +213,12 @@ class FairShare:
         return max(self.limit // 2, 1) if self._apart else self.limit
 
     def held_by(self, account: str) -> int:
-        return self._held_by[account]
+        return self._held_by.get(account, 0)
 
     def fits(self, account: str, amount: int) -> bool:
         """Whether an account may hold so much more now."""
         left = self.limit - self.held - amount
-        return left >= 0 and (not self._apart or self._held_by[account] + amount <= max(left, 1))
+        return left >= 0 and (not self._apart or self.held_by(account) + amount <= max(left, 1))
 
     def take(self, account: str, amount: int) -> None:
         """Hold more.
@@ -234,7 +234,7 @@ class FairShare:
                     code=self._code,
                 )
             raise KeyLimitError(
-                f"requests of this account in progress hold {self._held_by[account]:,} {self._what}, which is its "
+                f"requests of this account in progress hold {self.held_by(account):,} {self._what}, which is its "
                 "share; try again later",
                 retry_after_s=2.0,
             )

@@ -12,9 +12,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
+from types import TracebackType
 from typing import Any
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
@@ -25,6 +25,8 @@ from proxy.errors import KvNotDelivered, StageTimeout, most_telling
 from proxy.generate.recovery import Way, alike, is_one_token, may_be_shown, way_on
 from proxy.generate.relay import Client, relay, show
 from proxy.generate.router import Route
+from proxy.metrics import Metrics
+from proxy.records.record import Record
 from proxy.registry.instance_state import Lease
 from proxy.request.client import CancelScope
 from proxy.stages.bodies import After, decode_body, first_token_body, fused_body, prefill_body, public_answer, with_ids
@@ -85,7 +87,8 @@ class Attempt:
         Raises:
             StageError: a stage failed or hung, with another attempt possible or not (`sink.repeatable`). StageRefusal.
         """
-        watchdog, scope = self._services.watchdog, CancelScope[StageError]()
+        watchdog = self._services.watchdog
+        scope: CancelScope[StageError] = CancelScope()
         self._services.metrics.paths.labels(self._route.path.name).inc()
         watchdog.watch(scope, self._ctx.sink, self.calls)
         try:
@@ -216,8 +219,14 @@ class Attempt:
             try:
                 if ctx.request.stream:
                     return await self._relay(lease.instance, body, call, span)
-                post = partial(self._services.stages.post, decode=strict_json.fields)
-                answer = await post(lease.instance, ctx.request.endpoint, body, ctx.headers(span), timeout_s=None)
+                answer = await self._services.stages.post(
+                    lease.instance,
+                    ctx.request.endpoint,
+                    body,
+                    ctx.headers(span),
+                    timeout_s=None,
+                    decode=strict_json.fields,
+                )
             except DeadlineError as error:
                 # Before P has answered, it is P for whom D waits.
                 late = next(one for one in self.calls if one is call or not one.judged)
@@ -257,22 +266,8 @@ class Attempt:
                     first_tokens.labels("other").inc()
                 raise
 
-    @contextmanager
-    def _called(self, event: str, lease: Lease) -> Iterator[str]:
-        """The time of a call, whose span it yields: what it took and how it ended is noted, and its place is free
-        afterwards."""
-        instance, record = lease.instance, self._ctx.record
-        begun, outcome, span = time.monotonic(), "cancelled", record.call_span()
-        try:
-            yield span
-            outcome = "ok"
-        except EpdError as error:
-            outcome = error.code or type(error).__name__
-            raise
-        finally:
-            lease.release()
-            record.took(event, begun, span=span, stage=instance.id, outcome=outcome)
-            self._services.metrics.stage_seconds.labels(instance.role.value, outcome).observe(time.monotonic() - begun)
+    def _called(self, event: str, lease: Lease) -> _Called:
+        return _Called(event, lease, self._ctx.record, self._services.metrics)
 
     def _went_on(self, instance: Instance, lost_at: float) -> None:
         """The client's stream goes on, from this instance."""
@@ -286,6 +281,36 @@ class Attempt:
         self._ctx.passed.prefilled()
         self._services.metrics.first_tokens.labels(instance.role.value).inc()
         self._ctx.record.first_byte(instance.id)
+
+
+class _Called:
+    """The time of a call, whose span entering gives: what it took and how it ended is noted, and its place is free
+    afterwards."""
+
+    __slots__ = ("_begun", "_event", "_lease", "_metrics", "_record", "_span")
+
+    def __init__(self, event: str, lease: Lease, record: Record, metrics: Metrics) -> None:
+        self._event = event
+        self._lease = lease
+        self._record = record
+        self._metrics = metrics
+
+    def __enter__(self) -> str:
+        self._begun = time.monotonic()
+        self._span = self._record.call_span()
+        return self._span
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        instance, outcome = self._lease.instance, "cancelled"
+        if error is None:
+            outcome = "ok"
+        elif isinstance(error, EpdError):
+            outcome = error.code or type(error).__name__
+        self._lease.release()
+        took_s = self._record.took(self._event, self._begun, span=self._span, stage=instance.id, outcome=outcome)
+        self._metrics.stage_seconds.observe((instance.role.value, outcome), took_s)
 
 
 def _cached_tokens(answer: Mapping[str, Any]) -> int | None:

@@ -61,7 +61,8 @@ class Client:
         Args:
             ahead: of another stage, which goes on after them whether or not what that one says is kept.
         """
-        public, history = list[bytes](), self.history
+        public: list[bytes] = []
+        history = self.history
         keeps, hides = self.keeps or ahead, self.hides
         if not history.begun:
             history.begin()

@@ -151,13 +151,13 @@ class Router:
     def _taken(self, ctx: RequestContext, plan: Plan) -> Route:
         table, head, tail = self._table, plan.head.chosen, plan.tail.chosen if plan.tail is not None else None
         ctx.record.planned(plan)
-        tokens = {"all": plan.question.tokens, "known": plan.known, "prefill": head.cached}
-        if tail is not None:
-            tokens["decode"] = tail.cached
-        for which, count in tokens.items():
-            self._metrics.prefix_tokens.labels(which).inc(count)
+        prefix_tokens = self._metrics.prefix_tokens.counts
+        prefix_tokens["all",] += plan.question.tokens
+        prefix_tokens["known",] += plan.known
+        prefix_tokens["prefill",] += head.cached
         if tail is None:
             return Route(plan.path, None, table.acquire(head.id, Work.DECODE, plan.left))
+        prefix_tokens["decode",] += tail.cached
         prefill = table.acquire(head.id, Work.PREFILL, plan.left)
         return Route(plan.path, prefill, table.acquire(tail.id, Work.DECODE), plan.decode_waits)
 

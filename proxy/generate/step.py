@@ -94,7 +94,7 @@ class GenerateStep:
             # An instance that encodes for itself takes the media, and nothing but the media.
             delivery = ctx.delivery if route.path.encode else Delivery.PIXELS
             before, began = ctx.history.answers, time.monotonic()
-            with ctx.watched.at(*(instance.incarnation_id for instance in route.instances)) as stay:
+            with ctx.watched.at(*[instance.incarnation_id for instance in route.instances]) as stay:
                 try:
                     if _may_run(ctx, route) and await self._ran(ctx, delivery, route):
                         return True

@@ -109,14 +109,13 @@ class _FrontDoor(FastAPI):
         super().__init__(title="EPD-Serve", version=__version__, lifespan=lifespan, **WITHOUT_PAGES)
         add_error_seam(self)
         self.state.pipeline = self.pipeline = pipeline
-        self._endpoints = {endpoint.value: endpoint for endpoint in Endpoint}
+        self._exchanges = {endpoint.value: Exchange(pipeline, endpoint) for endpoint in Endpoint}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            endpoint = self._endpoints.get(scope["path"])
-            if endpoint is not None:
-                await Exchange(self.pipeline, endpoint)(scope, receive, send)
-                return
+            exchange = self._exchanges.get(scope["path"])
+            if exchange is not None:
+                return await exchange(scope, receive, send)
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:

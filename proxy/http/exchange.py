@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import re
-import secrets
 import time
 import traceback
 from contextlib import nullcontext, suppress
@@ -57,7 +57,7 @@ def client_request_id(headers: Headers) -> str | None:
     """The name that the client gives its request: it gets it back, and the trace has it. Stages know the request by a
     name of ours, since clients may give one name to many."""
     request_id = headers.get("x-request-id", "")
-    return request_id if CLIENT_ID.fullmatch(request_id) else None
+    return request_id if request_id and CLIENT_ID.fullmatch(request_id) else None
 
 
 def is_explained(headers: Headers) -> bool:
@@ -82,7 +82,7 @@ class RequestHeaders(Headers):
 
 
 class Exchange:
-    """Serves one request to `endpoint` through `pipeline`."""
+    """Serves requests to `endpoint` through `pipeline`."""
 
     def __init__(self, pipeline: Pipeline, endpoint: Endpoint) -> None:
         self._pipeline = pipeline
@@ -119,7 +119,8 @@ class Exchange:
             pipeline.ended(ctx)
 
     def _arrived(self, headers: Headers, send: Send) -> RequestContext:
-        settings, endpoint, request_id = self._settings, self._endpoint, secrets.token_hex(16)
+        settings, endpoint = self._settings, self._endpoint
+        request_id = f"{random.getrandbits(128):032x}"  # one that nobody else has; a secret it is not
         named = client_request_id(headers)
         record = Record(request_id, endpoint.value, named or "")
         if settings.otlp_traces_endpoint:

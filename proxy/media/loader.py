@@ -88,7 +88,7 @@ class MediaLoader:
         *,
         tenant: str,
         held: MemoryReservation,
-        on_fetched: Callable[[], None] = lambda: None,
+        on_fetched: Callable[[], object] = lambda: None,
     ) -> tuple[LoadedItem, ...]:
         """All items of `request`, in order. Their bytes are counted in `held`.
 

@@ -269,8 +269,9 @@ class RequestCounts(Collector):
     def asked(self, kind: str, now: float, **counts: float) -> None:
         """So many more of what `KindCounts` has, of this kind."""
         self._at(now)
+        kinds = self._kinds.counts
         for of, count in counts.items():
-            self._kinds.counts[kind, of] += round(count)
+            kinds[kind, of] += round(count)
 
     def ended(self, record: Record) -> None:
         """Count it."""
@@ -305,8 +306,10 @@ class RequestCounts(Collector):
 
     def _count_prefix(self, record: Record) -> None:
         """What the index of prefixes predicted beside what the stage that took the prompt says that it found."""
+        if record.cached_tokens is None:
+            return
         heads = [one for one in record.choices if one.work == "prompt"]
-        if record.cached_tokens is None or not heads:
+        if not heads:
             return
         taken = record.prefill or record.decode
         predicted = sum(one.cached for one in heads[-1].candidates if one.id == taken)

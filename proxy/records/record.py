@@ -195,8 +195,9 @@ class Record(Struct, array_like=True):
         self.retried = True
         self.note(event, **details)
 
-    def took(self, event: str, since: float, *, span: str = "", **details: Any) -> None:
-        """`event` has come to its end now, and began at this moment of `time.monotonic`. `span`: of a call."""
+    def took(self, event: str, since: float, *, span: str = "", **details: Any) -> float:
+        """`event` has come to its end now, and began at this moment of `time.monotonic`. Returns the seconds between.
+        `span`: of a call."""
         if span:
             details["span"] = span
         now = time.monotonic()
@@ -205,6 +206,7 @@ class Record(Struct, array_like=True):
             phase = PHASES[event]
             self.phases_s[phase] = self.phases_s.get(phase, 0.0) + took_s
         self._add(now, event, details)
+        return took_s
 
     def call_span(self) -> str:
         """An id for the span of a call of a stage that begins; "" where the trace is not wanted, or there is none."""
@@ -212,7 +214,7 @@ class Record(Struct, array_like=True):
 
     def planned(self, plan: Plan) -> None:
         """An attempt is to go by this plan."""
-        number = max((choice.plan for choice in self.choices), default=0) + 1
+        number = max([choice.plan for choice in self.choices], default=0) + 1
         for work, pick in (("prompt", plan.head), ("decode", plan.tail)):
             if pick is not None:
                 self._chose(
@@ -355,7 +357,8 @@ def _message(error: EpdError) -> str:
 
 def _text(text: str, most: int) -> str:
     """Not longer than that, and of characters that can be encoded: JSON lets half of one through."""
-    return text[:most].encode(errors="replace").decode()
+    text = text[:most]
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def _printable(value: str) -> str:

@@ -273,7 +273,8 @@ class _Choice(Struct, frozen=True):
 
 def _choices(question: Question, view: View, policy: str) -> list[_Choice]:
     """Every live head that the request can go to, and of each kind with which tail."""
-    encoders = view.of(Role.E) if question.undecided else ()
+    undecided = question.undecided
+    encoders = view.of(Role.E) if undecided else ()
     choices = []
     for path in _paths(question, view):
         tail = None
@@ -286,9 +287,9 @@ def _choices(question: Question, view: View, policy: str) -> list[_Choice]:
             rank = (
                 burden(head, question.avoid) + (burden(tail.chosen, question.avoid) if tail is not None else 0),
                 int(question.encoded and bool(question.items) and not path.encode),
-                int(path.encode and question.undecided and not encoders),
+                int(path.encode and undecided and not encoders),
             )
-            if question.undecided:
+            if undecided:
                 head = _with_encoding(head, question.items, encoders if path.encode else ())
             choices.append(_Choice(path, head, tail, rank))
     return choices

@@ -15,7 +15,7 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -75,17 +75,13 @@ class StageClient:
         Raises:
             StageRefusal: 4xx. StageError: 5xx, not JSON. StageDied: broken connection. StageUnreachable. DeadlineError.
         """
-        async with nullcontext() if timeout_s is None else deadline(timeout_s, f"stage {instance.id}"):
-            connection = await self._connection(instance)
-            try:
-                await connection.send(self._head(instance, path, body, headers), body)
-                raw = await connection.whole()
-            except ConnectionError as error:
-                raise StageDied(f"stage {instance.id} broke its connection", stage=instance.id) from error
-            finally:
-                connection.leave(self._idle[instance.url].setdefault)
-        if connection.status != 200:
-            raise stage_answer_error(raw, stage=instance.id, status=connection.status)
+        if timeout_s is None:
+            status, raw = await self._asked(instance, path, body, headers)
+        else:
+            async with deadline(timeout_s, f"stage {instance.id}"):
+                status, raw = await self._asked(instance, path, body, headers)
+        if status != 200:
+            raise stage_answer_error(raw, stage=instance.id, status=status)
         try:
             answer = decode(raw)
         except (ValueError, RecursionError):
@@ -93,6 +89,20 @@ class StageClient:
         if not isinstance(answer, dict):
             raise StageError(f"stage {instance.id} answered something that is no JSON object", stage=instance.id)
         return answer
+
+    async def _asked(
+        self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str]
+    ) -> tuple[int, bytes]:
+        """The status and the body of an answer, once it is whole."""
+        connection = await self._connection(instance)
+        try:
+            await connection.send(self._head(instance, path, body, headers), body)
+            raw = await connection.whole()
+            return connection.status, raw
+        except ConnectionError as error:
+            raise StageDied(f"stage {instance.id} broke its connection", stage=instance.id) from error
+        finally:
+            connection.leave(self._idle[instance.url].setdefault)
 
     async def events(
         self, instance: Instance, path: str, body: bytes | Pieces, headers: Mapping[str, str]

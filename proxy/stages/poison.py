@@ -21,9 +21,8 @@ import random
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
+from typing import Self
 
 import xxhash
 from msgspec import Struct
@@ -183,7 +182,7 @@ class WatchedBody:
                 f"{DEATHS} instances ended while they worked on this request body; it is refused for {left_s:.0f} s. "
                 f"Change it, or report it to the operator."
             )
-        if self._alone.repeated(_now()) or len(self.ended) >= SHARED_DEATHS:
+        if self.ended and (self._alone.repeated(_now()) or len(self.ended) >= SHARED_DEATHS):
             names = " and ".join(sorted({name for name, _ in self.ended}))
             message = f"{names} ended while they worked on this, {len(self.ended)} times; it is not tried again"
             return StageError(message, stage=names)
@@ -200,26 +199,17 @@ class WatchedBody:
                 self._poison.metrics.refused.labels("poisonous").inc()
             raise refusal
 
-    @contextmanager
-    def at(self, *incarnation_ids: IncarnationId, encoding: bool = False) -> Iterator[Stay]:
-        """The time of one attempt at these instances."""
-        stay, there = Stay(self, _now(), self.answers, encoding), self._poison.there
-        for one in incarnation_ids:
-            there[one].add(stay)
-        try:
-            yield stay
-        finally:
-            for one in incarnation_ids:
-                there[one].discard(stay)
-                if not there[one]:
-                    del there[one]
+    def at(self, *incarnation_ids: IncarnationId, encoding: bool = False) -> Stay:
+        """One attempt at these instances, for the time of the context that it is."""
+        return Stay(self, incarnation_ids, self._poison.there, _now(), self.answers, encoding)
 
     def answered(self) -> None:
         """An instance has answered it, whole or with a first byte: that clears its body."""
         self._poison.forget(self.digest)
         self.answers += 1
-        self.ended.clear()
-        self._alone, self._apart_until = _Deaths(), -math.inf
+        if self.ended:
+            self.ended.clear()
+            self._alone, self._apart_until = _Deaths(), -math.inf
 
     def encoded(self) -> None:
         """All its items are encoded: what an encoder died of was something else."""
@@ -245,9 +235,12 @@ class WatchedBody:
 
 
 class Stay(Struct, frozen=True, eq=False):
-    """One attempt of a request at some instances. `before`: answers that it had when this began, at `since`."""
+    """One attempt of a request at some instances, where it is among those who are `there` for the time of its context.
+    `before`: answers that it had when this began, at `since`."""
 
     body: WatchedBody
+    instances: tuple[IncarnationId, ...]
+    there: defaultdict[IncarnationId, set[Stay]]
     since: float
     before: int
     encoding: bool
@@ -255,6 +248,17 @@ class Stay(Struct, frozen=True, eq=False):
     @property
     def answered(self) -> bool:
         return self.body.answers > self.before
+
+    def __enter__(self) -> Self:
+        for one in self.instances:
+            self.there[one].add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self.instances:
+            self.there[one].discard(self)
+            if not self.there[one]:
+                del self.there[one]
 
 
 def _now() -> float:

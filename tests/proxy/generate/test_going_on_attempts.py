@@ -23,6 +23,7 @@ from tests.proxy.fakes import (
     Call,
     Cluster,
     FakeStage,
+    answer,
     breaks,
     cluster,
     hangs,
@@ -328,6 +329,15 @@ async def test_what_cannot_go_on_is_asked_for_as_ever(body: dict[str, Any]) -> N
         received = await c.aborted_stream(body)
         assert received.count(b'"error"') == 1 and len(calls) == 1
         assert "return_token_ids" not in calls[0].body
+
+
+async def test_nothing_goes_on_after_an_answer_in_one_piece_so_no_ids_are_asked_for() -> None:
+    async with fused("PD0") as c:
+        c["PD0"].usual = answer
+        response = await c.client.post(CHAT, json=text_body(max_tokens=8))
+        assert response.status_code == 200
+        (call,) = c["PD0"].calls
+        assert "return_token_ids" not in call.body
 
 
 async def test_a_client_that_leaves_between_two_stages_leaves_no_trace() -> None:
