@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -51,14 +53,15 @@ def ask_cluster(address: str, ports: str, here: RayFacts) -> RayFacts:
 
 
 def _ask(pipe: Connection, address: str, asked: RayFacts) -> None:
-    try:
-        connect(address)
-        require_token()
-    except EpdError as error:
-        pipe.send(replace(asked, refusal=str(error)))
-        return
-    found = nodes_alive()
-    pipe.send(replace(asked, hosts=_hosts(dict(zip(_names(found), found, strict=True)), port_range(asked.ports))))
+    with redirect_stdout(sys.stderr):  # where Ray prints what befalls the cluster; ours carries the findings
+        try:
+            connect(address)
+            require_token()
+        except EpdError as error:
+            pipe.send(replace(asked, refusal=str(error)))
+            return
+        found = nodes_alive()
+        pipe.send(replace(asked, hosts=_hosts(dict(zip(_names(found), found, strict=True)), port_range(asked.ports))))
 
 
 def _names(found: Sequence[RayNode]) -> list[str]:

@@ -63,3 +63,17 @@ def test_a_cluster_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Mo
     told = doctor.ask_cluster("192.0.2.1:6379", PORTS, RayFacts())
     assert told.asked and "within 0.2 s" in told.refusal
     assert "doctor" not in {one.name for one in multiprocessing.active_children()}
+
+
+def test_what_ray_prints_of_its_cluster_is_not_taken_for_findings(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ray writes to standard output that a node has died, whenever it hears of it (`listen_error_messages`)."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    monkeypatch.setattr(doctor, "connect", lambda address: print("The node with node id: 8476 has died"))
+    monkeypatch.setattr(doctor, "require_token", lambda: None)
+    monkeypatch.setattr(doctor, "nodes_alive", lambda: [])
+    doctor._ask(writer, "192.0.2.1:6379", RayFacts(ports=PORTS))
+    assert reader.poll(0) and reader.recv().hosts == ()
+    said = capfd.readouterr()
+    assert said.out == "" and "has died" in said.err
