@@ -173,6 +173,8 @@ class StageReport(_Message, frozen=True):
         token_budget, item_budget: prompt tokens, and tokens of media items, that its last step was let have
             (`epd_serve/budgets.py`); 0 where no SLO is named.
         held_steps: steps so far whose budget left something for the next ones.
+        shared_tokens: prompt tokens of a step, of which none of several requests takes more than its part; 0 where
+            whoever is first takes what it needs.
     """
 
     instance: str
@@ -193,6 +195,7 @@ class StageReport(_Message, frozen=True):
     token_budget: int = 0
     item_budget: int = 0
     held_steps: int = 0
+    shared_tokens: int = 0
 
 
 class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):

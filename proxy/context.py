@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from epd_serve.instances import IncarnationId
 from proxy.admission.gate import Pass
+from proxy.config.limits import Slo
 from proxy.config.settings import ProxySettings
 from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
@@ -82,12 +83,15 @@ class RequestContext:
         id: sent to every stage as `X-Request-Id`.
         endpoint: what its client asked. sink: the client's side of the exchange. record: what becomes of it; steps note
             there what they do.
+        stage_priorities: the stages heed when requests are due.
+        asked_slo_s: the client's own objectives, as `slo_s`.
         caller: who asks. until: loop time by which the client wants the whole answer, infinite where it said nothing.
             held: has the bytes of the body, and of all that is made of it.
 
         request: the checked body. watched: the body as what instances may die of. history: what the client has of a
             stream.
 
+        slo_s: what a streamed answer is to keep to: seconds to its first token, and per token after that.
         passed: its place with the stages.
 
         items: the media items. base: the client's body with media inlined and keyed (`proxy.stages.bodies.base_body`).
@@ -110,6 +114,8 @@ class RequestContext:
     endpoint: Endpoint
     sink: ClientSink
     record: Record
+    stage_priorities: bool = False
+    asked_slo_s: tuple[float | None, float | None] = (None, None)
     caller: Caller = field(init=False)
     until: float | None = field(init=False, default=None)
     held: MemoryReservation = field(init=False)
@@ -118,6 +124,7 @@ class RequestContext:
     watched: WatchedBody = field(init=False)
     history: TokenHistory = field(init=False)
     # admit
+    slo_s: tuple[float, float] = field(init=False)
     passed: Pass = field(init=False)
     # load
     items: tuple[LoadedItem, ...] = field(init=False, default=())
@@ -139,6 +146,22 @@ class RequestContext:
     probing_until: float | None = field(init=False, default=None)
     encoded_again: bool = field(init=False, default=False)
     doubted: bool = field(init=False, default=False)
+
+    def holds_to(self, slo: Slo, of_model: tuple[float, float] | None) -> None:
+        """Its objectives: those that its client names, else its key's, its model's, the deployment's."""
+        asked, limits, sink = self.asked_slo_s, self.caller.limits, self.sink
+        ttft_s, tpot_s = of_model or slo.limits_s
+        self.slo_s = (
+            asked[0] or limits.slo_ttft_ms / 1e3 or ttft_s,
+            asked[1] or limits.slo_tpot_ms / 1e3 or tpot_s,
+        )
+        if self.slo_s != slo.limits_s:
+            self.record.ttft_limit_s, sink.gaps.limit_s = self.slo_s
+
+    def due(self) -> None:
+        """What it asks of stages now is due when it is due itself."""
+        if self.stage_priorities:
+            self.base = {**self.base, "priority": self.passed.stage_priority}
 
     def headers(self, span: str) -> dict[str, str]:
         """Of a call of a stage with this span (`Record.call_span`)."""

@@ -211,7 +211,9 @@ class Metrics:
             "epd_proxy_queue_served", "Requests with the stages that prefill and decode.", ("kind",)
         )
         self.queue_encoding = gauge("epd_proxy_queue_encoding", "Requests with a place at the encoders.")
-        self.capacity = gauge("epd_proxy_capacity", "What may be with the stages at once.", ("of",))
+        self.queue_work_seconds = gauge(
+            "epd_proxy_queue_work_seconds", "Work of those that wait, in predicted seconds of one instance.", ("line",)
+        )
         self.refused = counter("epd_proxy_refused", "Requests refused at the door, by reason.", ("reason",))
         self.fields_dropped = counter(
             "epd_proxy_fields_dropped",

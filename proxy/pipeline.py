@@ -20,7 +20,7 @@ from epd_serve.errors import OverloadedError, RequestError
 from epd_serve.trace import PROXY, Trace
 from epd_serve.traffic import Item
 from epd_serve.wire import PROMPT_XARG
-from proxy.admission.gate import CapacityTracker, Drain, Gate, Pass, kind_of, priority_of, sequences_of
+from proxy.admission.gate import Drain, Gate, Pass, kind_of, priority_of, sequences_of
 from proxy.background import Background
 from proxy.config.settings import ProxySettings
 from proxy.context import RequestContext, Services
@@ -39,6 +39,7 @@ from proxy.registry.feature_directory import FeatureDirectory
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable
 from proxy.request.parse import parse
+from proxy.routing.credits import Need
 from proxy.stages.bodies import base_body, with_xargs
 from proxy.stages.circuits import Circuits, RetryBudget, StallWatchdog
 from proxy.stages.client import StageClient
@@ -99,7 +100,9 @@ class Pipeline:
             self.records.ended.append(self._spans.ended)
         self._trace = Trace(settings.trace_path, PROXY)
         self.circuits = Circuits(table, self.metrics)
-        self.gate = Gate(settings.admission, CapacityTracker(table, settings), self.metrics, table.pause)
+        self.gate = Gate(settings, table, self.metrics)
+        table.reported = self.gate.pump
+        self._model_slos_s = settings.slos_of_models()
         budget = self._budget = RetryBudget(settings.retry, now=time.monotonic())
         self.metrics.retry_budget.set_function(lambda: budget.left(time.monotonic()))
         self.metrics.in_flight.set_function(lambda: self.drain.running)
@@ -201,11 +204,18 @@ class Pipeline:
         ctx.watched.check()
         kind = kind_of(ctx.request)
         self.records.arrived(ctx.record, kind.value)
-        ctx.passed = self.gate.admitted(
+        ctx.holds_to(self.settings.slo, self._model_slos_s.get(ctx.request.model))
+        queue, caller = self.gate.queue, ctx.caller
+        ctx.passed = Pass(
+            queue,
             kind,
-            ctx.record,
-            priority=priority_of(ctx.request, ctx.caller.limits),
-            sequences=sequences_of(ctx.request, self.settings.max_sequences),
+            caller.account,
+            caller.limits.weight,
+            queue.now(),
+            ctx.slo_s[0],
+            queue.sooner_s(priority_of(ctx.request, caller.limits)),
+            gate=self.gate,
+            record=ctx.record,
             until=ctx.until,
         )
         return ctx.passed
@@ -218,14 +228,15 @@ class Pipeline:
         base = base_body(request, ctx.items, salt, request_id=ctx.id)
         # Stages without vLLM's priority policy refuse any priority, so the client's own never reaches them.
         base.pop("priority", None)
-        if settings.stage_priorities and not settings.admission.single_queue:
-            base["priority"] = ctx.passed.stage_priority
         if settings.prefix_routing:
             ctx.prompt = prompt_nodes(base, {item.key: item.tokens for item in ctx.items})
         if ctx.prompt.nodes:
             base = with_xargs(base, **{PROMPT_XARG: ctx.prompt.word})
         ctx.base, ctx.tokens = base, prompt_tokens(request, ctx.items)
-        ctx.passed.tokens = max(1, round(ctx.tokens))
+        items = tuple([item.tokens for item in ctx.items])
+        self.key_gate.take_tokens(ctx.caller.account, ctx.caller.limits, ctx.tokens)
+        sequences = sequences_of(request, settings.max_sequences)
+        ctx.passed.sized(Need(max(1.0, ctx.tokens), items, sequences, request.needs_fused is not None))
         self.records.prompt_known(ctx.record, len(ctx.items), sum(item.tokens for item in ctx.items), ctx.tokens)
         if self._recording is not None:
             own = [Item(round(one.tokens), *one.size, one.ref.modality.value, one.key) for one in ctx.items]

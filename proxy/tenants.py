@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
@@ -151,12 +151,19 @@ class KeyGate:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._in_flight: Counter[str] = Counter()
-        self._full_at: OrderedDict[str, float] = OrderedDict()  # when its bucket is full again; the last asked last
+        self._full_at: dict[tuple[str, str], float] = {}  # of what of an account, when its bucket is full again
+        self._swept_at = 0.0
 
     def admitted(self, account: str, limits: KeyLimits) -> AbstractContextManager[None]:
         """Count one request of `account` while it lasts. Entering raises KeyLimitError (429) with the time to wait."""
         limited = limits.requests_in_flight or limits.requests_per_minute
         return self._counted(account, limits) if limited else UNLIMITED
+
+    def take_tokens(self, account: str, limits: KeyLimits, tokens: float) -> None:
+        """Count the tokens of one request of `account`. Raises KeyLimitError as `admitted` does; one that is larger
+        than a minute's passes when nothing was taken lately."""
+        if limits.tokens_per_minute:
+            self._take(account, tokens, limits.tokens_per_minute, "tokens")
 
     @contextmanager
     def _counted(self, account: str, limits: KeyLimits) -> Iterator[None]:
@@ -164,7 +171,7 @@ class KeyGate:
         if most and running >= most:
             raise KeyLimitError(f"this key has {running} requests in progress, its limit is {most}; try again later")
         if limits.requests_per_minute:
-            self._take(account, limits.requests_per_minute)
+            self._take(account, 1, limits.requests_per_minute, "requests")
         self._in_flight[account] += 1
         try:
             yield
@@ -173,18 +180,18 @@ class KeyGate:
             if not self._in_flight[account]:
                 del self._in_flight[account]
 
-    def _take(self, account: str, per_minute: int) -> None:
-        now = self._clock()
-        while self._full_at and next(iter(self._full_at.values())) <= now:
-            self._full_at.popitem(last=False)
-        full_at = max(self._full_at.get(account, now), now) + MINUTE_S / per_minute
-        wait_s = full_at - now - MINUTE_S
+    def _take(self, account: str, amount: float, per_minute: int, what: str) -> None:
+        now, key = self._clock(), (account, what)
+        if now > self._swept_at + MINUTE_S:
+            self._swept_at = now
+            self._full_at = {one: full_at for one, full_at in self._full_at.items() if full_at > now}
+        full_at, took_s = max(self._full_at.get(key, now), now), MINUTE_S * amount / per_minute
+        wait_s = full_at + min(took_s, MINUTE_S) - now - MINUTE_S
         if wait_s > 1e-6:
             raise KeyLimitError(
-                f"this key has made its {per_minute} requests per minute; try again later", retry_after_s=wait_s
+                f"this key has made its {per_minute} {what} per minute; try again later", retry_after_s=wait_s
             )
-        self._full_at[account] = full_at
-        self._full_at.move_to_end(account)
+        self._full_at[key] = full_at + took_s
 
 
 class FairShare:

@@ -6,7 +6,7 @@ before its first token.
 
 deadlines: requests with 1 to 16 images at 0.8, 1.0 and 1.2 of what four E encode, each with a limit for its first token
 of three times what it takes alone. The share that keep it, in the order of deadlines and in order of arrival
-(`admission.single_queue`).
+(`admission.order=fcfs`).
 
 tenants: one sends ten times its share of what two P compute, the other 0.8 of its own. The other's p99 over that of the
 same requests alone.
@@ -47,12 +47,13 @@ ENCODE = {
 }
 LOADS = (0.8, 1.0, 1.2)
 SLO_FACTOR = 3.0
-ORDERS = {"fcfs": ("--proxy", "admission.single_queue=true"), "deadline": ()}
+ORDERS = {"fcfs": ("--proxy", "admission.order=fcfs"), "deadline": ()}
 TENANT, TENANT_TOKENS, TENANT_PREFILLERS, SHARE = "x-tenant", 1000, 2, 0.5
 QUIET_LOAD, LOUD_LOAD = 0.8 * SHARE, 10 * SHARE
 
 GOALS = (
     Goal("prefill_utilisation_mixed", ">=", 0.85, "0.9 is offered"),
+    Goal("short_prompt_p99_ratio", "<=", 2.0, "the same, beside long ones over alone"),
     Goal("slo_points_over_fcfs", ">=", 20.0, "as many as are offered can be encoded"),
     Goal("other_tenant_p99_ratio", "<=", 1.3, "one tenant at ten times its share"),
 )
@@ -74,9 +75,14 @@ def _mixed(sender: SenderProcess, quick: bool) -> Iterator[Row]:
     with simulated(f"{PREFILLERS}P-D", PREFILL) as launch:
         flows, half = [], MIXED_LOAD * PREFILLERS * RATE * seconds / 2
         for kind, tokens in (("long", LONG), ("short", SHORT)):
-            bodies = [text_body(launch.model, tokens=tokens, answer=ANSWER, stream=True, seed=n) for n in range(64)]
-            flows.append(Flow([*map(Request.of, bodies)], kind, dues=dues(half / tokens, seconds, kind)))
+            at = dues(half / tokens, seconds, kind)
+            bodies = [
+                text_body(launch.model, tokens=tokens, answer=ANSWER, stream=True, seed=n) for n in range(len(at))
+            ]
+            flows.append(Flow([*map(Request.of, bodies)], kind, dues=at))
+        alone = sender.run(launch.url, flows[1])
         run = sender.run(launch.url, *flows)
+    yield {"kind": "short alone", **counted(alone.rows)}
     sizes = {"long": LONG, "short": SHORT}
     begin_s, end_s = run.begun_s + seconds / 6, run.begun_s + seconds
     done = sum(computed_within(one, sizes[one.kind] / RATE, begin_s, end_s) for one in run.rows)
@@ -137,16 +143,16 @@ def _images(launch: Served, count: int, fresh: Iterator[int], slo_s: float | Non
 
 
 def _tenants(sender: SenderProcess, quick: bool) -> Iterator[Row]:
-    seconds, rounds = (20.0, 1) if quick else (60.0, 3)
+    seconds, rounds, fresh = *((20.0, 1) if quick else (60.0, 3)), iter(range(1_000_000))
     capacity_rps = TENANT_PREFILLERS * RATE / TENANT_TOKENS
     with simulated(f"{TENANT_PREFILLERS}P-D", PREFILL, ("--tenant-header", TENANT)) as launch:
 
         def flow(tenant: str, load: float, turn: int) -> Flow:
+            at = dues(load * capacity_rps * seconds, seconds, f"{tenant} {turn}")
             bodies = [
-                text_body(launch.model, tokens=TENANT_TOKENS, answer=ANSWER, stream=True, seed=n) for n in range(64)
+                text_body(launch.model, tokens=TENANT_TOKENS, answer=ANSWER, stream=True, seed=next(fresh)) for _ in at
             ]
-            requests = [Request.of(body, headers={TENANT: tenant}) for body in bodies]
-            return Flow(requests, tenant, dues=dues(load * capacity_rps * seconds, seconds, f"{tenant} {turn}"))
+            return Flow([Request.of(body, headers={TENANT: tenant}) for body in bodies], tenant, dues=at)
 
         for turn in range(rounds):
             quiet = flow("quiet", QUIET_LOAD, turn)
@@ -172,7 +178,10 @@ def figures(parts: dict[str, list[Row]]) -> dict[str, float]:
     """Of those parts that were measured."""
     named: dict[str, float] = {}
     if mixed := parts.get("pressure-mixed"):
-        named["prefill_utilisation_mixed"] = mixed[0]["utilisation"]
+        by = grouped(mixed, "kind")
+        named["prefill_utilisation_mixed"] = by["long",][0]["utilisation"]
+        beside, alone = (by[kind,][0]["first_p99_ms"] for kind in ("short", "short alone"))
+        named["short_prompt_p99_ratio"] = round(beside / alone, 3)
     if judged := parts.get("pressure-deadlines"):
         by = grouped(judged, "order", "load")
         for order, load in by:

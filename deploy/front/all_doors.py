@@ -32,7 +32,7 @@ from proxy.config.settings import ProxySettings
 from proxy.page.events import Status
 from proxy.records.records import Question, RecordsAnswer, merged, unanswered
 from proxy.registry.announcements import Announcements
-from proxy.registry.instance_state import GRACE_S, NOTHING, Ledger, Tally, Work, total_of
+from proxy.registry.instance_state import GRACE_S, NOTHING, Ledger, Tally, Work, total_of, whole
 from proxy.registry.stage_metrics import register_stage_metrics
 from proxy.registry.table import InstanceTable
 from proxy.workers.metrics_aggregation import exposition, lasting, own_counts, summed
@@ -327,4 +327,4 @@ class _Total(Ledger):
         """Each node forgets for itself."""
 
     def total(self, incarnation_id: IncarnationId) -> Tally:
-        return total_of(self.tallies(incarnation_id).values())
+        return whole(self.tallies(incarnation_id))

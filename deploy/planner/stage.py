@@ -235,7 +235,7 @@ class VirtualStage:
         slow: float = 1.0,
     ) -> None:
         self.name, self.role = name, role
-        self.scheduler, self.rates = Scheduler(profile.capacity, budgets=budgets), Rates()
+        self.scheduler, self.rates = Scheduler(profile.capacity, shares_steps=role.sends_kv, budgets=budgets), Rates()
         self.gaps = Gaps(limits_s, spread, name)
         self.busy_s = dict.fromkeys(KINDS, 0.0)
         self.device = device

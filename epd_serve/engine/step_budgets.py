@@ -19,6 +19,26 @@ from epd_serve.budgets import Budgets
 from epd_serve.engine.neighbours import Neighbours
 from epd_serve.wiring import StageWiring
 
+SHARED_FROM_TOKENS = 512
+"""A prompt with more to compute leaves others their parts of a step."""
+
+
+def share_steps(scheduler: Any) -> None:
+    """Have a long prompt leave room in a step to those that come after it, and have all of it while it is alone: vLLM's
+    adaptive threshold, unless the operator set one. For stages that only prefill: vLLM counts those that decode, too.
+    vLLM 0.23 has a threshold that holds for one alone as well, and so none is set there."""
+    config = scheduler.scheduler_config
+    if hasattr(scheduler, "adaptive_long_prefill_threshold") and not config.long_prefill_token_threshold:
+        scheduler.adaptive_long_prefill_threshold = bool(config.enable_chunked_prefill)
+        if scheduler.adaptive_long_prefill_threshold:
+            config.long_prefill_token_threshold = min(SHARED_FROM_TOKENS, scheduler.max_model_len)
+
+
+def shared_tokens(scheduler: Any) -> int:
+    """`StageReport.shared_tokens` of vLLM's scheduler."""
+    shares = getattr(scheduler, "adaptive_long_prefill_threshold", False)
+    return int(scheduler.scheduler_config.max_num_batched_tokens) if shares else 0
+
 
 def _is_prefilled(request: Any) -> bool:
     """Whether more than the next token is still to be computed."""

@@ -75,11 +75,12 @@ class Engine:
         instance: str,
         *,
         priorities: bool = False,
+        shares_steps: bool = False,
         budgets: Budgets | None = None,
         trace: Trace | None = None,
     ) -> None:
         self.profile = profile
-        self.scheduler = Scheduler(profile.capacity, priorities=priorities, budgets=budgets)
+        self.scheduler = Scheduler(profile.capacity, priorities=priorities, shares_steps=shares_steps, budgets=budgets)
         self.rates = Rates()
         self.slowness = 1.0
         self.steps = 0

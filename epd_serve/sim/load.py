@@ -22,6 +22,7 @@ def stage_report(wiring: StageWiring, engine: Engine, seq: int) -> StageReport:
         pending_item_tokens=scheduler.pending_item_tokens,
         kv_used=1 - scheduler.free_blocks / scheduler.blocks if has_kv and scheduler.blocks else 0.0,
         kv_tokens=scheduler.capacity.kv_tokens if has_kv else 0,
+        shared_tokens=scheduler.capacity.step_tokens if scheduler.shares_steps else 0,
         step_s=rates.step_s,
         prompt_tokens_per_s=rates.prompt_tokens_per_s,
         item_tokens_per_s=rates.item_tokens_per_s,

@@ -155,6 +155,7 @@ async def _serve(
         profile,
         wiring.instance,
         priorities=arguments.scheduling_policy == "priority",
+        shares_steps=wiring.role.sends_kv,
         budgets=budgets_of(wiring, profile),
         trace=Trace(wiring.trace_path, wiring.instance) if wiring.trace_path else None,
     )

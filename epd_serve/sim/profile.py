@@ -48,6 +48,8 @@ class Capacity(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         kv_tokens: of the KV cache; block_tokens: its granularity.
         max_model_len: longest prompt with its answer; longer ones are refused.
         encoder_tokens: item tokens that one step encodes. An item is never cut: a larger one has a step to itself.
+        long_prompt_tokens: where stages only prefill, a prompt with more leaves others their parts of a step while
+            there are others (`--long-prefill-token-threshold`, adaptive).
     """
 
     max_running: Some = 256
@@ -56,6 +58,7 @@ class Capacity(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     block_tokens: Some = 32
     max_model_len: Some = 32_768
     encoder_tokens: Some = 16_384
+    long_prompt_tokens: Some = 512
 
 
 class Profile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -1,10 +1,10 @@
 """What a simulated stage does in its next step: vLLM's scheduling in miniature. Pure: no clock, no sockets.
 
 A step is one batch. Running sequences decode a token each; prompts are computed in what is left of the step's tokens,
-cut where it ends (chunked prefill); waiting ones are admitted in order of (priority,) arrival while there is a place
-and KV for the whole prompt; items are encoded before their prompt, in the encoder's budget. A sequence for whose next
-token there is no block preempts the one that would have come last. Held sequences (no features, no KV from elsewhere
-yet) are passed over.
+cut where it ends (chunked prefill), long ones also where others have their part of it; waiting ones are admitted in
+order of (priority,) arrival while there is a place and KV for the whole prompt; items are encoded before their prompt,
+in the encoder's budget. A sequence for whose next token there is no block preempts the one that would have come last.
+Held sequences (no features, no KV from elsewhere yet) are passed over.
 """
 
 from __future__ import annotations
@@ -66,11 +66,20 @@ class Scheduler:
 
     Args:
         priorities: whether `Sequence.priority` counts (vLLM's `--scheduling-policy priority`).
+        shares_steps: a long prompt leaves others their parts of a step, as those of stages do that only prefill.
         budgets: hold steps to an SLO; None leaves them to `capacity`.
     """
 
-    def __init__(self, capacity: Capacity, *, priorities: bool = False, budgets: Budgets | None = None) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        *,
+        priorities: bool = False,
+        shares_steps: bool = False,
+        budgets: Budgets | None = None,
+    ) -> None:
         self.capacity = capacity
+        self.shares_steps = shares_steps
         self.budgets = budgets
         self.blocks = capacity.kv_tokens // capacity.block_tokens
         self.pool = BlockPool(self.blocks)
@@ -82,6 +91,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # in order
         self.held: set[Sequence] = set()
         self.running: dict[Sequence, None] = {}  # in order of admission
+        self._longest = capacity.step_tokens
         self._begun: list[Sequence] = []  # of those, the ones whose prompt was not computed when a step was planned
 
     @property
@@ -165,6 +175,7 @@ class Scheduler:
         self._begun = [sequence for sequence in begun if sequence in running]
         limits = self._limits(step)
         room, items = min(most_decodes - len(decodes), limits.tokens), limits.items
+        self._longest = self._longest_part()
         for sequence in self._begun:
             room, items = self._plan_prompt(step, sequence, room, items, limits)
         while room > 0 and self.waiting and len(running) < self.capacity.max_running:
@@ -184,6 +195,13 @@ class Scheduler:
         if most > 1 and decodes and not (step.prefills or step.encodes) and len(decodes) == len(running):
             step.times = self._alike(step, most)
         return step
+
+    def _longest_part(self) -> int:
+        """Of one prompt in a step, where there is more than one request (vLLM's adaptive long prefill threshold)."""
+        capacity, requests = self.capacity, len(self.running) + len(self.waiting)
+        if not self.shares_steps or requests < 2:
+            return capacity.step_tokens
+        return max(capacity.long_prompt_tokens, capacity.step_tokens // requests)
 
     def _alike(self, step: Step, most: int) -> int:
         """How many steps like this one can follow one another, itself included."""
@@ -243,7 +261,7 @@ class Scheduler:
                 return room, items
             step.encodes.append((sequence, index))
             items = max(0, items - size)
-        tokens = min(room, sequence.prompt_tokens_left)
+        tokens = min(room, sequence.prompt_tokens_left, self._longest)
         if tokens or not sequence.prompt_tokens_left:
             step.prefills.append((sequence, tokens))
         return room - tokens, items

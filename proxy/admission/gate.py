@@ -1,22 +1,16 @@
-"""The gate in front of the stages: `proxy/admission/queue.py` with a clock, and waiters for whom it is a wait with an
-end; what of a request it goes by; how much may be with the stages at once; and coming to an end without cutting anybody
-off.
+"""The gate in front of the stages: `proxy/admission/queue.py` with a clock and the status table, and waiters for whom
+it is a wait with an end; what of a request it goes by; and coming to an end without cutting anybody off.
 
 Lives in the proxy's event loop. Owns the waits, their deadlines and what a refusal says. In a pause it lets nobody
 through, and no time passes in its lines.
-
-Capacity follows from what the stages report, or from the settings where they do not. Enough that no stage ever runs dry
-while somebody waits, and no more: whoever waits here can still be overtaken, refused or cancelled at no cost, whoever
-waits in a stage cannot. `capacity` is pure; `CapacityTracker` asks it with what the status table knows.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Self
@@ -25,87 +19,83 @@ from msgspec import field
 
 from epd_serve.errors import OverloadedError, RequestError
 from epd_serve.roles import Role
-from epd_serve.wire import StageReport
-from proxy.admission.queue import AdmissionQueue, Capacity, Kind, Ticket
-from proxy.config.limits import AdmissionLimits, KeyLimits
+from proxy.admission.queue import AdmissionQueue, Kind, Stage, Ticket
+from proxy.config.limits import KeyLimits
 from proxy.config.settings import ProxySettings
 from proxy.errors import DrainingError
 from proxy.metrics import Metrics
 from proxy.records.record import Record
-from proxy.registry.instance_state import REPORT_TRUST_S
-from proxy.registry.table import InstanceTable, Pause
+from proxy.registry.table import InstanceTable
 from proxy.request.client import DeadlineUnreachable
 from proxy.request.parse import Endpoint, ParsedRequest
+from proxy.routing.credits import Credit, Need, Speeds, encoders_with_room, heads_with_room
 
-RELOOK_S = 0.1
-"""While somebody waits: capacity follows from reports, which wake nobody, and nobody waits for ever."""
+RELOOK_S = 0.02
+"""While somebody waits: what instances can have done since they reported wakes nobody, nor do other processes, and
+nobody waits for ever."""
 
-ENCODE, SERVE = "encode", "serve"
-"""The lines, as metrics and records name them."""
+TRUST_S = 0.001
+"""For so long what is known of the instances is not worked out anew, unless something is given or given back."""
 
-AHEAD = 1.25
-"""Sequences with an instance per sequence that it can run: those being prefilled are about to be decoded."""
-
-KV_FULL = 0.95
-"""Beyond this an instance preempts, or holds requests back, rather than runs more."""
-
-TRUST_S = 0.05
-"""Stages report no more often, and with many of them working it out takes as long as routing a request."""
-
-SAYS_NOTHING = StageReport("", "", 0)
+SPEEDS_S = 1.0
+"""The same of how fast they are."""
 
 
 class Gate:
     """One per process.
 
-    Args:
-        capacity: what may be with the stages now.
-        pause: lets nobody through while it lasts; its clock is that of the lines.
-
     Attributes:
         waiters: who stands in a line. True: its turn has come, False: that took too long.
     """
 
-    def __init__(
-        self, settings: AdmissionLimits, capacity: Callable[[], Capacity], metrics: Metrics, pause: Pause
-    ) -> None:
-        self.queue = queue = AdmissionQueue(settings, pause.now, capacity)
+    def __init__(self, settings: ProxySettings, table: InstanceTable, metrics: Metrics) -> None:
+        self._settings, self._table = settings.admission, table
+        self.pause, self.max_wait_s = table.pause, settings.admission.max_wait_s
+        self.queue = queue = AdmissionQueue(
+            settings.admission, self.pause.now, self._rooms, self._speeds, processes=settings.processes
+        )
         queue.room_made = self.pump
-        self.pause = pause
-        self.max_wait_s = settings.max_wait_s
         self.refused = metrics.refused
         self.waiters: dict[Ticket, asyncio.Future[bool]] = {}
         self._relook: asyncio.TimerHandle | None = None
+        self._pumping = self._none_has_room = False
+        self._credits: dict[Role, list[Credit]] = {}
+        self._credits_at = self._known_at = 0.0
+        self._known = Speeds(1.0, 1.0)
         self.waited_s = {}
         for kind in Kind:
             metrics.queue_waiting.labels(kind.value).set_function(partial(queue.waiting, kind))
             metrics.queue_served.labels(kind.value).set_function(partial(queue.served, kind))
-            for line in (ENCODE, SERVE):
-                self.waited_s[kind, line] = metrics.queue_seconds.labels(kind.value, line)
+            for stage in Stage:
+                self.waited_s[kind, stage] = metrics.queue_seconds.labels(kind.value, stage.value)
+        for stage in Stage:
+            metrics.queue_work_seconds.labels(stage.value).set_function(partial(queue.work_s.__getitem__, stage))
         metrics.queue_encoding.set_function(lambda: queue.encoding)
-        for of in Capacity.__slots__:
-            metrics.capacity.labels(of).set_function(lambda of=of: getattr(capacity(), of))  # type: ignore[misc]
-
-    def admitted(
-        self, kind: Kind, record: Record, *, priority: int = 0, sequences: int = 1, until: float | None = None
-    ) -> Pass:
-        """What lets a request in for the time of its context.
-
-        Args:
-            record: of the request, where its waits are noted.
-            until: loop time, which is that of `time.monotonic`, at which the client wants its whole answer.
-        """
-        due = self.queue.due(kind, priority)
-        return Pass(self.queue, kind, due, sequences, gate=self, record=record, until=until)
 
     def pump(self) -> None:
-        """Let through whoever may go now."""
-        if not any(self.queue.lines):
+        """Let through whoever may go now: something was given back, or reported."""
+        self._credits_at, self._none_has_room = 0.0, False
+        self._let_through()
+
+    def stands(self, ticket: Ticket, turn: asyncio.Future[bool]) -> None:
+        """Somebody has joined a line."""
+        self.waiters[ticket] = turn
+        if not self._none_has_room:
+            self._let_through()
+
+    def _let_through(self) -> None:
+        queue = self.queue
+        if self._pumping or not queue.anybody:
             return
-        if not self.pause.left_s:
-            for ticket in self.queue.grants():
-                _tell(self.waiters[ticket], True)
-        if self._relook is None and any(self.queue.lines):
+        self._pumping = True  # those who go make room, or none, which comes here again
+        try:
+            if not self.pause.left_s:
+                for ticket in queue.grants():
+                    _tell(self.waiters[ticket], True)
+                self._none_has_room = True
+        finally:
+            self._pumping = False
+        if self._relook is None and queue.anybody:
             self._relook = asyncio.get_running_loop().call_later(RELOOK_S, self._look_again)
 
     def _look_again(self) -> None:
@@ -116,12 +106,33 @@ class Gate:
                 _tell(turn, False)
         self.pump()
 
+    def _rooms(self, stage: Stage, need: Need) -> int:
+        now = time.monotonic()
+        if now > self._credits_at + TRUST_S:
+            self._credits, self._credits_at = {}, now
+        rooms = encoders_with_room if stage is Stage.ENCODE else heads_with_room
+        return rooms(self._credits_of, need, self._settings)
+
+    def _credits_of(self, role: Role) -> Sequence[Credit]:
+        found = self._credits.get(role)
+        if found is None:
+            found = self._credits[role] = self._table.credits(role, self._settings.sequences_per_instance)
+        return found
+
+    def _speeds(self) -> Speeds:
+        now = time.monotonic()
+        if now > self._known_at + SPEEDS_S:
+            self._known = Speeds.measured(partial(self._table.credits, unreported=0), self._settings)
+            self._known_at = now
+        return self._known
+
 
 class Pass(Ticket, kw_only=True):
     """A ticket whose request waits for its turns. It is let in, and leaves, with the context that it is.
 
     Attributes:
-        record, until: as in `Gate.admitted`.
+        record: of the request, where its waits are noted.
+        until: loop time, which is that of `time.monotonic`, at which the client wants its whole answer.
         cut: ends an attempt that went ahead; None while there is none.
     """
 
@@ -157,13 +168,13 @@ class Pass(Ticket, kw_only=True):
     def stage_priority(self) -> int:
         """Its `priority` for vLLM, where lower is sooner: when it is due, in ms since the epoch, so that the stages age
         requests as the lines here do, and several proxies agree."""
-        return round((time.time() + self.due - self.queue.now()) * 1000)
+        return round((time.time() + self.due() - self.queue.now()) * 1000)
 
     async def to_encoders(self) -> None:
         """Wait until encoders take it, unless it has a place. Several may at the same time. Raises as `to_stages`."""
         async with self.one_turn:
             if not (self.encoding or self.served):
-                await self._turn(ENCODE)
+                await self._turn(Stage.ENCODE)
 
     async def to_stages(self) -> None:
         """Wait until the instances that prefill and decode take it, unless it has a place there.
@@ -172,7 +183,7 @@ class Pass(Ticket, kw_only=True):
             OverloadedError: after `max_wait_s`, if nothing was done for it yet.
         """
         if not self.served:
-            await self._turn(SERVE)
+            await self._turn(Stage.SERVE)
 
     def goes_ahead(self) -> bool:
         """Take a place with the stages while its items are being encoded, if that can be had at once."""
@@ -207,14 +218,23 @@ class Pass(Ticket, kw_only=True):
         if self.ahead:
             self.give_back()
 
-    async def _turn(self, line: str) -> None:
-        gate, begun, encode = self.gate, time.monotonic(), line == ENCODE
-        if (paused := bool(gate.pause.left_s)) or not self.goes_at_once(encode=encode):
-            self.record.note("waits", line=line, paused=paused, **self._others())
-            self.enqueue(encode=encode)
-            turn = gate.waiters[self] = asyncio.get_running_loop().create_future()
+    async def _turn(self, stage: Stage) -> None:
+        gate, begun = self.gate, time.monotonic()
+        if (paused := bool(gate.pause.left_s)) or not self.goes_at_once(stage):
+            self.enqueue(stage)
+            stand, now = self.stand, self.queue.now()
+            self.record.note(
+                "waits",
+                line=stage.value,
+                paused=paused,
+                before_s=self.before_s,
+                slack_s=stand.late_at - now,
+                over_share=self.account in self.queue.shares.over(self.queue.lines[stage].keys()),
+                **self._others(),
+            )
+            turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             try:
-                gate.pump()
+                gate.stands(self, turn)
                 if not await turn:
                     raise self._overloaded(
                         "wait", f"a request with {self.kind} has waited {gate.max_wait_s:g} s in vain"
@@ -222,8 +242,8 @@ class Pass(Ticket, kw_only=True):
             finally:
                 del gate.waiters[self]
                 self.step_back()  # what else the request began may take a while to end
-                self.record.took("queued", begun, line=line)
-        gate.waited_s[self.kind, line].observe(time.monotonic() - begun)
+                self.record.took("queued", begun, line=stage.value, passed=self.passed)
+        gate.waited_s[self.kind, stage].observe(time.monotonic() - begun)
 
     def _overloaded(self, reason: str, message: str) -> OverloadedError:
         likely_s = self.queue.predicted_wait_s(self)
@@ -326,56 +346,3 @@ def sequences_of(request: ParsedRequest, most: int) -> int:
             param="prompt",
         )
     return sequences
-
-
-def capacity(
-    stages: Iterable[tuple[Role, StageReport | None]], settings: AdmissionLimits, *, processes: int = 1
-) -> Capacity:
-    """Returns the capacity of all live instances together; that of one typical instance where there is none of a kind,
-    since then the request has to go on to be told so.
-
-    Args:
-        stages: of each instance that gets requests its role, and its last report, if that is fresh.
-        processes: proxies that share the stages; each gets an equal part.
-    """
-    encodes = sequences = tokens = 0.0
-    for role, fresh in stages:
-        report = fresh or SAYS_NOTHING
-        encodes += settings.encodes_per_instance * (role is Role.E)
-        if role.decodes:
-            sequences += _sequences(report, settings)
-        if role.prefills:  # or as many as it does within `prefill_s`, where that is more
-            tokens += max(settings.prefill_tokens, report.prompt_tokens_per_s * settings.prefill_s)
-    return Capacity(
-        math.ceil((encodes or settings.encodes_per_instance) / processes),
-        math.ceil((sequences or settings.sequences_per_instance) / processes),
-        math.ceil((tokens or settings.prefill_tokens) / processes),
-    )
-
-
-def _sequences(report: StageReport, settings: AdmissionLimits) -> int:
-    can = math.ceil(report.max_running * AHEAD) or settings.sequences_per_instance
-    full = report.kv_used >= KV_FULL and report.waiting
-    return max(1, min(can, report.running + report.waiting)) if full else can
-
-
-class CapacityTracker:
-    """Worked out anew when the last answer is too old."""
-
-    def __init__(self, table: InstanceTable, settings: ProxySettings) -> None:
-        self._table = table
-        self._settings = settings
-        self._latest: Capacity | None = None
-        self._computed_at = 0.0
-
-    def __call__(self) -> Capacity:
-        now = time.monotonic()
-        if self._latest is None or now > self._computed_at + TRUST_S:
-            stages = [
-                (view.instance.role, view.stage if view.stage_age_s < REPORT_TRUST_S else None)
-                for view in self._table.snapshot()
-                if view.up
-            ]
-            self._latest = capacity(stages, self._settings.admission, processes=self._settings.processes)
-            self._computed_at = now
-        return self._latest

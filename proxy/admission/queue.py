@@ -1,41 +1,38 @@
-"""Who may go to the stages, and when: one line per modality in front of them. Pure: clock and capacity are given.
+"""Who may go to the stages, and when: one line in front of the encoders, one in front of prefill and decode. Pure:
+clock, room and speeds are given, so the simulator asks the very same (`deploy/planner/fleet.py`).
 
-A ticket holds what its request takes of the stages, and stands in one line at most. What it may hold:
+A ticket stands in one line at most. What it may hold:
 
 - a place at the encoders, from its turn until it is encoded and served: features that nobody fetches would crowd the
   MM Store;
-- a place with the stages that prefill and decode, from its turn until its end;
-- tokens to be prefilled, while its prompt can be computed and has not been.
+- a place with the stages that prefill and decode, from its turn until its end.
 
 Either place can be given back before, since whoever it waits for may need one. A media request may go *ahead*: take a
-place with the stages while its items are encoded, where nobody waits for one and there is room. Its tokens count from
-the moment at which they could be prefilled, so that nobody waits for those who wait for an encoder.
+place with the stages while its items are encoded, where nobody waits for one and there is room.
 
-Text and media share the instances that prefill and decode, and only those, so only there the two compete. Each ticket
-has a time at which it is *due*: its arrival, later for media (`media_yields_s`) and by what the client asks
-(`priority`). Whoever is due first goes first (`ORDER`). As nobody who comes later than that time is due earlier, nobody
-starves: that is the aging. Where the head of the lines does not fit yet (`AdmissionQueue.has_room`), nobody smaller
-overtakes it. Beyond that each modality has a share that the other cannot take while both are about, so that neither
-waits for the other to end.
+Whose turn it is says the order (`proxy/admission/order.py`), but whoever is over its share of the stages goes after all
+others (`proxy/admission/shares.py`). Whether an instance has room for it says its credit (`proxy/routing/credits.py`).
+Where the first one has no room, others that have may overtake it, a bounded number of times. A place is given with the
+turn, and what it takes of an instance is counted there a moment later, when its plan is made: until then it counts here
+(`Ticket.leased`).
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from enum import StrEnum
-from operator import attrgetter
 
 from msgspec import Struct
 
+from proxy.admission.order import ORDERS, Line, Stand
+from proxy.admission.shares import Shares
 from proxy.config.limits import AdmissionLimits
-
-RECENT_S = 30.0
-"""A modality that has shown itself within this time keeps its share."""
+from proxy.registry.instance_state import Lease, Work
+from proxy.routing.credits import Need, Service, Speeds
 
 HALF_LIFE_S = 10.0
 LEAST_GRANTS = 3.0
@@ -44,159 +41,192 @@ LEAST_GRANTS = 3.0
 REMEMBERED = 32
 """Requests from which it is known how quickly, at best, an answer begins."""
 
-ORDER = attrgetter("due", "number")
-"""Whose turn is first."""
+LOOKS = 8
+"""So many of a line are asked whether they have room, the first ones."""
+
+MOST_PASSED = 16
+"""So many may overtake one that has no room."""
 
 
 class Kind(StrEnum):
     TEXT = "text"
     MEDIA = "media"
 
-    @property
-    def other(self) -> Kind:
-        return Kind.MEDIA if self is Kind.TEXT else Kind.TEXT
 
+class Stage(StrEnum):
+    """What is waited for: encoders, or who prefills and decodes. Metrics and records name the lines so."""
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """What may be with the stages at once, over all instances.
-
-    Attributes:
-        encodes: requests at the encoders. sequences: prefilling or decoding. prefill_tokens: of prompts not prefilled.
-    """
-
-    encodes: float
-    sequences: float
-    prefill_tokens: float
+    ENCODE = "encode"
+    SERVE = "serve"
 
 
 class Ticket(Struct, eq=False):
     """One request, which counts from `enter` to `leave`. What it is told twice counts once.
 
     Attributes:
-        due: when it is to go (`AdmissionQueue.due`); `number` tells equals apart.
-        sequences: how many it decodes at once. tokens: of its prompt, estimated; not to change while it holds any.
-        encoding: it has a place at the encoders. served: with the stages. prefilling: its tokens count.
+        account: whose share it takes of, by `weight`.
+        arrived: moment of the queue's clock. slo_s: from then to its first token.
+        sooner_s: by how much it goes before others that are equal, as its client asks; below 0 after them.
+        need: what it takes of the stages. service: seconds of that; both estimated (`sized`).
+        encoding: it has a place at the encoders. served: with the stages.
         ahead: it is served while its items are still being encoded, so nothing of it can be prefilled yet.
-        line: in which it waits for its turn, since `queued_at`.
+        owes: it has had its turn, and what it takes of an instance is not counted there yet.
+        line: in which it waits for its turn, since `queued_at`, at `stand`. passed: by how many it was overtaken there.
         served_at: when its turn to be served came, or last came; 0 before.
     """
 
     queue: AdmissionQueue
     kind: Kind
-    due: float
-    sequences: int = 1
-    tokens: int = 1
+    account: str = ""
+    weight: float = 1.0
+    arrived: float = 0.0
+    slo_s: float = math.inf
+    sooner_s: float = 0.0
+    need: Need = Need()
+    service: Service = Service()
+    service_s: float = 0.0
+    before_s: float = 0.0
     number: int = 0
     encoding: bool = False
     served: bool = False
-    prefilling: bool = False
     ahead: bool = False
-    line: list[Ticket] | None = None
+    owes: Stage | None = None
+    line: Stage | None = None
+    stand: Stand = Stand(0.0, math.inf, math.inf, 0)
+    passed: int = 0
     queued_at: float = 0.0
     served_at: float = 0.0
+    lease: Lease | None = None
 
     def enter(self) -> None:
         """It is let in. To be called once, as `leave`."""
         self.number = next(self.queue.numbers)
         self.queue.arrived[self.kind] += 1
-        self.queue.active_at[self.kind] = self.queue.now()
         self.queue.use[self.kind].waiting += 1
 
-    def goes_at_once(self, *, encode: bool = False, ahead: bool = False) -> bool:
-        """Take a place at the encoders or with the stages where nobody waits and there is room, which costs less than
-        queueing. False: it has to queue.
+    def sized(self, need: Need) -> None:
+        """Now it is known what it needs."""
+        self.need, self.service = need, self.queue.speeds().service(need)
+
+    def goes_at_once(self, stage: Stage = Stage.SERVE, *, ahead: bool = False) -> bool:
+        """Take a place where nobody waits for one and there is room, which costs less than queueing. False: it has to
+        queue.
 
         Args:
-            ahead: of its encoding, if nobody waits to be served; it never queues for that.
+            ahead: of its encoding; it never queues for that.
         """
-        lines = self.queue.lines[1:] if ahead else self.queue.lines
-        if self.served or self.line is not None or any(lines) or not self.queue.has_room(self, encode=encode):
+        if self.served or self.line is not None or self.queue.lines[stage] or not self.queue.has_room(self, stage):
             return False
-        self.go(encode=encode, ahead=ahead)
+        self._stands(stage)
+        self.go(stage, ahead=ahead)
         return True
 
-    def enqueue(self, *, encode: bool = False) -> None:
-        """Join the line for the encoders, or the one for prefill and decode."""
+    def enqueue(self, stage: Stage = Stage.SERVE) -> None:
+        """Join the line of this stage."""
         assert not self.served and self.line is None, "it waits for nothing yet"
-        self.line = self.queue.lines[0] if encode else self.queue.line_of(self.kind)
-        self.queued_at = self.queue.now()
-        insort(self.line, self, key=ORDER)
+        self._stands(stage)
+        self.line, self.queued_at, self.passed = stage, self.queue.now(), 0
+        self.queue.lines[stage].setdefault(self.account, Line()).add(self)
+        self.queue.work_s[stage] += self.work_s(stage)
         self.queue.keep_time()
 
     def step_back(self) -> None:
         """Wait for its turn no more."""
-        if self.line is not None:
-            del self.line[bisect_left(self.line, ORDER(self), key=ORDER)]
+        if (stage := self.line) is not None:
+            lines = self.queue.lines[stage]
+            lines[self.account].remove(self)
+            if not lines[self.account]:
+                del lines[self.account]
+            self.queue.work_s[stage] = self.queue.work_s[stage] - self.work_s(stage) if lines else 0.0
             self.line = None
             self.queue.keep_time()
 
-    def go(self, *, encode: bool, ahead: bool = False) -> None:
+    def go(self, stage: Stage, *, ahead: bool = False) -> None:
         """Its turn has come."""
-        if encode:
+        queue, now = self.queue, self.queue.now()
+        self.sized(self.need)  # by what is known now
+        queue.shares.charge(self.account, self.work_s(stage), self.weight)
+        if stage is Stage.ENCODE:
             self._hold(encoding=True)
         else:
-            self.served_at = self.queue.now()
-            self._hold(encoding=ahead and self.encoding, served=True, prefilling=not ahead, ahead=ahead)
+            self.served_at = now
+            self._hold(encoding=ahead and self.encoding, served=True, ahead=ahead)
+        self.owes = stage
+        queue.owed[stage] += 1
+
+    def leased(self, lease: Lease | None = None) -> None:
+        """What it takes is counted where it went, or will not be. `lease`: of who prefills it."""
+        self.lease = lease
+        if self.owes is not None:
+            self.queue.owed[self.owes] -= 1
+            self.owes = None
+            self.queue.room_made()
+
+    def work_s(self, stage: Stage) -> float:
+        """Of one instance's time."""
+        return self.service.encode_work_s if stage is Stage.ENCODE else self.service.prefill_work_s
+
+    def due(self) -> float:
+        """For the stages, where least is soonest, on the queue's clock: as it stands, and of a late one as of one that
+        has just come."""
+        now = self.queue.now()
+        return self.stand.rank if self.stand.late_at >= now else now + self.slo_s
 
     def encoded(self) -> None:
         """What it went ahead of has been done."""
         if self.ahead:
-            self._free(served=True, prefilling=True)
+            if self.lease is not None:
+                self.lease.over(Work.AHEAD)
+            self._free(served=True)
 
     def leave_encoders(self) -> None:
         """It has nothing to encode any more."""
-        self._free(served=self.served, prefilling=self.prefilling, ahead=self.ahead)
+        self._free(served=self.served, ahead=self.ahead)
 
     def give_back(self) -> None:
         """It holds a place and does not use it now: whoever it waits for may need one."""
         self._free()
 
     def prefilled(self) -> None:
-        """Its prompt is computed, or nobody can tell when it is: it weighs no longer."""
-        if self.prefilling or self.ahead:
+        """Its prompt is computed, or nobody can tell when it is."""
+        if self.served_at:
             self.queue.begun_s[self.kind].append(self.queue.now() - self.served_at)
-            self._free(served=True)
+            self.served_at = 0.0
 
     def leave(self) -> None:
         """The request has ended, however it did."""
         self.step_back()
-        if self.served:
-            self.queue.active_at[self.kind] = self.queue.now()
         self.give_back()
         self.queue.use[self.kind].waiting -= 1
 
+    def _stands(self, stage: Stage) -> None:
+        queue = self.queue
+        self.before_s = queue.work_s[stage] / queue.speeds().of(encode=stage is Stage.ENCODE)
+        self.service_s = max(self.service.prefill_s, min(queue.begun_s[self.kind], default=0.0))
+        if stage is Stage.ENCODE:
+            self.service_s += self.service.encode_s + queue.settings.encode_s
+        self.stand = queue.order(self, self.number)
+
     def _free(self, **held: bool) -> None:
         self._hold(**held)
+        self.leased(self.lease)
         self.queue.room_made()
 
-    def _hold(
-        self, *, encoding: bool = False, served: bool = False, prefilling: bool = False, ahead: bool = False
-    ) -> None:
+    def _hold(self, *, encoding: bool = False, served: bool = False, ahead: bool = False) -> None:
         """From now on it holds these and nothing else."""
         use = self.queue.use[self.kind]
         use.waiting += (self.encoding or self.served) - (encoding or served)
         use.encoding += encoding - self.encoding
         use.served += served - self.served
-        use.sequences += (served - self.served) * self.sequences
-        use.tokens += (prefilling - self.prefilling) * self.tokens
-        self.encoding, self.served, self.prefilling, self.ahead = encoding, served, prefilling, ahead
+        self.encoding, self.served, self.ahead = encoding, served, ahead
 
 
 class Use(Struct):
-    """What tickets hold together. `waiting`: how many have no place at any stage."""
+    """How many tickets of a kind are where. `waiting`: have no place at any stage."""
 
     waiting: int = 0
     encoding: int = 0
     served: int = 0
-    sequences: int = 0
-    tokens: int = 0
-
-    def leaves_room(self, ticket: Ticket, capacity: Capacity, share: float = 1.0) -> bool:
-        """Within this share of the capacity. One that is alone always fits, however large it is."""
-        return (not self.sequences or self.sequences + ticket.sequences <= share * capacity.sequences) and (
-            not self.tokens or self.tokens + ticket.tokens <= share * capacity.prefill_tokens
-        )
 
 
 class Pace:
@@ -241,27 +271,42 @@ class AdmissionQueue:
     """The lines, and what is with the stages.
 
     Args:
-        now: the clock, in seconds. capacity: what may be with the stages now.
+        now: the clock, in seconds.
+        rooms: how many instances of a stage may be given something that needs so much.
+        speeds: of the instances.
+        processes: that share the encoders' places evenly.
 
     Attributes:
-        lines: for the encoders, then for prefill and decode: one of each kind, or one of both. Each in `ORDER`.
-        arrived: how many requests of each kind have been let in. active_at: when a kind last showed itself.
+        lines: by stage and account, those that wait. work_s: of all of a line, in seconds of an instance.
+        owed: how many have had their turn and are not counted at an instance yet.
+        arrived: how many requests of each kind have been let in.
         begun_s: how long after their turn the last answers of each kind began.
+        shares: what accounts have had.
         room_made: called where somebody else may go now (`grants`).
     """
 
-    def __init__(self, settings: AdmissionLimits, now: Callable[[], float], capacity: Callable[[], Capacity]) -> None:
-        self._settings = settings
-        self.now = now
-        self.capacity = capacity
+    def __init__(
+        self,
+        settings: AdmissionLimits,
+        now: Callable[[], float],
+        rooms: Callable[[Stage, Need], int],
+        speeds: Callable[[], Speeds],
+        *,
+        processes: int = 1,
+    ) -> None:
+        self.settings, self._processes = settings, processes
+        self.now, self.rooms, self.speeds = now, rooms, speeds
+        self.order = ORDERS[settings.order]
         self.numbers = itertools.count()
-        self.lines: list[list[Ticket]] = [[], []] if settings.single_queue else [[], [], []]
+        self.lines: dict[Stage, dict[str, Line[Ticket]]] = {stage: {} for stage in Stage}
+        self.work_s = dict.fromkeys(Stage, 0.0)
+        self.owed = dict.fromkeys(Stage, 0)
         self.arrived = dict.fromkeys(Kind, 0)
-        self.active_at = dict.fromkeys(Kind, float("-inf"))
         self.begun_s = {kind: deque[float](maxlen=REMEMBERED) for kind in Kind}
         self.use = {kind: Use() for kind in Kind}
+        self.shares = Shares()
         self.room_made: Callable[[], None] = lambda: None
-        self._encode_pace, self._serve_pace = Pace(), Pace()
+        self._paces = {stage: Pace() for stage in Stage}
 
     def waiting(self, kind: Kind) -> int:
         """Requests that have no place at any stage."""
@@ -275,77 +320,80 @@ class AdmissionQueue:
         """Requests with a place at the encoders."""
         return self.use[Kind.MEDIA].encoding
 
-    def line_of(self, kind: Kind) -> list[Ticket]:
-        """The one for prefill and decode."""
-        return self.lines[1 if kind is Kind.TEXT else -1]
+    @property
+    def anybody(self) -> bool:
+        """Whether somebody waits for a turn."""
+        return any(self.lines.values())
 
     def is_full(self, kind: Kind) -> bool:
         """Whether as many of this kind wait as may."""
-        settings = self._settings
+        settings = self.settings
         return self.waiting(kind) >= (settings.text_queue if kind is Kind.TEXT else settings.media_queue)
 
-    def due(self, kind: Kind, priority: int) -> float:
-        """When a request that comes now is due. `priority` as in vLLM: lower is sooner, a unit is `priority_step_s`."""
-        settings, now = self._settings, self.now()
-        if settings.single_queue:
-            return now
-        priority = max(-settings.priority_limit, min(settings.priority_limit, priority))
-        return now + priority * settings.priority_step_s + settings.media_yields_s * (kind is Kind.MEDIA)
+    def sooner_s(self, priority: int) -> float:
+        """What a client's `priority` is worth: as in vLLM lower is sooner, a unit is `priority_step_s`."""
+        most = self.settings.priority_limit
+        return -max(-most, min(most, priority)) * self.settings.priority_step_s
 
     def predicted_wait_s(self, ticket: Ticket, *, at_least: bool = False) -> float | None:
         """How long a ticket would wait if it came now, or would at least (`Pace.wait_s`); 0 where nobody is ahead, None
         while nobody can tell."""
-        if not any(self.lines):
+        if not self.anybody:
             return 0.0
-        to_encode, *to_serve = (bisect_left(line, (ticket.due, math.inf), key=ORDER) for line in self.lines)
-        serve_s = self._serve_pace.wait_s(sum(to_serve), self.now(), at_least=at_least)
-        if ticket.kind is Kind.TEXT or serve_s is None:
-            return serve_s
-        encode_s = self._encode_pace.wait_s(to_encode, self.now(), at_least=at_least)
-        return None if encode_s is None else serve_s + encode_s
+        now, rank = self.now(), self.order(ticket, ticket.number).rank
+        waits_s = 0.0
+        for stage in Stage if ticket.kind is Kind.MEDIA else (Stage.SERVE,):
+            ahead = sum(line.before(rank, now) for line in self.lines[stage].values())
+            wait_s = self._paces[stage].wait_s(ahead, now, at_least=at_least)
+            if wait_s is None:
+                return None
+            waits_s += wait_s
+        return waits_s
 
-    def grants(self) -> list[Ticket]:
-        """Those whose turn has come; they have their places now."""
-        granted = []
-        while (ticket := self._next()) is not None:
-            encode = ticket.line is self.lines[0]
-            ticket.step_back()
-            if self.now() > ticket.queued_at:
-                (self._encode_pace if encode else self._serve_pace).granted()
-            ticket.go(encode=encode)
-            granted.append(ticket)
-        return granted
+    def grants(self) -> Iterator[Ticket]:
+        """Those whose turn has come, one after the other; they have their places now."""
+        for stage in Stage:
+            while (ticket := self._next(stage)) is not None:
+                ticket.step_back()
+                if self.now() > ticket.queued_at:
+                    self._paces[stage].granted()
+                ticket.go(stage)
+                yield ticket
 
     def keep_time(self) -> None:
         """A line has changed."""
         now = self.now()
-        self._encode_pace.tick(now, backlog=bool(self.lines[0]))
-        self._serve_pace.tick(now, backlog=any(self.lines[1:]))
+        for stage, pace in self._paces.items():
+            pace.tick(now, backlog=bool(self.lines[stage]))
 
-    def has_room(self, ticket: Ticket, *, encode: bool = False) -> bool:
+    def has_room(self, ticket: Ticket, stage: Stage) -> bool:
         """Whether a ticket may have a place, whoever waits."""
-        if encode:
-            return self.encoding < max(1, self.capacity().encodes)
-        return self._within_all(ticket) and self._within_share(ticket)
+        if stage is Stage.ENCODE:
+            places = self.settings.encodes_per_instance * self.speeds().encoders / self._processes
+            if self.encoding >= max(1, math.ceil(places)):
+                return False
+        return self.rooms(stage, ticket.need) > self.owed[stage]
 
-    def _next(self) -> Ticket | None:
-        if (to_encode := self.lines[0]) and self.has_room(to_encode[0], encode=True):
-            return to_encode[0]
-        for head in sorted((line[0] for line in self.lines[1:] if line), key=ORDER):
-            if self._within_share(head):
-                return head if self._within_all(head) else None  # nobody smaller overtakes it
+    def _next(self, stage: Stage) -> Ticket | None:
+        passed: list[Ticket] = []
+        for ticket in itertools.islice(self._in_order(stage), LOOKS):
+            if self.has_room(ticket, stage):
+                for other in passed:
+                    other.passed += 1
+                return ticket
+            if ticket.passed >= MOST_PASSED:
+                return None
+            passed.append(ticket)
         return None
 
-    def _within_all(self, ticket: Ticket) -> bool:
-        text, media = self.use.values()
-        both = Use(sequences=text.sequences + media.sequences, tokens=text.tokens + media.tokens)
-        return both.leaves_room(ticket, self.capacity())
-
-    def _within_share(self, ticket: Ticket) -> bool:
-        """It leaves the other modality its share, if that one is about."""
-        other, settings = ticket.kind.other, self._settings
-        about = self.use[other].served or self.line_of(other) or self.now() - self.active_at[other] < RECENT_S
-        if settings.single_queue or not about:
-            return True
-        share = 1.0 - (settings.text_share if other is Kind.TEXT else settings.media_share)
-        return self.use[ticket.kind].leaves_room(ticket, self.capacity(), share)
+    def _in_order(self, stage: Stage) -> Iterator[Ticket]:
+        lines, now = self.lines[stage], self.now()
+        if len(lines) == 1:
+            return (ticket for line in lines.values() for _, ticket in line.in_order(now))
+        over = self.shares.over(lines.keys())
+        keyed = [
+            ((account in over, *key), ticket)
+            for account, line in lines.items()
+            for key, ticket in itertools.islice(line.in_order(now), LOOKS)
+        ]
+        return (ticket for _, ticket in heapq.nsmallest(LOOKS, keyed, key=lambda one: one[0]))

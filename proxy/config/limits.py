@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from epd_serve import slo
 from epd_serve.errors import ConfigError
 from epd_serve.suggestions import unknown
-from proxy.config.tree import Checked, Count, CountFrom0, NotNegative, Positive, Share
+from proxy.config.tree import Checked, Count, CountFrom0, NotNegative, Positive
 
 SCHEMES = ("data", "http", "https", "file")
 DOMAIN = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
@@ -165,12 +165,19 @@ class KeyLimits(Checked):
     Attributes:
         requests_in_flight: requests of one key that are held at once.
         requests_per_minute: requests of one key that are begun within a minute, on average.
+        tokens_per_minute: tokens of its prompts and media that are begun within a minute, on average.
         best_priority: the best (lowest) `priority` that a request of a key gets, whatever it asks for; by default any.
+        weight: its share of the stages, over those of others that want some.
+        slo_ttft_ms, slo_tpot_ms: its objectives, instead of the model's and the deployment's.
     """
 
     requests_in_flight: CountFrom0 = 0
     requests_per_minute: CountFrom0 = 0
+    tokens_per_minute: CountFrom0 = 0
     best_priority: int | None = None
+    weight: Count = 1
+    slo_ttft_ms: CountFrom0 = 0
+    slo_tpot_ms: CountFrom0 = 0
 
     def shared_by(self, processes: int) -> KeyLimits:
         """What each of so many may do that count for themselves. Rounded up: a limit never becomes 0."""
@@ -178,6 +185,7 @@ class KeyLimits(Checked):
             self,
             requests_in_flight=-(-self.requests_in_flight // processes),
             requests_per_minute=-(-self.requests_per_minute // processes),
+            tokens_per_minute=-(-self.tokens_per_minute // processes),
         )
 
 
@@ -186,37 +194,29 @@ class AdmissionLimits(Checked):
     """The queues in front of the stages (`proxy/admission/queue.py`, `proxy/admission/gate.py`).
 
     Attributes:
-        single_queue: one queue in order of arrival and no priorities at the stages, to compare with.
+        order: whose turn is first: `deadline` (least slack to the TTFT SLO), `fcfs` or `sjf`, to compare with.
         text_queue, media_queue: requests that may wait; beyond it the answer is 429.
         max_wait_s: nobody waits longer, and who would is refused at once.
-        media_yields_s: text that arrives up to this much later than a request with media goes first.
         priority_step_s: what one unit of a request's `priority` is worth.
         priority_limit: larger ones count as this; 0 to heed none.
-        text_share, media_share: share of the capacity that the other modality does not take while both are about.
-        sequences_per_instance: sequences prefilling or decoding, where an instance does not report how many.
-        prefill_tokens: tokens that one instance may have still to prefill; more where it does more in `prefill_s`.
-        prefill_s: seconds of prefilling that one instance may have before it.
-        encodes_per_instance: requests at one encoder.
+        sequences_per_instance: requests at an instance that does not report how many it runs.
+        encode_s, prefill_s: seconds of its own work that an encoder, or one that prefills, may have before it gets
+            more.
+        prefill_tokens: the same in tokens, while nobody knows how many it prefills a second.
+        encodes_per_instance: requests at one encoder, each until it is prefilled.
     """
 
-    single_queue: bool = False
+    order: Literal["deadline", "fcfs", "sjf"] = "deadline"
     text_queue: Count = 2048
     media_queue: Count = 1024
     max_wait_s: Positive = 60.0
-    media_yields_s: NotNegative = 30.0
     priority_step_s: NotNegative = 5.0
     priority_limit: CountFrom0 = 10
-    text_share: Share = 0.25
-    media_share: Share = 0.25
     sequences_per_instance: Count = 1024
+    encode_s: Positive = 0.05
+    prefill_s: Positive = 0.05
     prefill_tokens: Count = 8192
-    prefill_s: NotNegative = 1.0
     encodes_per_instance: Count = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.text_share + self.media_share > 1:
-            raise ConfigError("admission.text_share and media_share must not exceed 1 together", param="admission")
 
 
 @dataclass(frozen=True)

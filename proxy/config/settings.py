@@ -7,12 +7,14 @@ of flags, files and the environment to `deploy`.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea, ImageTokens
 from epd_serve.key_files import read_key, stage_key
+from epd_serve.slo import parse_slos
 from epd_serve.suggestions import unknown
 from proxy.config.keys import ApiKeys
 from proxy.config.limits import (
@@ -90,6 +92,8 @@ class ProxyOptions(Checked):
         otlp_traces_endpoint: URL that takes the spans of requests (OTLP over HTTP); by default none are made.
         records: what is remembered of requests that have ended.
         slo: what streamed answers are to keep to, for attainment and goodput; where it is named, stages hold to it.
+        model_slos: of single ones of the served models, as `NAME=TTFT:TPOT` in milliseconds. A key's objectives come
+            before a model's, a request's (`x-epd-slo-ttft-ms`, `x-epd-slo-tpot-ms`) before both.
         planned: what `epd-serve plan` expects of the deployment; shown beside what is measured.
         policy: how instances are chosen: `first-token`, `least-loaded`, `round-robin` or `power-of-two`.
         prefix_routing: what instances have cached of a prompt counts as done when one is chosen.
@@ -131,6 +135,7 @@ class ProxyOptions(Checked):
     otlp_traces_endpoint: str = ""
     records: RecordLimits = field(default_factory=RecordLimits)
     slo: Slo = field(default_factory=Slo)
+    model_slos: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
     planned: Planned = field(default_factory=Planned)
     policy: str = "first-token"
     prefix_routing: bool = True
@@ -148,9 +153,25 @@ class ProxyOptions(Checked):
                 raise ConfigError(f"{name} {value!r} is no {meant}", param=name)
         if self.policy not in POLICIES:
             raise ConfigError(unknown("policy", self.policy, POLICIES), param="policy")
+        self.slos_of_models()  # refuses what is none
         for name in self.xargs:
             if name in XARGS_REFUSED or name.startswith(OUR_XARGS):
                 raise ConfigError(f"xargs: {name} is never taken from clients", param="xargs")
+
+    def slos_of_models(self) -> Mapping[str, tuple[float, float]]:
+        """Limits in seconds by name of a model: to the first token, and per token after that.
+
+        Raises:
+            ConfigError: one is not of that form.
+        """
+        found = {}
+        for text in self.model_slos:
+            name, _, limits = text.rpartition("=")
+            [one, *more] = parse_slos(limits)
+            if not name or more:
+                raise ConfigError(f"model_slos {text!r}: write NAME=TTFT:TPOT in milliseconds", param="model_slos")
+            found[name] = one.ttft_ms / 1e3, one.tpot_ms / 1e3
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,6 +95,7 @@ class Encoders:
         await ctx.passed.to_encoders()
         encoders = await self._available(order, tried)
         if isinstance(encoders, str):
+            ctx.passed.leased()
             return self.give_up(ctx, len(items), encoders)
         costs = [item.tokens for item in items]
         each = share_of(costs, len(encoders))
@@ -108,6 +109,7 @@ class Encoders:
                 lease = self._table.acquire(encoders[worker].id, Work.ENCODE, sum(costs[index] for index in part))
                 leases.callback(lease.release)
                 works.append(self._encode_at(lease, order, [items[index] for index in part], tried))
+            ctx.passed.leased()
             await together(works)
 
     async def _available(self, order: EncodeOrder, tried: Collection[IncarnationId]) -> Sequence[Candidate] | str:
@@ -129,6 +131,7 @@ class Encoders:
                 left_s = pause.left_s
             if left_s <= 0:
                 return "store_full" if untried else "encoder_failed" if tried else "no_encoder"
+            order.ctx.passed.leased()  # nobody else waits for it meanwhile
             if untried:
                 self._metrics.store_waits.inc()
                 if not waits:

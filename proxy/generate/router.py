@@ -87,7 +87,10 @@ class Router:
         """
         plan, ctx.plan = ctx.plan, None
         if plan is None or not self._stands(ctx, plan):
-            plan = self.plan(ctx) or await self._awaited(ctx)
+            plan = self.plan(ctx)
+            if plan is None:
+                ctx.passed.leased()  # nobody else waits for it meanwhile
+                plan = await self._awaited(ctx)
         return self._taken(ctx, plan)
 
     def plan(self, ctx: RequestContext) -> Plan | None:
@@ -155,11 +158,17 @@ class Router:
         prefix_tokens["all",] += plan.question.tokens
         prefix_tokens["known",] += plan.known
         prefix_tokens["prefill",] += head.cached
+        ctx.due()
+        passed, kv = ctx.passed, {Work.KV: plan.question.tokens}
+        ahead = {Work.AHEAD: plan.left} if passed.ahead else {}
         if tail is None:
-            return Route(plan.path, None, table.acquire(head.id, Work.DECODE, plan.left))
-        prefix_tokens["decode",] += tail.cached
-        prefill = table.acquire(head.id, Work.PREFILL, plan.left)
-        return Route(plan.path, prefill, table.acquire(tail.id, Work.DECODE), plan.decode_waits)
+            prefill, decode = None, table.acquire(head.id, Work.DECODE, plan.left, {**kv, **ahead})
+        else:
+            prefix_tokens["decode",] += tail.cached
+            prefill = table.acquire(head.id, Work.PREFILL, plan.left, ahead)
+            decode = table.acquire(tail.id, Work.DECODE, 1.0, kv)
+        passed.leased(prefill or decode)
+        return Route(plan.path, prefill, decode, plan.decode_waits)
 
 
 def _question(ctx: RequestContext, tokens: float) -> Question:

@@ -36,7 +36,16 @@ from proxy.http.message_form import MessageForm
 from proxy.metrics import CANCELLED
 from proxy.pipeline import Pipeline
 from proxy.records.record import Record, TraceContext
-from proxy.request.client import CHOICE, DELTA, CancelScope, ClientSink, DeadlineLapsed, deadline_s
+from proxy.request.client import (
+    CHOICE,
+    DELTA,
+    SLO_TPOT,
+    SLO_TTFT,
+    CancelScope,
+    ClientSink,
+    DeadlineLapsed,
+    deadline_s,
+)
 from proxy.request.parse import Endpoint
 from proxy.server.http_protocol import BODY_IS_HERE, DisconnectWatch
 from proxy.tenants import FairShare, MemoryReservation
@@ -133,7 +142,7 @@ class Exchange:
             content=DELTA if endpoint is Endpoint.RESPONSES else CHOICE,
             form=MessageForm() if endpoint.is_anthropic else None,
         )
-        return RequestContext(request_id, endpoint, sink, record)
+        return RequestContext(request_id, endpoint, sink, record, bool(settings.stage_priorities))
 
     async def _serve(self, ctx: RequestContext, scope: Scope, headers: Headers, receive: Receive) -> str:
         """Read the body and work, until the client leaves or there is no more time. Returns how it ended, for the
@@ -142,6 +151,7 @@ class Exchange:
         begun = time.monotonic()  # the event loop's clock, too
         ctx.caller = caller = pipeline.callers.caller_of(headers)
         record.tenant = caller.tenant
+        ctx.asked_slo_s = deadline_s(headers, SLO_TTFT), deadline_s(headers, SLO_TPOT)
         limit_s, client_s = settings.timeouts.total_s, deadline_s(headers)
         if client_s is not None and client_s <= limit_s:
             limit_s, ctx.until = client_s, begun + client_s

@@ -394,6 +394,8 @@ def attained(record: Record, token_s: float | None, slo: Objective) -> bool | No
     if record.first_byte_s is None:
         return None
     gaps = (record.gaps, record.gaps_within) if record.answers == 1 else (0, 0)
+    if record.ttft_limit_s:
+        slo = Objective(1e3 * record.ttft_limit_s, 1e3 * record.gap_limit_s, slo.judge)
     return slo.attained(record.first_byte_s, token_s, *gaps)
 
 

@@ -129,6 +129,7 @@ class Record(Struct, array_like=True):
         finish: the model's reason. Token counts are None where no stage has said them.
         events_sent: of a stream. first_byte_s: of a stream, since the arrival.
         gaps: between events of a stream with content. gaps_within: those of them within `gap_limit_s`.
+        ttft_limit_s: its own objective for the first token, where its objectives are not the deployment's; else 0.
         phases_s: how long each of `PHASES` took, in all of the request's life; they overlap.
         retried: something of it was done again. migrations: how often its stream went on at another instance.
         events, choices: in order; lost: how many found no place.
@@ -167,6 +168,7 @@ class Record(Struct, array_like=True):
     gaps: int = 0
     gaps_within: int = 0
     gap_limit_s: float = 0.0
+    ttft_limit_s: float = 0.0
     first_byte_s: float | None = None
     total_s: float = 0.0
     phases_s: dict[str, float] = {}

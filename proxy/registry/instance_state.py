@@ -50,6 +50,14 @@ class Work(StrEnum):
     ENCODE = "encode"
     PREFILL = "prefill"
     DECODE = "decode"
+    AHEAD = "ahead"
+    KV = "kv"
+
+    @property
+    def is_aside(self) -> bool:
+        """Counted beside the others, of work that is counted among them: prompts that cannot be computed yet, for their
+        items are being encoded; tokens whose KV is to be held where they are decoded."""
+        return self is Work.AHEAD or self is Work.KV
 
 
 class Tally(NamedTuple):
@@ -78,6 +86,11 @@ def total_of(tallies: Iterable[Tally]) -> Tally:
     return Tally(*map(sum, zip(*tallies, strict=True)))
 
 
+def whole(tallies: Mapping[Work, Tally]) -> Tally:
+    """All kinds of work together, but for what is counted aside."""
+    return total_of(tally for work, tally in tallies.items() if not work.is_aside)
+
+
 class Ledger:
     """Counts of leases, here those of a proxy that is alone; subclasses count where several processes see it. Called
     from one thread of a process; none of it waits."""
@@ -104,7 +117,7 @@ class Ledger:
         return self._tallies.get(incarnation_id, NOTHING)
 
     def total(self, incarnation_id: IncarnationId) -> Tally:
-        """Returns the same of all kinds of work together."""
+        """Returns the same of all kinds of work together, but for what is counted aside."""
         return self._totals.get(incarnation_id, NO_TALLY)
 
     def forget(self, incarnation_id: IncarnationId) -> None:
@@ -115,7 +128,8 @@ class Ledger:
     def _count(self, incarnation_id: IncarnationId, work: Work, more: Tally) -> None:
         tallies = self._tallies.setdefault(incarnation_id, dict(NOTHING))
         tallies[work] = Tally(*map(add, tallies[work], more))
-        self._totals[incarnation_id] = total_of(tallies.values())
+        if not work.is_aside:
+            self._totals[incarnation_id] = whole(tallies)
 
 
 class Lease:
@@ -123,21 +137,26 @@ class Lease:
     first.
 
     Args:
-        weight: in the unit of the instance's role, >= 0.
+        weights: by work; of that which is not aside in the unit of the instance's role, >= 0.
     """
 
-    def __init__(self, ledger: Ledger, instance: Instance, work: Work, weight: float) -> None:
-        assert weight >= 0, f"a lease weighs {weight}"
+    def __init__(self, ledger: Ledger, instance: Instance, weights: Mapping[Work, float]) -> None:
+        assert min(weights.values()) >= 0, f"a lease weighs {weights}"
         self.instance = instance
         self._ledger = ledger
-        self._counted = (instance.incarnation_id, work, round(weight * PER_UNIT))
-        self._held = True
-        ledger.acquire(*self._counted)
+        self._held = {work: round(weight * PER_UNIT) for work, weight in weights.items()}
+        for work, weight in self._held.items():
+            ledger.acquire(instance.incarnation_id, work, weight)
 
     def release(self) -> None:
-        if self._held:
-            self._held = False
-            self._ledger.release(*self._counted)
+        for work in list(self._held):
+            self.over(work)
+
+    def over(self, work: Work) -> None:
+        """That of it has ended. Any number of times."""
+        weight = self._held.pop(work, None)
+        if weight is not None:
+            self._ledger.release(self.instance.incarnation_id, work, weight)
 
     def __enter__(self) -> Instance:
         return self.instance
@@ -253,6 +272,7 @@ class InstanceRow:
         suspended: requests go to others while there are others.
         store, stage: its last reports, and when they came.
         given: weight acquired in total when `stage` came; counted: as much of it as may be in that report.
+        kv_given: the same of KV.
         kv, kv_at: the last report of each worker that sends KV, and when it came; by rank.
     """
 
@@ -271,6 +291,7 @@ class InstanceRow:
     stage_at: float = 0.0
     given: int = 0
     counted: int = 0
+    kv_given: int = 0
     kv: dict[int, KvReport] = field(default_factory=dict)
     kv_at: dict[int, float] = field(default_factory=dict)
 

@@ -18,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
@@ -33,10 +34,12 @@ from proxy.registry.instance_state import (
     Work,
     load,
     pending_s,
-    total_of,
+    reported_pending,
+    whole,
     why_cold,
 )
 from proxy.registry.prefix_index import PrefixIndex
+from proxy.routing.credits import Credit, kv_room, seats
 from proxy.routing.policy import Candidate, usual_rate
 
 logger = logging.getLogger(__name__)
@@ -91,6 +94,7 @@ class InstanceTable:
     Attributes:
         pause: while it lasts, new requests wait: admission, routing and the encode step look here.
         prefixes: what the instances have cached.
+        reported: called when an instance has said how busy it is.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class InstanceTable:
         self._news = asyncio.Event()
         self.pause = Pause()
         self.prefixes = PrefixIndex()
+        self.reported: Callable[[], None] = lambda: None
 
     # What the launcher says.
 
@@ -199,9 +204,11 @@ class InstanceTable:
                 self._settle()
             case StageReport() if row.stage is None or report.seq > row.stage.seq:
                 given = self._ledger.total(row.instance.incarnation_id).acquired_weight
+                row.kv_given = self._ledger.tallies(row.instance.incarnation_id)[Work.KV].acquired_weight
                 row.counted = row.given if now < row.stage_at + 2 * REPORT_EVERY_S else given
                 row.given, row.stage, row.stage_at = given, report, now
                 self._heard(row, now)
+                self.reported()
             case StoreReport():
                 was_full = row.full
                 row.store, row.store_at = report, now
@@ -219,12 +226,15 @@ class InstanceTable:
 
     # What requests ask.
 
-    def acquire(self, instance_id: str, work: Work, weight: float = 1.0) -> Lease:
-        """Count one piece of work on the current incarnation of `instance_id`; `weight` in the unit of its role."""
+    def acquire(
+        self, instance_id: str, work: Work, weight: float = 1.0, aside: Mapping[Work, float] = MappingProxyType({})
+    ) -> Lease:
+        """Count one piece of work on the current incarnation of `instance_id`; `weight` in the unit of its role.
+        `aside`: what of it is counted aside, by kind."""
         row = self._rows[instance_id]
         self._picks += 1
         row.last_pick = self._picks
-        return Lease(self._ledger, row.instance, work, weight)
+        return Lease(self._ledger, row.instance, {work: weight, **aside})
 
     def live(self, role: Role) -> tuple[Candidate, ...]:
         """Instances of `role` that are up, as the policies see them."""
@@ -239,10 +249,17 @@ class InstanceTable:
                     row.rate,
                     row.suspended,
                     tuple([self._pending_s(other) for other in self._sharing(row)]),
+                    0.0,
+                    *self._shared(row, self._ledger.total(row.instance.incarnation_id).held),
                 )
                 for row in self._serving().get(role, ())
             ]
         )
+
+    def credits(self, role: Role, unreported: int) -> list[Credit]:
+        """Instances of `role` that are up, as what they may be given goes by. `unreported`: requests that one may have
+        that reports nothing."""
+        return [self._credit(row, unreported) for row in self._serving().get(role, ())]
 
     def silence_s(self, instance_id: str, incarnation: str) -> float:
         """Returns for how long this incarnation has reported nothing while others did; 0 for one that never reports. A
@@ -327,7 +344,7 @@ class InstanceTable:
             instance=row.instance,
             up=row.serving,
             reason=row.why_not,
-            in_flight={work: tally.held for work, tally in tallies.items()},
+            in_flight={work: tally.held for work, tally in tallies.items() if not work.is_aside},
             load=self._load(row),
             report=row.store,
             kv=tuple(report for rank, report in sorted(row.kv.items()) if row.kv_at[rank] >= now - KV_TRUST_S),
@@ -336,7 +353,7 @@ class InstanceTable:
             pending_s=self._pending_s(row),
             neighbours=tuple(other.instance.id for other in self._sharing(row)),
             draining=row.draining,
-            given=total_of(tallies.values()).acquired_weight / PER_UNIT,
+            given=whole(tallies).acquired_weight / PER_UNIT,
         )
 
     def _serving(self) -> Mapping[Role, Sequence[InstanceRow]]:
@@ -399,6 +416,34 @@ class InstanceTable:
         instance = row.instance
         total = self._ledger.total(instance.incarnation_id)
         return load(instance.role, total, row.fresh, row.counted, both_halves=instance.both_halves)
+
+    def _shared(self, row: InstanceRow, held: int) -> tuple[int, int]:
+        """Tokens of a step that requests share, and how many have prompts there: of those that were `held`."""
+        report = row.fresh
+        if report is None or not report.shared_tokens:
+            return 0, 0
+        decoding = max(0, report.running - 1) if row.instance.role.decodes else 0
+        return report.shared_tokens, max(held, report.waiting + report.running) - decoding
+
+    def _credit(self, row: InstanceRow, unreported: int) -> Credit:
+        role, report = row.instance.role, row.fresh
+        tallies = self._ledger.tallies(row.instance.incarnation_id)
+        held = sum(tally.held for work, tally in tallies.items() if not work.is_aside)
+        if report is None:
+            return Credit(role, requests=held, sequences=max(0, unreported - held))
+        kv, ahead = tallies[Work.KV], tallies[Work.AHEAD].held_weight / PER_UNIT
+        pending = reported_pending(role, report, both_halves=row.instance.both_halves)
+        done = min(pending, row.rate * (time.monotonic() - row.stage_at))
+        tokens = load(role, whole(tallies), report, row.counted, both_halves=row.instance.both_halves) - done - ahead
+        unseen = min(kv.held_weight, kv.acquired_weight - row.kv_given) / PER_UNIT
+        return Credit(
+            role,
+            max(0.0, tokens),
+            row.rate,
+            *self._shared(row, held),
+            sequences=seats(report, held, unreported) if role.decodes else math.inf,
+            kv_tokens=kv_room(report, unseen) if role.decodes else math.inf,
+        )
 
     def _silence_s(self, row: InstanceRow) -> float:
         last = max(row.store_at, row.stage_at)

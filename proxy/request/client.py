@@ -31,6 +31,7 @@ RECANCEL_S = 0.5
 """Python 3.11's TaskGroup loses a cancellation that meets a failing child, so it is repeated. Not sooner: another one
 interrupts the closing of connections that is under way, and leaves them open."""
 HEADER = "x-epd-deadline-ms"
+SLO_TTFT, SLO_TPOT = "x-epd-slo-ttft-ms", "x-epd-slo-tpot-ms"
 MAX_MS = 24 * 3600 * 1000
 
 
@@ -46,19 +47,19 @@ class DeadlineUnreachable(DeadlineError):
     code = "deadline_unreachable"
 
 
-def deadline_s(headers: Headers) -> float | None:
-    """Seconds from arrival, or None without the header.
+def deadline_s(headers: Headers, name: str = HEADER) -> float | None:
+    """What a header with a time says, in seconds; None without it.
 
     Raises:
         RequestError: it is no number of milliseconds.
     """
-    values = headers.getlist(HEADER)
+    values = headers.getlist(name)
     if not values:
         return None
     text = values[0].strip()
     if len(values) > 1 or not (text.isascii() and text.isdecimal()) or len(text) > 9 or not 1 <= int(text) <= MAX_MS:
         raise RequestError(
-            f"The header {HEADER} must be sent once, as whole milliseconds between 1 and {MAX_MS}.", param=HEADER
+            f"The header {name} must be sent once, as whole milliseconds between 1 and {MAX_MS}.", param=name
         )
     return int(text) / 1000
 

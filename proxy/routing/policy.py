@@ -64,6 +64,7 @@ class Candidate(Struct, frozen=True, array_like=True):
         neighbours_s: pending seconds of each other instance that computes on the same device, on CPU on the same core;
             infinite for one that decodes, since nobody knows for how long.
         cached: tokens of this work's prompt that it has in its prefix cache (`proxy/registry/prefix_index.py`).
+        shared_tokens: of a step, where requests share it (`StageReport`); 0 where they do not. requests: that it has.
     """
 
     id: str
@@ -75,6 +76,8 @@ class Candidate(Struct, frozen=True, array_like=True):
     suspended: bool = False
     neighbours_s: tuple[float, ...] = ()
     cached: float = 0.0
+    shared_tokens: int = 0
+    requests: int = 0
 
     @property
     def incarnation_id(self) -> IncarnationId:
@@ -133,11 +136,17 @@ def predictions_s(candidates: Sequence[Candidate], cost: float) -> list[float]:
     seconds = []
     for candidate, rate in zip(candidates, rates(candidates, ALIKE), strict=True):
         left = left_of(cost, candidate) if candidate.cached else cost
-        own_s = (candidate.load + left) / rate
+        own_s = (before(candidate.load, left, candidate.shared_tokens, candidate.requests) + left) / rate
         if candidate.neighbours_s:
             own_s += sharing_s(candidate.load / rate, left / rate, candidate.neighbours_s)
         seconds.append(own_s)
     return seconds
+
+
+def before(load: float, cost: float, shared_tokens: int, requests: int) -> float:
+    """What is computed before work of this cost: all that is pending, or, where so many requests share steps, their
+    parts of those that it takes."""
+    return min(load, max(shared_tokens, requests * cost)) if shared_tokens else load
 
 
 def left_of(cost: float, candidate: Candidate) -> float:
@@ -185,10 +194,10 @@ def rates(candidates: Sequence[Candidate], same: float = SAME_SPEED) -> list[flo
     return [usual if rate <= 0 or least < rate / usual < same else rate for rate in measured]
 
 
-def usual_rate(measured: Iterable[float]) -> float:
-    """The median of those that are known, which are not 0."""
+def usual_rate(measured: Iterable[float], unmeasured: float = UNMEASURED_RATE) -> float:
+    """The median of those that are known, which are not 0; `unmeasured` where none is."""
     known = [rate for rate in measured if rate > 0]
-    return median(known) if known else UNMEASURED_RATE
+    return median(known) if known else unmeasured
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType({

@@ -188,7 +188,7 @@ class SharedLedger(Ledger):
     def total(self, incarnation_id: IncarnationId) -> Tally:
         if (slot := self._slots.get(incarnation_id)) is None:
             return NO_TALLY
-        a, r, aw, rw, b, s, bw, sw, c, t, cw, tw = self._counters.sums(slot)  # of encode, prefill, decode
+        a, r, aw, rw, b, s, bw, sw, c, t, cw, tw, *_ = self._counters.sums(slot)  # of encode, prefill, decode
         return _tally((a + b + c, r + s + t, aw + bw + cw, rw + sw + tw))
 
     def forget(self, incarnation_id: IncarnationId) -> None:

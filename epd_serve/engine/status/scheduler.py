@@ -21,7 +21,7 @@ from epd_serve.engine.request_trace import SchedulerTrace
 from epd_serve.engine.status.cache_events import CacheEvents, events_of
 from epd_serve.engine.status.publisher import LoadPublisher
 from epd_serve.engine.status.watch import LoadWatch
-from epd_serve.engine.step_budgets import with_budgets
+from epd_serve.engine.step_budgets import share_steps, with_budgets
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 
@@ -41,6 +41,8 @@ class ReportingScheduler:
         )
         schedule_as_vllm_does(made)
         wiring = StageWiring.from_json(json.loads(os.environ[WIRING_ENV]))
+        if wiring.role.sends_kv:
+            share_steps(made)
         made.hold_to_slo(wiring)
         made.watch_load(wiring)
         made.allow_early_begins(wiring)

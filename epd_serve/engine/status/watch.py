@@ -17,6 +17,7 @@ from typing import Any
 from epd_serve.budgets import Budgets
 from epd_serve.engine.status.pending import StepWork, pending, step_work
 from epd_serve.engine.status.rates import StepRates
+from epd_serve.engine.step_budgets import shared_tokens
 from epd_serve.trace import STEP, Trace
 from epd_serve.wire import StageReport
 from epd_serve.wiring import StageWiring
@@ -136,6 +137,7 @@ class LoadWatch:
                 kv_used=float(scheduler.kv_cache_manager.usage) if model else 0.0,
                 kv_tokens=int(scheduler.cache_config.num_gpu_blocks * scheduler.block_size) if model else 0,
                 max_running=int(scheduler.max_num_running_reqs),
+                shared_tokens=shared_tokens(scheduler) if model else 0,
                 step_s=self._rates.step_s,
                 prompt_tokens_per_s=self._rates.prompt_tokens_per_s,
                 item_tokens_per_s=self._rates.item_tokens_per_s,
