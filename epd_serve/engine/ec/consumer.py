@@ -46,9 +46,12 @@ class FeatureConsumer:
         self._announcer.start()
 
     def arrived(self, keys: Iterable[str]) -> None:
-        """A request for these has arrived. What is here is looked up as if it had just been announced: P asks for it
-        only when D has reserved blocks."""
-        self._listener.look_ahead(keys)
+        """A request for these has arrived, to be computed here. They are looked for now and when they are announced: P
+        asks for them only when D has reserved blocks."""
+        if self._wiring.feature_prefetch == "event":
+            with self._lock:
+                self._features.arrived(keys, time.monotonic())
+            self._listener.ring()
 
     def settled(
         self, request: str, keys: Sequence[str], *, must_not_recompute: bool = False, worth: int | None = None

@@ -49,8 +49,9 @@ class FeatureAdmission:
         self._spare = spare
 
     def arrived(self, request: Request) -> None:
-        """Called by our scheduler class. Whatever the request waits for first, its features are looked for now."""
-        if request.mm_features:
+        """Called by our scheduler class. Whatever a request that is computed here waits for first, its features are
+        looked for now."""
+        if request.mm_features and not self._reserves(request):
             self._consumer.arrived(item_keys(request))
 
     def may_run(self, request: Request, num_computed_tokens: int) -> bool:

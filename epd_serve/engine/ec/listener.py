@@ -4,13 +4,12 @@ EPD-Serve §3.2, event-driven asynchronous prefetching: the event carries only t
 up, verifies its checksum, and only then can the scheduler pin and promise it. What is here is read in place by the
 worker; what has to come from the second tier is fetched by threads of its own, so that neither a slow fetch nor a
 network that is gone holds up other features. A feature is looked up three times: on arrival of its request, on its
-event, and once more before recomputing.
+event, and once more before recomputing. An event of which no request has arrived moves no byte.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +34,7 @@ TOUCH_S = 0.25
 """How often features that must not be evicted are used; more often than `store_access.SPARE_S`."""
 
 _OUTAGE_GRACE_S = 0.5  # a second tier that is gone: an encoder of this host may still put, one that works renews
-_FETCHES, _MAX_PREFETCHES = 3, 256  # at one time; in line, beyond which further ones are refused: they are hints
+_FETCHES, _MAX_FETCHES = 3, 256  # at one time; in line, too: what finds none is asked for again
 _ANNOUNCED_S = 2.0  # a fetch that takes longer is in trouble, and moves nothing
 
 
@@ -60,14 +59,13 @@ class FeatureListener:
         self._wiring, self._pool, self._kept, self._changed = wiring, pool, kept, changed
         self._features, self._lock = features, lock
         self._trace = Trace(wiring.trace_path, wiring.instance)
-        # Only who prefills is worth prefetching for: D needs features after a preemption alone, and looks them up then.
-        self._prefetches = wiring.prefills and wiring.feature_prefetch == "event"
+        # Without metadata of its items no request is called before they are encoded, and none has arrived by then.
+        self._takes_all = wiring.prefills and wiring.feature_prefetch == "event"
         self._short: set[str] = set()  # encoders that wait for room
         self._no_room: set[str] = set()
         self._fetching: set[str] = set()  # the two guarded by the lock, too
         self._fetcher = ThreadPoolExecutor(_FETCHES, "epd-feature-fetch") if pool.state != "none" else None
         self._traffic = TrafficBoard(wiring.traffic)
-        self._ahead: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._touched_at = 0.0
         self._wake = WakeLine()
         self._closing = False
@@ -82,13 +80,6 @@ class FeatureListener:
     def ring(self) -> None:
         """There is something new to look for, or room for it."""
         self._wake.ring()
-
-    def look_ahead(self, keys: Iterable[str]) -> None:
-        """Look whether these are here, once. From any thread."""
-        if self._prefetches:
-            for key in keys:
-                self._ahead.put(key)
-            self._wake.ring()
 
     def close(self) -> None:
         """Fetches that have begun end at their own deadline."""
@@ -118,8 +109,6 @@ class FeatureListener:
                 if socket in ready:
                     for event in _at_hand(socket):
                         self._hear(event, time.monotonic())
-                while not self._ahead.empty():
-                    self._look_ahead(self._ahead.get())
                 self._look_for_all(time.monotonic())
                 self._touch(time.monotonic())
             except Exception:  # without its listener every request of this stage would wait for its deadline
@@ -156,7 +145,9 @@ class FeatureListener:
         key, here = event.key, event.host in ("", self._wiring.arena_id)
         with self._lock:
             self._features.counters["events"] += 1
-            waits = self._features.announced(key, now, afar=event.pooled)
+            self._features.announced(key, now, afar=event.pooled)
+            if self._takes_all and not event.metadata:
+                self._features.arrived([key], now)
             if not here and not event.pooled:
                 if self._fetcher is None:
                     self._features.failed(key, "not_pooled", now)
@@ -164,8 +155,6 @@ class FeatureListener:
                     self._features.hampered(key, "not_pooled", now + self._wiring.feature_wait_s)
                 return
         self._changed()
-        if not waits and self._prefetches and not self._look_ahead(key) and event.pooled:
-            self._fetch(key, needed=False)
 
     # --- look-ups ---------------------------------------------------------------------------------------------------
 
@@ -181,18 +170,12 @@ class FeatureListener:
                 self._not_found(key)
                 continue
             with self._lock:
-                fetch = self._fetcher is not None and self._features.fetch_due(key, now)
-            if fetch:
-                self._fetch(key, needed=True)
+                free = key not in self._fetching and len(self._fetching) < _MAX_FETCHES
+                if self._fetcher is not None and free and self._features.fetch_due(key, now):
+                    self._fetching.add(key)
+                    self._fetcher.submit(self._fetch_now, key)
 
-    def _look_ahead(self, key: str) -> bool:
-        """Look whether it is here, for whoever needs it next."""
-        with self._lock:
-            if self._features.is_ready(key):
-                return True
-        return self._look_here(key, prefetch=True)
-
-    def _look_here(self, key: str, *, prefetch: bool = False) -> bool:
+    def _look_here(self, key: str) -> bool:
         """Whether it is here, and whole, or there is nothing more to do for it now."""
         try:
             lease = self._pool.arena.lease(key)
@@ -207,7 +190,7 @@ class FeatureListener:
             return True
         if lease is not None:
             with lease:
-                self._found(key, lease.nbytes, prefetch=prefetch)
+                self._found(key, lease.nbytes)
             return True
         with self._lock:
             news = self._features.missed(key)
@@ -215,9 +198,8 @@ class FeatureListener:
             idle_waiter.wake()  # its request may begin without it
         return False
 
-    def _found(self, key: str, nbytes: int, *, prefetch: bool) -> None:
+    def _found(self, key: str, nbytes: int) -> None:
         with self._lock:
-            self._features.counters["prefetched"] += prefetch and not self._features.wants(key)
             self._features.found(key, time.monotonic())
             self._no_room.discard(key)
         idle_waiter.wake()
@@ -244,22 +226,13 @@ class FeatureListener:
 
     # --- the second tier --------------------------------------------------------------------------------------------
 
-    def _fetch(self, key: str, *, needed: bool) -> None:
-        if self._fetcher is None:
-            return
-        with self._lock:
-            if key in self._fetching or not (needed or len(self._fetching) < _MAX_PREFETCHES):
-                return
-            self._fetching.add(key)
-        self._fetcher.submit(self._fetch_now, key, needed=needed)
-
-    def _fetch_now(self, key: str, *, needed: bool) -> None:
+    def _fetch_now(self, key: str) -> None:
         """On a thread of the fetcher's. One whose request has gone is not begun."""
         try:
             with self._lock:
-                begin = not needed or self._features.wants(key)
+                begin = self._features.wants(key, ahead=True)
             if begin and not self._closing:
-                self._fetched(key, prefetch=not needed)
+                self._fetched(key)
         except Exception:  # a key that stays in flight would never be fetched again
             logger.exception("second tier, feature %s", key)
         finally:
@@ -267,7 +240,7 @@ class FeatureListener:
                 self._fetching.discard(key)
             self._wake.ring()
 
-    def _fetched(self, key: str, *, prefetch: bool) -> None:
+    def _fetched(self, key: str) -> None:
         why = "missing"
         try:
             with self._traffic.announce("fetch", _ANNOUNCED_S):
@@ -284,7 +257,7 @@ class FeatureListener:
             with lease:
                 with self._lock:
                     self._features.counters["fetched"] += 1
-                self._found(key, lease.nbytes, prefetch=prefetch)
+                self._found(key, lease.nbytes)
             return
         now = time.monotonic()
         with self._lock:
