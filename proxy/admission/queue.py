@@ -145,7 +145,8 @@ class Ticket(Struct, eq=False):
         """Its turn has come."""
         queue, now = self.queue, self.queue.now()
         self.sized(self.need)  # by what is known now
-        queue.shares.charge(self.account, self.work_s(stage), self.weight)
+        waiting = itertools.chain.from_iterable(queue.lines.values())
+        queue.shares.charge(self.account, self.work_s(stage), self.weight, waiting)
         if stage is Stage.ENCODE:
             self._hold(encoding=True)
         else:
