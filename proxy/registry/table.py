@@ -436,11 +436,13 @@ class InstanceTable:
         done = min(pending, row.rate * (time.monotonic() - row.stage_at))
         tokens = load(role, whole(tallies), report, row.counted, both_halves=row.instance.both_halves) - done - ahead
         unseen = min(kv.held_weight, kv.acquired_weight - row.kv_given) / PER_UNIT
+        shared_tokens, requests = self._shared(row, held)
         return Credit(
             role,
             max(0.0, tokens),
             row.rate,
-            *self._shared(row, held),
+            shared_tokens,
+            requests if shared_tokens else max(held, report.waiting + report.running),
             sequences=seats(report, held, unreported) if role.decodes else math.inf,
             kv_tokens=kv_room(report, unseen) if role.decodes else math.inf,
         )
