@@ -118,7 +118,6 @@ class Ticket(Struct, eq=False):
         """
         if self.served or self.line is not None or self.queue.lines[stage] or not self.queue.has_room(self, stage):
             return False
-        self._stands(stage)
         self.go(stage, ahead=ahead)
         return True
 
@@ -146,8 +145,9 @@ class Ticket(Struct, eq=False):
         """Its turn has come."""
         queue, now = self.queue, self.queue.now()
         self.sized(self.need)  # by what is known now
-        waiting = itertools.chain.from_iterable(queue.lines.values())
-        queue.shares.charge(self.account, self.work_s(stage), self.weight, waiting)
+        if queue.anybody:  # else it is held against nobody
+            waiting = itertools.chain.from_iterable(queue.lines.values())
+            queue.shares.charge(self.account, self.work_s(stage), self.weight, waiting)
         if stage is Stage.ENCODE:
             self._hold(encoding=True)
         else:
@@ -170,9 +170,11 @@ class Ticket(Struct, eq=False):
         return self.service.encode_work_s if stage is Stage.ENCODE else self.service.prefill_work_s
 
     def due(self) -> float:
-        """For the stages, where least is soonest, on the queue's clock: as it stands, and of a late one as of one that
-        has just come."""
+        """For the stages, where least is soonest, on the queue's clock: as it would stand in line, and of a late one as
+        of one that has just come."""
         now = self.queue.now()
+        if self.line is None:
+            self._stands(Stage.SERVE)
         return self.stand.rank if self.stand.late_at >= now else now + self.slo_s
 
     def encoded(self) -> None:
