@@ -290,8 +290,12 @@ class Cluster:
     async def idle(self) -> None:
         """Wait until nothing is in flight anywhere; fails after a while, naming what is left."""
         async with asyncio.timeout(PATIENCE_S):
-            while in_flight(self.table) or self.metric("epd_proxy_in_flight"):
+            while counted(self.table) or self.metric("epd_proxy_in_flight"):
                 await asyncio.sleep(0.005)
+        queue = self.pipeline.gate.queue
+        assert not queue.anybody and not any(queue.owed.values()) and not any(queue.work_s.values()), "in the lines"
+        assert not self.pipeline.gate.waiters
+        assert all((use.waiting, use.encoding, use.served) == (0, 0, 0) for use in queue.use.values()), "of places"
         for stage in self.stages.values():
             await stage.until(lambda stage: stage.active == 0)
 
@@ -299,6 +303,12 @@ class Cluster:
 def in_flight(table: InstanceTable) -> int:
     """Leases that are not released yet, on instances that are there."""
     return sum(sum(view.in_flight.values()) for view in table.snapshot())
+
+
+def counted(table: InstanceTable) -> int:
+    """The same with what is counted aside of them."""
+    lives = [view.instance.incarnation_id for view in table.snapshot()]
+    return sum(tally.held for life in lives for tally in table._ledger.tallies(life).values())
 
 
 def api_keys(*words: str, **limits: int) -> ApiKeys:
