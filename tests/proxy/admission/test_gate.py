@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from epd_serve.errors import ConfigError
-from epd_serve.wire import StageReport
+from epd_serve.wire import StageReport, StoreReport
 from proxy.admission.gate import Gate
 from proxy.admission.queue import Kind, Stage
 from proxy.config.limits import AdmissionLimits, Slo
@@ -310,6 +310,36 @@ async def test_what_others_have_encoded_waits_for_no_encoder() -> None:
         released.set()
         assert {(await one).status_code for one in requests} == {200}
         assert len(c["E0"].calls) == 1
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+async def test_who_waits_for_an_instance_after_its_turn_keeps_nobody_else_waiting(stage: Stage) -> None:
+    """For one that is on its way, or whose store has room again: what its turn owes is settled before that."""
+    patient = replace(QUICK, instance_wait_s=PATIENCE_S)
+    async with cluster("E0", "P0", "D0", config=settings(timeouts=patient)) as c:
+        c["E0"].usual = encodes()
+        queue, life = c.pipeline.gate.queue, c.instances["E0"].incarnation
+        if stage is Stage.ENCODE:
+            c.table.report(StoreReport("E0", life, 1, 1, 1, waiting_puts=1))
+            requests = [asyncio.create_task(c.ask(data_url(image_file(color=color)))) for color in ("red", "blue")]
+            async with asyncio.timeout(PATIENCE_S):
+                while queue.encoding != 2:
+                    await asyncio.sleep(0.002)
+        else:
+            c.table.want(tuple(one.role for one in c.instances.values()))
+            c.table.mark_down("P0", "not yet")
+            requests = [asyncio.create_task(c.client.post(CHAT, json=text_body())) for _ in range(2)]
+            async with asyncio.timeout(PATIENCE_S):
+                while queue.served(Kind.TEXT) != 2:
+                    await asyncio.sleep(0.002)
+        async with asyncio.timeout(PATIENCE_S):
+            while any(queue.owed.values()):
+                await asyncio.sleep(0.002)
+        assert not any(one.done() for one in requests) and not queue.anybody
+        c.table.report(StoreReport("E0", life, 1, 1, 2, waiting_puts=0))
+        c.table.mark_up("P0")
+        assert [(await one).status_code for one in requests] == [200, 200]
+        await c.idle()
 
 
 async def test_who_stops_waiting_is_not_called_while_the_rest_of_the_request_is_taken_down() -> None:
