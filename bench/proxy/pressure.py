@@ -1,4 +1,4 @@
-"""What order and room in front of the stages do when there is more work than time: three loads over simulated stages.
+"""What order and room in front of the stages do when there is more work than time: four loads over simulated stages.
 
 mixed: prompts of 32,000 and 500 tokens, half of all tokens each, at 0.9 of what four P compute. How much of them is
 used: tokens computed within the window over those that could have been, where one P computes a prompt in one piece
@@ -7,6 +7,9 @@ before its first token.
 deadlines: requests with 1 to 16 images at 0.8, 1.0 and 1.2 of what four E encode, each with a limit for its first token
 of three times what it takes alone. The share that keep it, in the order of deadlines and in order of arrival
 (`admission.order=fcfs`).
+
+videos: texts and small images, each alone and then beside clips: an item of 6,400 tokens that cannot be cut (here a
+large image has as many). The p99 of the first token of text and small images beside clips over that alone, the worse.
 
 tenants: one sends ten times its share of what two P compute, the other 0.8 of its own. The other's p99 over that of the
 same requests alone.
@@ -45,6 +48,7 @@ ENCODE = {
     "feature_bytes_per_token": 64,
     "capacity": {"max_running": 64, "step_tokens": 8192, "kv_tokens": 262_144, "encoder_tokens": IMAGE_TOKENS},
 }
+CLIP_SIDE, CLIP_S, CLIP_LOAD, SMALL_LOAD, TEXT_RPS = 2240, 2.0, 0.4, 0.25, 8.0
 LOADS = (0.8, 1.0, 1.2)
 SLO_FACTOR = 3.0
 ORDERS = {"fcfs": ("--proxy", "admission.order=fcfs"), "deadline": ()}
@@ -55,6 +59,7 @@ GOALS = (
     Goal("prefill_utilisation_mixed", ">=", 0.85, "0.9 is offered"),
     Goal("short_prompt_p99_ratio", "<=", 2.0, "the same, beside long ones over alone"),
     Goal("slo_points_over_fcfs", ">=", 20.0, "as many as are offered can be encoded"),
+    Goal("small_beside_video_p99_ratio", "<=", 1.5, "text and small images"),
     Goal("other_tenant_p99_ratio", "<=", 1.3, "one tenant at ten times its share"),
 )
 
@@ -142,6 +147,31 @@ def _images(launch: Served, count: int, fresh: Iterator[int], slo_s: float | Non
     return Request.of(body, headers={"x-epd-slo-ttft-ms": f"{slo_s * 1e3:.0f}"} if slo_s is not None else {})
 
 
+def _videos(sender: SenderProcess, quick: bool) -> Iterator[Row]:
+    seconds = 30.0 if quick else 90.0
+    with simulated(f"{ENCODERS}E-P-D", ENCODE) as launch:
+        fresh = iter(range(1_000_000))
+
+        def images(kind: str, side: int, rate_rps: float) -> Flow:
+            at = dues(rate_rps * seconds, seconds, kind)
+            bodies = [image_body(launch.model, side=side, answer=ANSWER, stream=True, seed=next(fresh)) for _ in at]
+            return Flow([*map(Request.of, bodies)], kind, dues=at)
+
+        def few() -> list[Flow]:
+            at = dues(TEXT_RPS * seconds, seconds, "text")
+            texts = [text_body(launch.model, tokens=SHORT, answer=ANSWER, stream=True, seed=next(fresh)) for _ in at]
+            small = images("small", IMAGE_SIDE, SMALL_LOAD * ENCODERS / IMAGE_S)
+            return [Flow([*map(Request.of, texts)], "text", dues=at), small]
+
+        runs = {"warm": sender.run(launch.url, images("clip", CLIP_SIDE, 4 / seconds), within_s=seconds)}
+        runs["alone"] = sender.run(launch.url, *few())
+        runs["beside"] = sender.run(launch.url, *few(), images("clip", CLIP_SIDE, CLIP_LOAD * ENCODERS / CLIP_S))
+    for when, run in runs.items():
+        for kind in ("text", "small", "clip"):
+            if own := [one for one in run.rows if one.kind == kind]:
+                yield {"kind": kind, "when": when, **counted(own)}
+
+
 def _tenants(sender: SenderProcess, quick: bool) -> Iterator[Row]:
     seconds, rounds, fresh = *((20.0, 1) if quick else (60.0, 3)), iter(range(1_000_000))
     capacity_rps = TENANT_PREFILLERS * RATE / TENANT_TOKENS
@@ -164,7 +194,12 @@ def _tenants(sender: SenderProcess, quick: bool) -> Iterator[Row]:
                     yield {"tenant": tenant, "when": when, "round": turn, **counted(own)}
 
 
-PARTS = {"pressure-mixed": _mixed, "pressure-deadlines": _deadlines, "pressure-tenants": _tenants}
+PARTS = {
+    "pressure-mixed": _mixed,
+    "pressure-deadlines": _deadlines,
+    "pressure-videos": _videos,
+    "pressure-tenants": _tenants,
+}
 
 
 def counted(records: Sequence[RequestRecord]) -> Row:
@@ -189,6 +224,11 @@ def figures(parts: dict[str, list[Row]]) -> dict[str, float]:
         named["slo_points_over_fcfs"] = round(
             100 * (named["slo_attained_deadline_1"] - named["slo_attained_fcfs_1"]), 2
         )
+    if videos := parts.get("pressure-videos"):
+        by = grouped(videos, "kind", "when")
+        p99 = {key: rows[0]["first_p99_ms"] for key, rows in by.items()}
+        ratios = [p99[kind, "beside"] / p99[kind, "alone"] for kind in ("text", "small")]
+        named["small_beside_video_p99_ratio"] = round(max(ratios), 3)
     if tenants := parts.get("pressure-tenants"):
         by = grouped(tenants, "tenant", "when")
         alone, beside = (median(by["quiet", when], "first_p99_ms") for when in ("alone", "beside"))

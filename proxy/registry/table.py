@@ -441,6 +441,7 @@ class InstanceTable:
             max(0.0, tokens),
             row.rate,
             *self._shared(row, held),
+            held,
             sequences=seats(report, held, unreported) if role.decodes else math.inf,
             kv_tokens=kv_room(report, unseen) if role.decodes else math.inf,
         )

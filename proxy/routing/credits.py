@@ -34,7 +34,7 @@ class Credit(Struct, frozen=True):
     Attributes:
         role: what it is. tokens: of its kind of work that it could compute now and has not: of prompts, or of items.
         rate: of those it computes a second; 0 while unknown.
-        shared_tokens: of a step, where requests share it (`StageReport`).
+        shared_tokens: of a step, where requests share it (`StageReport`). prompts: of how many that may be.
         requests: that it has.
         sequences: that it may have more of; infinite where it does not decode.
         kv_tokens: for whose KV it has room; infinite where nobody knows.
@@ -44,6 +44,7 @@ class Credit(Struct, frozen=True):
     tokens: float = 0.0
     rate: float = 0.0
     shared_tokens: int = 0
+    prompts: int = 0
     requests: int = 0
     sequences: float = math.inf
     kv_tokens: float = math.inf
@@ -51,7 +52,7 @@ class Credit(Struct, frozen=True):
     def before_s(self, cost: float, usual: float) -> float:
         """Seconds that are before work of so many tokens: nothing where it has its part of the next step, beside all
         that are there. `usual`: rate of its kind."""
-        if self.requests * cost <= self.shared_tokens:
+        if self.shared_tokens and self.prompts * cost <= self.shared_tokens:
             return 0.0
         return self.tokens / (self.rate or usual)
 
@@ -107,12 +108,14 @@ def _may_decode(one: Credit, need: Need) -> bool:
 
 
 class Service(Struct, frozen=True):
-    """Seconds that a request needs of the stages by itself, and of one instance's time: encode, then prefill."""
+    """Seconds that a request needs of the stages by itself, and of one instance's time: encode, then prefill.
+    `longest_item_s`: of its items, the one that takes longest."""
 
     encode_s: float = 0.0
     prefill_s: float = 0.0
     encode_work_s: float = 0.0
     prefill_work_s: float = 0.0
+    longest_item_s: float = 0.0
 
 
 class Speeds(Struct, frozen=True):
@@ -147,7 +150,8 @@ class Speeds(Struct, frozen=True):
         if not need.items:
             return Service(prefill_s=prefill_s, prefill_work_s=prefill_s)
         share = share_of(need.items, self.encoders)
-        return Service(share / self.encode, prefill_s, sum(need.items) / self.encode, prefill_s)
+        longest_s = max(need.items) / self.encode
+        return Service(share / self.encode, prefill_s, sum(need.items) / self.encode, prefill_s, longest_s)
 
 
 def seats(report: StageReport, held: int, otherwise: int) -> int:
