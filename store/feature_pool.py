@@ -13,8 +13,8 @@ from collections import Counter
 from typing import Literal
 
 from store.arena import Arena, Lease, Reservation
-from store.checksum import verify_payload
 from store.errors import CorruptFeatureError, StoreError, StoreFullError, StoreUnavailableError
+from store.feature import verify_payload
 from store.mooncake.client import MooncakeConfig
 from store.mooncake.tier import MooncakeStore
 

@@ -38,9 +38,19 @@ from store.arena.file import (
     open_file,
 )
 from store.arena.table import SlotTable
-from store.checksum import Buffer, Bytes, as_bytes, copy, copy_with_checksum, verify_payload
 from store.errors import CorruptFeatureError, StoreError
-from store.feature import FeatureEntry, FeatureMeta, StoreStats, checked_key
+from store.feature import (
+    Buffer,
+    Bytes,
+    FeatureEntry,
+    FeatureMeta,
+    StoreStats,
+    as_bytes,
+    checked_key,
+    copy,
+    copy_with_checksum,
+    verify_payload,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -4,25 +4,31 @@ What Mooncake listens on (0.3.13.post1, TCP, read from /proc/net/tcp and tcp6): 
 address it is given. Every client opens two more, whether it gives memory or not: its handshake port (0.0.0.0, the
 15000s and 16000s) and its data port (::, likewise). Neither can be bound to one address: `MC_TCP_BIND_ADDRESS` only
 chooses which address is *announced* to peers. Nothing authenticates them, and the data port reads and writes the
-client's registered memory: a filter makes them answer at that address only (`store.port_filter`), and where it is not
+client's registered memory: a filter makes them answer at that address only (`store.addresses`), and where it is not
 loopback they belong behind a firewall.
 
 `setup` holds the GIL until the master answers, so we connect a socket to the master first, and Mooncake's own limits,
 30 s and more, are lowered (unless the environment sets them): they bound how long a call that we gave up holds memory.
+
+Its Ascend transport (`ascend_direct_transport.cpp`) asks more of its callers. Each thread has set the device
+(`MooncakeConfig.begin_thread`). Memory is registered without saying whose it is, so it has to be memory that CANN
+allocated (`host_memory`): shared memory and plain mmap are refused. And a process has one Transfer Engine, which KV
+links and features share (`process_engine`); over TCP and RDMA each has its own.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from store.addresses import environment_at
+from store.addresses import environment_at, reachable_only_at
 from store.errors import StoreError, StoreUnavailableError
-from store.port_filter import reachable_only_at
+from store.feature import Bytes
 
 _ENVIRONMENT = {
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # we retry; its 20 retries take 90 s
@@ -33,7 +39,13 @@ _ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
 }
 LEAST_SEGMENT_BYTES = 16 << 20
+ASCEND = "ascend"
 INSTALL = "pip install 'epd-serve[mooncake]' (mooncake-cuda or mooncake-npu there), and apt-get install libibverbs1"
+
+_FOREIGN = (
+    "its transport takes no memory but what CANN allocated; give it some of the device's own "
+    "(`host_memory`: `DeviceMemory.host_buffer`), neither mmap nor shared memory"
+)
 
 Part = tuple[int, int]  # address, bytes; within registered memory
 
@@ -109,6 +121,12 @@ class MooncakeConfig:
         threads: calls at one time.
         failures_to_open, probe_after_s: of the breaker (`store.mooncake.breaker`).
         namespace: put before every key, so that one master can serve other uses.
+        begin_thread: called by each thread of ours before it calls Mooncake.
+        host_memory: makes flat memory that the transport takes, of so many bytes at least; features are copied through
+            it. None: any memory will do, and features are moved where they lie.
+
+    Raises:
+        StoreError: too small a segment, or memory that the transport will refuse.
     """
 
     master: str
@@ -123,12 +141,16 @@ class MooncakeConfig:
     failures_to_open: int = 2
     probe_after_s: float = 1.0
     namespace: str = "epd/"
+    begin_thread: Callable[[], None] = lambda: None
+    host_memory: Callable[[int], Bytes] | None = None
 
     def __post_init__(self) -> None:
         if 0 < self.segment_bytes < LEAST_SEGMENT_BYTES:
             raise StoreError(
                 f"Mooncake takes no segment of {self.segment_bytes} bytes: 0, or {LEAST_SEGMENT_BYTES} and up"
             )
+        if self.protocol == ASCEND and self.host_memory is None:
+            raise StoreError(f"Mooncake over ascend: {_FOREIGN}")
 
 
 def load_mooncake(host: str) -> Any:
@@ -147,6 +169,44 @@ def load_mooncake(host: str) -> Any:
     return mooncake.store
 
 
+_process_engines: list[Any] = []  # none or one
+_one_begins = threading.Lock()
+
+
+def begin_engine(make: Callable[[], Any], host: str, protocol: str) -> Any:
+    """A Transfer Engine that listens at `host` alone, without a metadata server.
+
+    Raises:
+        StoreError: it does not start.
+    """
+    engine = make()
+    with reachable_only_at(host):  # it binds its ports to every address
+        if engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
+            raise StoreError(f"Mooncake's Transfer Engine does not start on {host} with protocol {protocol}")
+    return engine
+
+
+def transfer_engine() -> Any:
+    """A new `mooncake.engine.TransferEngine`. Raises StoreError where Mooncake does not load."""
+    try:
+        from mooncake.engine import TransferEngine
+    except ImportError as error:
+        raise StoreError(f"Mooncake does not load ({error}): {INSTALL}") from error
+    return TransferEngine()
+
+
+def process_engine(make: Callable[[], Any], host: str, protocol: str) -> Any:
+    """The Transfer Engine that all of this process share. Whoever asks first begins it, on the device of their thread.
+
+    Raises:
+        StoreError: Mooncake does not load, or the engine does not start.
+    """
+    with _one_begins:
+        if not _process_engines:
+            _process_engines.append(begin_engine(make, host, protocol))
+        return _process_engines[0]
+
+
 class MooncakeClient:
     """Connected for its whole life; it reconnects by itself when its master returns. Thread-safe."""
 
@@ -160,6 +220,11 @@ class MooncakeClient:
         module = load_mooncake(config.host)
         _reach(config.master, config.timeout_s)
         self._store: Any = module.MooncakeDistributedStore()
+        self._ascend = config.protocol == ASCEND
+        self._registered: list[int] = []
+        shared = None
+        if self._ascend:
+            shared = process_engine(transfer_engine, config.host, config.protocol).get_engine()
         with reachable_only_at(config.host):
             code = self._store.setup(
                 config.host,
@@ -169,6 +234,7 @@ class MooncakeClient:
                 config.protocol,
                 config.device_names,
                 config.master,
+                shared,
             )
         if code != 0:
             raise StoreError(f"Mooncake: its client of the master at {config.master} does not come up ({code})")
@@ -177,11 +243,15 @@ class MooncakeClient:
             self._placement.preferred_segment = self._store.get_hostname()
 
     def register(self, address: int, nbytes: int) -> None:
-        """Makes memory usable in `put` and `get`."""
+        """Makes memory usable in `put` and `get`. Raises StoreError where the transport refuses it."""
         if self._store.register_buffer(address, nbytes) != 0:
-            raise StoreError(f"Mooncake: registering {nbytes} bytes at {address:#x} failed")
+            why = f": {_FOREIGN}" if self._ascend else " failed"
+            raise StoreError(f"Mooncake: registering {nbytes} bytes at {address:#x}{why}")
+        self._registered.append(address)
 
     def unregister(self, address: int) -> None:
+        """Before the memory goes."""
+        self._registered.remove(address)
         if self._store.unregister_buffer(address) != 0:
             raise StoreError(f"Mooncake: unregistering {address:#x} failed")
 
@@ -223,6 +293,8 @@ class MooncakeClient:
 
     def close(self) -> None:
         """Leaves the store; what lies in this process's memory is lost to it. Holds the GIL, up to seconds."""
+        for address in self._registered:  # which an engine that others use would keep
+            self._store.unregister_buffer(address)
         self._store.close()
 
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from store.arena import Arena, Lease
-from store.checksum import Buffer
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
-from store.feature import FeatureMeta
+from store.feature import Buffer, FeatureMeta
 from store.feature_pool import FeaturePool
 from store.mooncake.tier import MooncakeStore
 from tests.store.conftest import Master
@@ -88,10 +87,10 @@ def open_tier(request: pytest.FixtureRequest, arena_path: Path) -> Iterator[Open
 
     yield open_one
     for remote in shared:  # a pool lives as long as its tiers; here this tier outlives the pool's arena
-        for address, _ in remote._registered[2:]:
+        for address, _ in remote._registered:
             assert remote.client is not None
             remote.client.unregister(address)
-        del remote._registered[2:]
+        remote._registered.clear()
     for one in left:
         one.close()
     for tier in opened:
@@ -125,7 +124,7 @@ def flip_a_bit(tier: Tier, key: str) -> None:
     lease.release()
     if isinstance(tier, Stacked):
         remote: Any = tier.pool._remote
-        place = remote.client._store.get_replica_desc(remote._name(key))[0].get_memory_descriptor().buffer_descriptor
+        place = remote.client._store.get_replica_desc(remote.config.namespace + key)[0].get_memory_descriptor().buffer_descriptor
         ctypes.c_uint8.from_address(place.buffer_address + 5).value ^= 16
 
 

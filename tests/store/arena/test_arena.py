@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import store.arena.arena
-import store.checksum
+import store.feature
 from store.arena import Arena
-from store.checksum import Bytes, checksum
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
+from store.feature import Bytes, checksum
 from tests.store.conftest import CAPACITY
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -322,7 +322,7 @@ def test_a_corrupt_feature_that_could_not_be_dropped_for_the_lock_goes_by_itself
         neighbour.enter_context(arena._index())
         return checksum(data)
 
-    monkeypatch.setattr(store.checksum, "checksum", checksum_while_the_neighbour_comes)
+    monkeypatch.setattr(store.feature, "checksum", checksum_while_the_neighbour_comes)
     with neighbour, pytest.raises(CorruptFeatureError, match="k: checksum"):
         impatient.lease("k")
     monkeypatch.undo()
