@@ -116,7 +116,7 @@ class DeployConfig(EndpointConfig):
         arena_mib: shared memory for features on each host, MM Store tier 1 (0: a 64th of the host's memory per encoder,
             from 256 MiB to 8 GiB, as far as /dev/shm has it).
         mm_store: where features lie: arena (this host's shared memory), mooncake (arena and Mooncake Store), auto
-            (arena; with Mooncake on several nodes or when --mooncake-master is given); NPUs have the arena alone.
+            (arena; with Mooncake on several nodes, but of NPUs, or when --mooncake-master is given).
         mooncake_master: HOST:PORT of a running mooncake_master (default: start one if it is needed).
         mooncake_segment_mib: memory that each encoder gives to the Mooncake Store.
         recompute_limit: requests with lost features that one instance recomputes at a time.

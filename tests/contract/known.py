@@ -42,7 +42,7 @@ KNOWN: tuple[Known, ...] = (
         _NPU,
         "store/mooncake/master.py",
         "--metrics_host",
-        "Its `mooncake_master` ends at once with `unknown command line flag`. It is never started: NPUs have no second "
-        "tier (`deploy/options/mooncake.py`).",
+        "Its `mooncake_master` ends at once with `unknown command line flag`. It is never started: `what_is_missing` "
+        "(`deploy/options/mooncake.py`) refuses it by its version.",
     ),
 )
