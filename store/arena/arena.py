@@ -300,18 +300,13 @@ class Arena:
             CorruptFeatureError: the checksum does not match; the feature is dropped.
             StoreError: the arena does not answer.
         """
-        name = _digest(key)
-        with self._index() as table:
-            slot = table.find_ready(name)
-            table.header[H_MISSES if slot is None else H_HITS] += 1
-            if slot is None:
-                return None
-            table.pin(slot, self._row())
-            lease = Lease(self, slot, table.offset[slot], table.meta(slot, key))
-            stored = self.memory()[lease.offset : lease.offset + lease.nbytes]
+        found = self.lease_all([key])
+        if found is None:
+            return None
+        (lease,) = found
         if verify:
             try:
-                verify_payload(lease.meta, stored)
+                verify_payload(lease.meta, as_bytes(lease.view(), key))
             except BaseException as error:
                 self._soon(partial(self._end, lease, corrupt=isinstance(error, CorruptFeatureError)))
                 raise

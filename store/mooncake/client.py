@@ -224,7 +224,8 @@ class MooncakeClient:
         self._registered: list[int] = []
         shared = None
         if self._ascend:
-            shared = process_engine(transfer_engine, config.host, config.protocol).get_engine()
+            engine = process_engine(transfer_engine, config.host, config.protocol)
+            shared = engine.get_engine()
         with reachable_only_at(config.host):
             code = self._store.setup(
                 config.host,
