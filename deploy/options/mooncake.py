@@ -42,7 +42,7 @@ def choose_pool(
     """Does the launch use Mooncake as second tier? And the warnings to show.
 
     `auto` means the arena alone on one host, and Mooncake beside it on several nodes or where a master is given; where
-    Mooncake cannot do it `auto` stays with each node's arena and says so, and on NPUs, where nobody has seen it come up.
+    Mooncake cannot do it `auto` stays with each node's arena and says so; so it does on NPUs (`_ON_NPUS`).
 
     Args:
         several: features may have to go from one node to another.

@@ -22,6 +22,7 @@ from typing import Self
 import xxhash
 
 from store.arena.file import (
+    ALIGNMENT,
     H_CAPACITY,
     H_CORRUPT,
     H_EVICTIONS,
@@ -198,7 +199,6 @@ class Arena:
         *,
         slots: int = 4096,
         owners: int = 128,
-        alignment: int = 4096,
         prefault: bool = True,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> Self:
@@ -206,17 +206,16 @@ class Arena:
 
         Args:
             path: a file that does not exist yet, under /dev/shm.
-            capacity_bytes: room for features, rounded up to `alignment`.
+            capacity_bytes: room for features, rounded up to whole pages.
             slots: most features at one time.
             owners: most processes at one time.
-            alignment: every feature starts at a multiple of it, in bytes; a power of two.
             prefault: fill this process's page tables now.
             lock_timeout_s: longest wait for the index.
 
         Raises:
             StoreError: the file exists, or the memory is not there.
         """
-        make_file(Path(path), Geometry(align_up(capacity_bytes, alignment), slots, owners, alignment))
+        make_file(Path(path), Geometry(align_up(capacity_bytes, ALIGNMENT), slots, owners))
         try:
             return cls.attach(path, prefault=prefault, lock_timeout_s=lock_timeout_s)
         except BaseException:
@@ -341,28 +340,6 @@ class Arena:
             for name in names:
                 if (slot := table.find_ready(name)) is not None:
                     table.touch(slot)
-
-    def get_into(self, key: str, dest: Buffer, *, verify: bool = True) -> FeatureMeta | None:
-        """Copies the feature to the start of `dest`; None when it is missing. `dest` is untouched unless it succeeds.
-
-        Raises:
-            CorruptFeatureError: the checksum does not match; the feature is dropped.
-            StoreError: `dest` is too small or read-only, or the arena does not answer.
-        """
-        target = as_bytes(dest, "dest")
-        if not target.flags.writeable:
-            raise StoreError("dest is read-only")
-        lease = self.lease(key, verify=verify)
-        if lease is None:
-            return None
-        with lease:
-            if target.nbytes < lease.nbytes:
-                raise StoreError(f"dest of {target.nbytes} bytes for a feature of {lease.nbytes}")
-            stored = self.memory()[lease.offset : lease.offset + lease.nbytes]
-            copy(target[: lease.nbytes], stored)
-            if lease._incarnation is not self._incarnation:
-                raise StoreError("arena: closed during the copy")
-            return lease.meta
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of a feature that *this* process leases (`Lease.offset`, `Lease.nbytes`), read-only and uncopied.

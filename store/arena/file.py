@@ -25,11 +25,12 @@ from store.errors import StoreError
 from store.feature import RECORD_BYTES
 
 MAGIC = int.from_bytes(b"EPDarena", "little")
-VERSION = 3
-PAGE, WORD = 4096, 8
+VERSION = 4
+ALIGNMENT = PAGE = 4096  # every feature starts a page
+WORD = 8
 
-# Words of the header. The first six fix the layout. HOLDER: pid of whoever has the lock, for people.
-H_MAGIC, H_VERSION, H_CAPACITY, H_SLOTS, H_OWNERS, H_ALIGNMENT, H_HOLDER = range(7)
+# Words of the header. The first five fix the layout. HOLDER: pid of whoever has the lock, for people.
+H_MAGIC, H_VERSION, H_CAPACITY, H_SLOTS, H_OWNERS, H_HOLDER = range(6)
 H_PUTS, H_HITS, H_MISSES, H_EVICTIONS, H_CORRUPT, H_RECLAIMED = range(8, 14)
 H_SLOTS_USED, H_ROWS_USED = 14, 15  # slots and owner rows behind these were never used
 HEADER_WORDS = 64
@@ -54,16 +55,14 @@ class Geometry:
     """The sizes that fix a file's layout: header | columns of the slot table | features.
 
     Attributes:
-        capacity_bytes: room for features, a multiple of `alignment`.
+        capacity_bytes: room for features, whole pages.
         slots: most features at one time.
         owners: most processes at one time.
-        alignment: every feature starts at a multiple of it, in bytes.
     """
 
     capacity_bytes: int
     slots: int
     owners: int
-    alignment: int
 
     COLUMNS: ClassVar[dict[str, Column]] = {
         "state": ("B", 1),
@@ -77,10 +76,8 @@ class Geometry:
     """Of the slot table (`store.arena.table`): the format of a value, and how many a slot has."""
 
     def __post_init__(self) -> None:
-        if self.alignment < 64 or self.alignment & (self.alignment - 1):
-            raise StoreError(f"arena: alignment {self.alignment} is not a power of two of at least 64")
-        if self.capacity_bytes < self.alignment or self.capacity_bytes % self.alignment:
-            raise StoreError(f"arena: capacity {self.capacity_bytes} is not a positive multiple of {self.alignment}")
+        if self.capacity_bytes < ALIGNMENT or self.capacity_bytes % ALIGNMENT:
+            raise StoreError(f"arena: capacity {self.capacity_bytes} is not a positive multiple of {ALIGNMENT}")
         if not 1 <= self.slots <= 1 << 20 or not 1 <= self.owners <= 1 << 12:
             raise StoreError(f"arena: {self.slots} slots or {self.owners} processes is out of range")
 
@@ -99,7 +96,7 @@ class Geometry:
     def data_byte(self) -> int:
         """Where the features start."""
         start, nbytes, _ = self.columns()["leases"]
-        return align_up(start + nbytes, max(self.alignment, PAGE))
+        return align_up(start + nbytes, PAGE)
 
     @property
     def file_bytes(self) -> int:
@@ -118,8 +115,8 @@ def make_file(path: Path, geometry: Geometry) -> None:
         raise StoreError(f"arena {path}: {error.strerror}") from error
     try:
         os.posix_fallocate(fd, 0, geometry.file_bytes)
-        sizes = (geometry.capacity_bytes, geometry.slots, geometry.owners, geometry.alignment)
-        os.pwrite(fd, struct.pack("=5Q", VERSION, *sizes), WORD * H_VERSION)
+        sizes = (geometry.capacity_bytes, geometry.slots, geometry.owners)
+        os.pwrite(fd, struct.pack("=4Q", VERSION, *sizes), WORD * H_VERSION)
         os.pwrite(fd, struct.pack("=Q", MAGIC), WORD * H_MAGIC)  # last: before it, nobody takes this for an arena
     except OSError as error:
         path.unlink(missing_ok=True)
@@ -155,7 +152,7 @@ def _read_geometry(fd: int, path: Path) -> Geometry:
         raise StoreError(f"arena {path}: {error.strerror}") from error
     if len(header) < HEADER_WORDS * WORD:
         raise StoreError(f"{path} is not an arena: {len(header)} bytes")
-    magic, version, *sizes = struct.unpack_from("=6Q", header)
+    magic, version, *sizes = struct.unpack_from("=5Q", header)
     if magic != MAGIC:
         raise StoreError(f"{path} is not an arena")
     if version != VERSION:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from store.arena.file import (
+    ALIGNMENT,
     H_EVICTIONS,
     H_RECLAIMED,
     H_ROWS_USED,
@@ -206,7 +207,7 @@ class SlotTable:
     def _make_room(self, nbytes: int) -> tuple[int, int]:
         """A free slot, and the offset of room of so many bytes. What the dead hold goes first, then what was used least
         recently."""
-        span = align_up(nbytes, self._geometry.alignment)
+        span = align_up(nbytes, ALIGNMENT)
         if span > self._geometry.capacity_bytes:
             raise StoreFullError(f"feature of {nbytes} bytes in an arena of {self._geometry.capacity_bytes}")
         place = self._place(span)
@@ -246,7 +247,7 @@ class SlotTable:
 
     def _spans(self) -> npt.NDArray[np.int64]:
         """The bytes of room that each feature takes."""
-        return (self._array(self.nbytes) + self._geometry.alignment - 1) & -self._geometry.alignment
+        return (self._array(self.nbytes) + ALIGNMENT - 1) & -ALIGNMENT
 
     def _leases(self) -> npt.NDArray[np.uint32]:
         """[rows, slots]"""

@@ -39,7 +39,7 @@ from store.arena import Arena
 from store.errors import StoreFullError
 from tests.soak.harness import Result, Soak
 from tests.soak.mooncake_get import timed
-from tests.store.conftest import CONTAINED
+from tests.store.conftest import CONTAINED, get_into
 
 Bytes = npt.NDArray[np.uint8]
 MODULE = "tests.soak.store_files"
@@ -220,7 +220,7 @@ def main(
         files.put(f"{writer}-{turn}{'-kept' * kept}", next(sources)[: size(turn)], kept=kept)
 
     def get_arena(turn: int) -> None:
-        missed["arena"] += arena.get_into(f"{writer}-{turn - AGE}", target(turn)) is None
+        missed["arena"] += get_into(arena, f"{writer}-{turn - AGE}", target(turn)) is None
 
     def target(turn: int) -> Bytes:
         return next(targets)[: size(turn - AGE)]

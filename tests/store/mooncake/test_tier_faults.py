@@ -239,7 +239,11 @@ def flip_in_segment(pool: FeaturePool, key: str, at: int) -> None:
     import ctypes
 
     remote: Any = pool._remote
-    place = remote.client._store.get_replica_desc(remote.config.namespace + key)[0].get_memory_descriptor().buffer_descriptor
+    place = (
+        remote.client._store.get_replica_desc(remote.config.namespace + key)[0]
+        .get_memory_descriptor()
+        .buffer_descriptor
+    )
     ctypes.c_uint8.from_address(place.buffer_address + at).value ^= 4
 
 
