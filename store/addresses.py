@@ -81,19 +81,13 @@ def destination_filter(address: str) -> list[tuple[int, int, int, int]]:
     A dual-stack socket sees IPv4 packets with their IPv4 header: one version is all to look for.
     """
     parsed = ipaddress.ip_address(address)
-    start = _V4_DESTINATION if parsed.version == 4 else _V6_DESTINATION
-    words = struct.unpack(f"!{len(parsed.packed) // 4}I", parsed.packed)
-    checks = [(_LOAD_BYTE, _NETWORK_HEADER, 0xF0, parsed.version << 4)]
-    checks += [(_LOAD_WORD, _NETWORK_HEADER + start + 4 * at, 0, word) for at, word in enumerate(words)]
-    program: list[tuple[int, int, int, int]] = []
-    total = sum(3 if mask else 2 for _, _, mask, _ in checks)
-    for load, offset, mask, wanted in checks:
-        program.append((load, 0, 0, offset))
-        if mask:
-            program.append((_AND, 0, 0, mask))
-        to_drop = total - len(program)  # over the remaining checks and the pass
-        program.append((_JUMP_EQUAL, 0, to_drop, wanted))
-    return [*program, (_RETURN, 0, 0, _PASS), (_RETURN, 0, 0, _DROP)]
+    start = _NETWORK_HEADER + (_V4_DESTINATION if parsed.version == 4 else _V6_DESTINATION)
+    program = [(_LOAD_BYTE, 0, 0, _NETWORK_HEADER), (_AND, 0, 0, 0xF0), (_JUMP_EQUAL, 0, 0, parsed.version << 4)]
+    for at, (word,) in enumerate(struct.iter_unpack("!I", parsed.packed)):
+        program += [(_LOAD_WORD, 0, 0, start + 4 * at), (_JUMP_EQUAL, 0, 0, word)]
+    drop = len(program) + 1  # behind the pass
+    jumps = [(code, 0, drop - at - 1 if code == _JUMP_EQUAL else 0, k) for at, (code, _, _, k) in enumerate(program)]
+    return [*jumps, (_RETURN, 0, 0, _PASS), (_RETURN, 0, 0, _DROP)]
 
 
 def _numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

@@ -5,7 +5,7 @@ A feature's record has a fixed size. It stands in the arena's slot, and in the s
 lies aligned and is fetched in place. It names the key and carries a checksum of itself: what was cut, mixed up or
 written by another version is refused, never served.
 
-    magic | version | length of what follows | (key, shape, dtype, nbytes, checksum) as msgpack | zeros | checksum
+    magic, version | (key, shape, dtype, nbytes, checksum, true) as msgpack | zeros | checksum
 
 The checksum (xxh3_64) finds flipped bits and torn writes, not forgeries: whoever can write the arena is trusted.
 Copying and checksumming release the GIL.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import mmap
 import operator
-import struct
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -35,10 +34,9 @@ Bytes: TypeAlias = "npt.NDArray[np.uint8]"  # [nbytes], contiguous
 MAX_KEY_BYTES, MAX_DTYPE_BYTES, MAX_DIMENSIONS = 192, 64, 8
 RECORD_BYTES = 384
 
-_MAGIC, _VERSION = b"EPDfeat\0", 2
-_HEAD, _SUM = struct.Struct("<8sHH"), struct.Struct("<Q")
-_SUM_AT = RECORD_BYTES - _SUM.size
-_fields = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], str, int, int])
+_MAGIC = b"EPDfeat\3"  # the last byte is the version
+_SUM_AT = RECORD_BYTES - 8
+_fields = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], str, int, int, bool])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +84,8 @@ def checked_key(key: str) -> bytes:
 
 def encoded(meta: FeatureMeta) -> bytes:
     """The record of a feature, of `RECORD_BYTES`."""
-    fields = msgspec.msgpack.encode(astuple(meta))
-    record = (_HEAD.pack(_MAGIC, _VERSION, len(fields)) + fields).ljust(_SUM_AT, b"\0")
-    return record + _SUM.pack(xxhash.xxh3_64_intdigest(record))
+    record = (_MAGIC + msgspec.msgpack.encode((*astuple(meta), True))).ljust(_SUM_AT, b"\0")
+    return record + xxhash.xxh3_64_digest(record)
 
 
 def decoded(record: bytes | memoryview, key: str = "", nbytes: int | None = None) -> FeatureMeta:
@@ -97,16 +94,14 @@ def decoded(record: bytes | memoryview, key: str = "", nbytes: int | None = None
     Raises:
         CorruptFeatureError: it is no record of ours, of another version, another key or another size.
     """
-    body, own_sum = bytes(record[:_SUM_AT]), bytes(record[_SUM_AT:])
-    if len(record) != RECORD_BYTES or not body.startswith(_MAGIC):
-        raise CorruptFeatureError(f"{key}: not a feature of ours")
-    _, version, length = _HEAD.unpack_from(body)
-    if version != _VERSION:
-        raise CorruptFeatureError(f"{key}: stored by version {version}; this is version {_VERSION}")
-    if own_sum != _SUM.pack(xxhash.xxh3_64_intdigest(body)):
-        raise CorruptFeatureError(f"{key}: its record is damaged")
+    body = bytes(record[:_SUM_AT])
+    if not body.startswith(_MAGIC):
+        raise CorruptFeatureError(f"{key}: not a feature, or stored by another version")
     try:
-        meta = FeatureMeta(*_fields.decode(body[_HEAD.size : _HEAD.size + length]))
+        if xxhash.xxh3_64_digest(body) != record[_SUM_AT:]:
+            raise StoreError("its checksum is another")
+        found = _fields.decode(body.removeprefix(_MAGIC).rstrip(b"\0"))[:-1]
+        meta = FeatureMeta(*found)
     except (msgspec.DecodeError, StoreError) as error:
         raise CorruptFeatureError(f"{key}: its record is damaged: {error}") from error
     if key and meta.key != key:

@@ -17,7 +17,9 @@ import os
 import struct
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
@@ -103,24 +105,33 @@ class Geometry:
         return self.data_byte + self.capacity_bytes
 
 
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """The kernel's refusals as StoreErrors."""
+    try:
+        yield
+    except BlockingIOError:  # somebody else has the lock
+        raise
+    except OSError as error:
+        raise StoreError(f"{what}: {error.strerror}") from error
+
+
 def make_file(path: Path, geometry: Geometry) -> None:
     """Makes the file, whole or not at all, readable and writable by this user only. All slots are free in it.
 
     Raises:
         StoreError: it exists, or there is no room for it.
     """
-    try:
+    with _named(f"arena {path}"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise StoreError(f"arena {path}: {error.strerror}") from error
     try:
-        os.posix_fallocate(fd, 0, geometry.file_bytes)
-        sizes = (geometry.capacity_bytes, geometry.slots, geometry.owners)
-        os.pwrite(fd, struct.pack("=4Q", VERSION, *sizes), WORD * H_VERSION)
-        os.pwrite(fd, struct.pack("=Q", MAGIC), WORD * H_MAGIC)  # last: before it, nobody takes this for an arena
-    except OSError as error:
+        with _named(f"arena {path}: {geometry.file_bytes} bytes"):
+            os.posix_fallocate(fd, 0, geometry.file_bytes)
+            os.pwrite(fd, struct.pack("=4Q", VERSION, *astuple(geometry)), WORD * H_VERSION)
+            os.pwrite(fd, struct.pack("=Q", MAGIC), WORD * H_MAGIC)  # last: before it, nobody takes this for an arena
+    except StoreError:
         path.unlink(missing_ok=True)
-        raise StoreError(f"arena {path}: {geometry.file_bytes} bytes: {error.strerror}") from error
+        raise
     finally:
         os.close(fd)
 
@@ -131,25 +142,20 @@ def open_file(path: Path) -> tuple[int, Geometry]:
     Raises:
         StoreError: no such file, or it is no arena of this version.
     """
-    try:
+    if not path.exists():
+        raise StoreError(f"arena {path}: not there; containers that share it need one /dev/shm (--ipc)")
+    with _named(f"arena {path}"):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError as error:
-        raise StoreError(f"arena {path}: not there; containers that share it need one /dev/shm (--ipc)") from error
-    except OSError as error:
-        raise StoreError(f"arena {path}: {error.strerror}") from error
     try:
-        return fd, _read_geometry(fd, path)
+        with _named(f"arena {path}"):
+            return fd, _read_geometry(fd, path)
     except BaseException:
         os.close(fd)
         raise
 
 
 def _read_geometry(fd: int, path: Path) -> Geometry:
-    try:
-        header = os.pread(fd, HEADER_WORDS * WORD, 0)
-        size = os.fstat(fd).st_size
-    except OSError as error:
-        raise StoreError(f"arena {path}: {error.strerror}") from error
+    header, size = os.pread(fd, HEADER_WORDS * WORD, 0), os.fstat(fd).st_size
     if len(header) < HEADER_WORDS * WORD:
         raise StoreError(f"{path} is not an arena: {len(header)} bytes")
     magic, version, *sizes = struct.unpack_from("=5Q", header)
@@ -169,12 +175,10 @@ def map_file(fd: int, geometry: Geometry, *, prefault: bool) -> memoryview:
     Raises:
         StoreError: no address space, or no memory to prefault.
     """
-    try:
+    with _named(f"arena: mapping {geometry.file_bytes} bytes"):
         mapping = mmap.mmap(fd, geometry.file_bytes)
         if prefault:
             _populate(mapping)
-    except OSError as error:
-        raise StoreError(f"arena: mapping {geometry.file_bytes} bytes: {error.strerror}") from error
     return memoryview(mapping)
 
 
@@ -274,12 +278,8 @@ class ArenaLocks:
         return kind != fcntl.F_UNLCK
 
     def _call(self, command: int, at: int, kind: int) -> bytes:
-        try:
+        with _named("arena: no locks of open file descriptions (fcntl) here"):
             return fcntl.fcntl(self._fd, command, _FLOCK.pack(kind, os.SEEK_SET, at, 1, 0))
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise StoreError(f"arena: no locks of open file descriptions (fcntl) here: {error.strerror}") from error
 
 
 def open_anew(fd: int) -> int:
