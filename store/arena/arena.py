@@ -1,6 +1,7 @@
 """Tier 1 of the MM Store: one shared-memory file per host holds the features of all its processes.
 
-Owns the order of things: room is taken and given under the arena's lock, bytes are copied and checked outside it.
+Owns the order of things: room is taken and features are pinned under the arena's lock, bytes are copied and checked
+outside it, and what a process gives back it gives back without it: nobody else writes to its row and its rooms.
 A key names one content for ever, so nothing is ever overwritten. A feature is readable only when its bytes and checksum
 are complete; a process that dies at any point leaves nothing readable that is not whole, and what it held is taken back
 when room is needed.
@@ -12,9 +13,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -56,7 +56,6 @@ from store.feature import (
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 5.0
-OVERDUE_S = 0.02
 
 
 class Lease:
@@ -69,13 +68,13 @@ class Lease:
         nbytes: its size.
     """
 
-    __slots__ = ("_arena", "_ended", "_incarnation", "_released", "meta", "nbytes", "offset", "slot")
+    __slots__ = ("_arena", "_incarnation", "_released", "meta", "nbytes", "offset", "slot")
 
     def __init__(self, arena: Arena, slot: int, offset: int, meta: FeatureMeta) -> None:
         """For `Arena` only."""
         self._arena = arena
         self._incarnation = arena._incarnation
-        self._released = self._ended = False
+        self._released = False
         self.slot = slot
         self.meta = meta
         self.offset = offset
@@ -92,11 +91,13 @@ class Lease:
         return self._arena.view(self.offset, self.nbytes)
 
     def release(self) -> None:
-        """Ends the pin. Any number of calls, from any thread; never waits, and never fails: where the arena's lock is
-        not to be had at once, the pin ends a moment later. Does nothing in a forked child."""
-        if not self._released:
+        """Ends the pin. Any number of calls, from any thread; never waits, and never fails. Does nothing in a forked
+        child."""
+        arena = self._arena
+        with arena._own:
+            if not self._released and self._incarnation is arena._incarnation:  # else closed, or a fork since
+                arena._table.unpin(self.slot, arena._row())
             self._released = True
-            self._arena._soon(partial(self._arena._end, self))
 
     def __enter__(self) -> Self:
         return self
@@ -144,21 +145,41 @@ class Reservation:
         Raises:
             StoreError: `meta` is of another key or size, or the reservation has ended.
         """
-        lease = self._arena._commit(self, meta, leased=True)
-        assert lease is not None, "asked for"
-        return lease
+        arena = self._arena
+        if meta.key != self.key or meta.nbytes != self.nbytes:
+            raise StoreError(f"room for {self.nbytes} bytes of {self.key}, not for {meta.nbytes} of {meta.key}")
+        with arena._index() as table, arena._own:
+            if self._detached or not self._end():
+                raise StoreError(f"room for {self.key}: its reservation has ended")
+            table.pin(self._slot, arena._row())
+            table.commit(self._slot, meta)
+            table.header[H_PUTS] += 1
+            return Lease(arena, self._slot, self._offset, meta)
 
     def abandon(self) -> None:
         """Gives the room back, as `Lease.release` does. Only when nothing writes to it any more. Any number of calls;
         none after `commit`."""
-        self._arena._soon(partial(self._arena._free, self))
+        with self._arena._own:
+            if self._end():
+                self._arena._table.free(self._slot)
 
     def detach(self) -> None:
         """Lets others store the key elsewhere, while a write that cannot be stopped may still land here.
 
         The room stays taken until `abandon`, and can no longer be committed.
         """
-        self._arena._detach(self)
+        with self._arena._index() as table, self._arena._own:
+            if not self._ended and self._incarnation is self._arena._incarnation:
+                table.disown(self._slot)
+                self._detached = True
+
+    def _end(self) -> bool:
+        """Whether it had not ended yet, nor all of its arena's. Locked (`_own`)."""
+        if self._ended or self._incarnation is not self._arena._incarnation:
+            return False
+        self._ended = True
+        self._arena._writing -= 1
+        return True
 
 
 class Arena:
@@ -188,8 +209,8 @@ class Arena:
 
     def _begin_incarnation(self) -> None:
         self._incarnation: object = object()  # leases of another incarnation (before a fork, before close) are over
+        self._own = threading.Lock()  # of our counts of leases, and of what follows; never held for long
         self._writing = 0  # rooms that are neither readable nor given back yet
-        self._overdue: list[Callable[[], object]] = []  # what could not be done for want of the lock
 
     @classmethod
     def create(
@@ -262,7 +283,7 @@ class Arena:
             return False
         try:
             digest = copy_with_checksum(room.data, source)
-            self._commit(room, FeatureMeta(key, tuple(shape), dtype, source.nbytes, digest), leased=False)
+            room.commit(FeatureMeta(key, tuple(shape), dtype, source.nbytes, digest)).release()
         except BaseException:
             room.abandon()
             raise
@@ -282,7 +303,8 @@ class Arena:
             slot = table.reserve(name, nbytes, self._row())
             if slot is None:
                 return None
-            self._writing += 1
+            with self._own:
+                self._writing += 1
             offset = table.offset[slot]
             return Reservation(self, slot, offset, key, self.memory()[offset : offset + nbytes])
 
@@ -307,7 +329,9 @@ class Arena:
             try:
                 verify_payload(lease.meta, as_bytes(lease.view(), key))
             except BaseException as error:
-                self._soon(partial(self._end, lease, corrupt=isinstance(error, CorruptFeatureError)))
+                if isinstance(error, CorruptFeatureError):  # leased by us it stays where it is: no lock is needed
+                    self._table.header[H_CORRUPT] += self._table.drop(lease.slot)
+                lease.release()
                 raise
         return lease
 
@@ -325,8 +349,9 @@ class Arena:
                 table.header[H_MISSES] += 1
                 return None
             table.header[H_HITS] += len(slots)
-            for _, slot in slots:
-                table.pin(slot, self._row())
+            with self._own:
+                for _, slot in slots:
+                    table.pin(slot, self._row())
             return [Lease(self, slot, table.offset[slot], table.meta(slot, key)) for key, slot in slots]
 
     def touch(self, keys: Iterable[str]) -> None:
@@ -409,7 +434,7 @@ class Arena:
         if self not in _open_arenas:
             return
         try:
-            with self._index() as table:
+            with self._index() as table, self._own:
                 if self._lock.row is not None:
                     table.leave(self._lock.row)
                 self._lock.close(keep_row=self._writing > 0)  # another thread still writes there
@@ -433,72 +458,14 @@ class Arena:
             return row
         return self._lock.row
 
-    def _end(self, lease: Lease, *, corrupt: bool = False) -> None:
-        """Locked."""
-        if lease._ended or lease._incarnation is not self._incarnation:  # closed, or a fork since: it is over
-            return
-        lease._released = lease._ended = True
-        if corrupt and self._table.drop(lease.slot):
-            self._table.header[H_CORRUPT] += 1
-        self._table.unpin(lease.slot, self._row())
-
-    def _commit(self, room: Reservation, meta: FeatureMeta, *, leased: bool) -> Lease | None:
-        if meta.key != room.key or meta.nbytes != room.nbytes:
-            raise StoreError(f"room for {room.nbytes} bytes of {room.key}, not for {meta.nbytes} of {meta.key}")
-        with self._index() as table:
-            if room._incarnation is not self._incarnation or room._ended or room._detached:
-                raise StoreError(f"room for {room.key}: its reservation has ended")
-            if leased:
-                table.pin(room._slot, self._row())
-            table.commit(room._slot, meta)
-            table.header[H_PUTS] += 1
-            room._ended = True
-            self._writing -= 1
-            return Lease(self, room._slot, room._offset, meta) if leased else None
-
-    def _free(self, room: Reservation) -> None:
-        """Locked."""
-        if room._incarnation is self._incarnation and not room._ended:
-            room._ended = True
-            self._writing -= 1
-            self._table.free(room._slot)
-
-    def _detach(self, room: Reservation) -> None:
-        with self._index() as table:
-            if not room._ended and not room._detached and room._incarnation is self._incarnation:
-                table.disown(room._slot)
-                room._detached = True
-
-    def _soon(self, change: Callable[[], object]) -> None:
-        """Make a change now, or, where the lock is not to be had at once, a moment later."""
-        self._overdue.append(change)
-        try:
-            with self._index(timeout_s=0.0):
-                pass  # which makes it
-        except StoreError:
-            later = threading.Timer(OVERDUE_S, self._settle)
-            later.daemon = True
-            later.start()
-
-    def _settle(self) -> None:
-        while self._overdue and self in _open_arenas:
-            with suppress(StoreError), self._index():
-                break
-
     @contextmanager
     def _index(self, timeout_s: float | None = None) -> Iterator[SlotTable]:
         """The table, locked. Raises StoreError where the lock is not had in time, or the arena is closed."""
         self._lock.acquire(self._lock_timeout_s if timeout_s is None else timeout_s)
         try:
-            self._do_overdue()
             yield self._table
         finally:
             self._lock.release()
-
-    def _do_overdue(self) -> None:
-        """Locked."""
-        while self._overdue:
-            self._overdue.pop()()
 
 
 def _digest(key: str) -> bytes:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 FREE = 0
 ALLOCATED = 1  # room taken, being written, not readable
 READY = 2
-DROPPED = 3  # removed or corrupt while leased: unreadable, its room returns with the last lease
+DROPPED = 3  # removed or corrupt while leased: unreadable, its room is free (`reap`) after the last lease
 
 DIGEST_BYTES = 16
 
@@ -132,11 +132,10 @@ class SlotTable:
         self.leases[owner * self._geometry.slots + slot] += 1
 
     def unpin(self, slot: int, owner: int) -> None:
-        """Ends a lease; the last one makes the feature evictable, or frees it if it was dropped."""
+        """Ends a lease; the last one makes the feature evictable, and its room free if it was dropped. Needs no lock
+        but the process's own: nobody else writes to its row."""
         self.tick[slot] = time.monotonic_ns()
         self.leases[owner * self._geometry.slots + slot] -= 1
-        if self.state[slot] == DROPPED and not self.is_leased(slot):
-            self.state[slot] = FREE
 
     def is_leased(self, slot: int) -> bool:
         of_slot = slice(slot, self.header[H_ROWS_USED] * self._geometry.slots, self._geometry.slots)
@@ -169,14 +168,17 @@ class SlotTable:
         held = self._leases()[owner].nonzero()[0]
         self._array(self.tick)[held] = time.monotonic_ns()
         self._leases()[owner, held] = 0
-        state = self._array(self.state)
-        state[(state == DROPPED) & ~self._leased()] = FREE
 
     def reap(self) -> None:
-        """Takes back what dead processes hold."""
+        """Takes back what dead processes hold, and the room of dropped features that nobody leases any more."""
         for row in range(self.header[H_ROWS_USED]):
             if not self._is_alive(row):
                 self._take_back(row)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        state = self._array(self.state)
+        state[(state == DROPPED) & ~self._leased()] = FREE
 
     def _take_back(self, owner: int) -> None:
         """The half-written features and the leases of a process that is gone."""
@@ -188,6 +190,7 @@ class SlotTable:
 
     def totals(self) -> dict[str, int]:
         """Readable features, those that are leased, dropped ones included, and the bytes that all take."""
+        self._sweep()
         state = self._array(self.state)
         return {
             "features": int((state == READY).sum()),
