@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from store.arena import Arena, Lease, Reservation
@@ -55,11 +57,8 @@ class FeaturePool:
         if lease is None:
             return False
         address = int(self._memory.ctypes.data) + lease.offset
-        try:
+        with self._failures_counted("publish"):
             self._remote.put_from(lease.meta, address, on_failure=lease.release)
-        except StoreError as error:
-            self._count("publish_full" if isinstance(error, StoreFullError) else "publish_failed")
-            raise
         lease.release()
         self._count("published")
         return True
@@ -78,12 +77,8 @@ class FeaturePool:
         lease = self.arena.lease(key)
         if lease is not None or self._remote is None:
             return lease
-        try:
+        with self._failures_counted("fetch"):
             lease = self._fetch(self._remote, key)
-        except StoreError as error:
-            corrupt, full = isinstance(error, CorruptFeatureError), isinstance(error, StoreFullError)
-            self._count("fetch_corrupt" if corrupt else "fetch_full" if full else "fetch_failed")
-            raise
         if lease is None:
             self._count("fetch_missing")
         return lease
@@ -150,6 +145,15 @@ class FeaturePool:
         self._count("fetched")
         self._count("fetched_bytes", room.nbytes)
         return lease
+
+    @contextmanager
+    def _failures_counted(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except StoreError as error:
+            why = {StoreFullError: "full", CorruptFeatureError: "corrupt"}.get(type(error), "failed")
+            self._count(f"{what}_{why}")
+            raise
 
     def _count(self, name: str, amount: int = 1) -> None:
         with self._counting:

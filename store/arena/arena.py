@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,7 +26,6 @@ from store.arena.file import (
     ALIGNMENT,
     H_CAPACITY,
     H_CORRUPT,
-    H_EVICTIONS,
     H_HITS,
     H_MISSES,
     H_PUTS,
@@ -277,13 +277,12 @@ class Arena:
             StoreError: empty data, a key or shape beyond the limits, or the arena does not answer.
         """
         source = as_bytes(data, "data")
-        FeatureMeta(key, tuple(shape), dtype, source.nbytes)
+        meta = FeatureMeta(key, tuple(shape), dtype, source.nbytes)
         room = self.reserve(key, source.nbytes)
         if room is None:
             return False
         try:
-            digest = copy_with_checksum(room.data, source)
-            room.commit(FeatureMeta(key, tuple(shape), dtype, source.nbytes, digest)).release()
+            room.commit(replace(meta, checksum=copy_with_checksum(room.data, source))).release()
         except BaseException:
             room.abandon()
             raise
@@ -409,17 +408,7 @@ class Arena:
     def stats(self) -> StoreStats:
         """Counters of all processes together."""
         with self._index() as table:
-            header = table.header
-            return StoreStats(
-                capacity_bytes=header[H_CAPACITY],
-                **table.totals(),
-                puts=header[H_PUTS],
-                hits=header[H_HITS],
-                misses=header[H_MISSES],
-                evictions=header[H_EVICTIONS],
-                corrupt=header[H_CORRUPT],
-                reclaimed=header[H_RECLAIMED],
-            )
+            return StoreStats(table.header[H_CAPACITY], *table.totals(), *table.header[H_PUTS : H_RECLAIMED + 1])
 
     def entries(self) -> list[FeatureEntry]:
         """Every readable feature, the least recently used first."""

@@ -33,6 +33,7 @@ WORD = 8
 
 # Words of the header. The first five fix the layout. HOLDER: pid of whoever has the lock, for people.
 H_MAGIC, H_VERSION, H_CAPACITY, H_SLOTS, H_OWNERS, H_HOLDER = range(6)
+# Counts, in the order of `StoreStats`.
 H_PUTS, H_HITS, H_MISSES, H_EVICTIONS, H_CORRUPT, H_RECLAIMED = range(8, 14)
 H_SLOTS_USED, H_ROWS_USED = 14, 15  # slots and owner rows behind these were never used
 HEADER_WORDS = 64

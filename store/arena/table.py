@@ -188,15 +188,12 @@ class SlotTable:
         self.leave(owner)
         state[half] = FREE
 
-    def totals(self) -> dict[str, int]:
-        """Readable features, those that are leased, dropped ones included, and the bytes that all take."""
+    def totals(self) -> tuple[int, int, int]:
+        """The bytes that all take, readable features, and those that are leased, dropped ones included."""
         self._sweep()
         state = self._array(self.state)
-        return {
-            "features": int((state == READY).sum()),
-            "leased": int(self._leased().sum()),
-            "used_bytes": int(self._spans()[state != FREE].sum()),
-        }
+        used = self._spans()[state != FREE].sum()
+        return int(used), int((state == READY).sum()), int(self._leased().sum())
 
     def by_use(self) -> list[tuple[int, int, float]]:
         """Of every readable feature its slot, its leases, and the seconds since its last use; the oldest first."""

@@ -36,7 +36,6 @@ class Guard:
         name: str,
         probe: Callable[[], object],
         *,
-        timeout_s: float,
         threads: int = 4,
         failures_to_open: int = 2,
         probe_after_s: float = 1.0,
@@ -46,13 +45,12 @@ class Guard:
         Args:
             name: of the guarded thing, for messages and thread names.
             probe: asks it something; returns when it answers, raises StoreError when it does not. May block.
-            timeout_s: deadline of a call that names none.
             threads: calls at one time; when all are stuck, further calls fail at once.
             failures_to_open: late or unavailable calls in a row after which the breaker opens.
             probe_after_s: pause before each probe; longer and longer ones while probes are refused.
             is_open: begin open, and probe without a pause.
         """
-        self.name, self.timeout_s = name, timeout_s
+        self.name = name
         self.openings = self.late_calls = 0
         self._probe, self._probe_after_s, self._failures_to_open = probe, probe_after_s, failures_to_open
         self._lock = threading.Lock()  # guards the counts
@@ -73,7 +71,7 @@ class Guard:
         self,
         fn: Callable[[], T],
         *,
-        timeout_s: float | None = None,
+        timeout_s: float,
         on_failure: Callable[[], None] = _nothing,
         proof: bool = True,
     ) -> T:
@@ -86,20 +84,21 @@ class Guard:
         Raises:
             StoreUnavailableError: past the deadline, the breaker is open, or every thread is stuck.
         """
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
         call: Future[T] = Future()
         try:
-            self._check_open()
-            self._calls.put((call, fn))
-            wait([call], limit_s)
+            refusal = self._refusal()
+            if not refusal:
+                self._calls.put((call, fn))
+                wait([call], timeout_s)
             if not call.done():
-                raise self._unavailable(f"did not answer within {limit_s:.1f} s", failed=True)
-            if isinstance(call.exception(), StoreUnavailableError):
-                self._failed()
-            elif proof:
+                why = refusal or f"did not answer within {timeout_s:.1f} s"
+                raise StoreUnavailableError(f"{self.name} {why}", retry_after_s=self._probe_after_s)
+            if proof and not isinstance(call.exception(), StoreUnavailableError):
                 self._failures = 0
             return call.result()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, StoreUnavailableError):
+                self._failed()
             if call.cancel() or call.done():  # it never began, or has ended
                 on_failure()
             else:
@@ -125,19 +124,11 @@ class Guard:
         thread.start()
         return thread
 
-    def _check_open(self) -> None:
-        """Raises StoreUnavailableError where a call has no prospect."""
-        if self._closed.is_set():
-            raise self._unavailable("is closed")
-        if not self._up.is_set():
-            raise self._unavailable("is down")
-        if self._stuck >= len(self._threads):
-            raise self._unavailable("has all calls stuck")
-
-    def _unavailable(self, why: str, *, failed: bool = False) -> StoreUnavailableError:
-        if failed:
-            self._failed()
-        return StoreUnavailableError(f"{self.name} {why}", retry_after_s=self._probe_after_s)
+    def _refusal(self) -> str:
+        """Why a call has no prospect, or ""."""
+        if self.state == "down":
+            return "is closed" if self._closed.is_set() else "is down"
+        return "has all calls stuck" if self._stuck >= len(self._threads) else ""
 
     def _give_up(self, call: Future[Any], on_failure: Callable[[], None]) -> None:
         with self._lock:

@@ -113,7 +113,6 @@ class MooncakeConfig:
         master: `host:port` of the master.
         host: the address of this machine that peers connect to.
         protocol: `tcp`, `rdma` or `ascend`.
-        device_names: network devices, comma-separated; "" lets Mooncake choose.
         segment_bytes: memory given to the store, 16 MiB or more; what this process puts is placed there first. 0: none.
         buffer_bytes: Mooncake's own buffers; we transfer from and to registered memory, so they stay small.
         timeout_s: deadline of a call, and
@@ -132,7 +131,6 @@ class MooncakeConfig:
     master: str
     host: str = "127.0.0.1"
     protocol: str = "tcp"
-    device_names: str = ""
     segment_bytes: int = 0
     buffer_bytes: int = 16 << 20
     timeout_s: float = 1.0
@@ -233,7 +231,7 @@ class MooncakeClient:
                 config.segment_bytes,
                 config.buffer_bytes,
                 config.protocol,
-                config.device_names,
+                "",  # it finds the network's devices itself
                 config.master,
                 shared,
             )

@@ -66,7 +66,6 @@ class MooncakeStore:
         self.guard = Guard(
             f"Mooncake at {config.master}",
             self._probe,
-            timeout_s=config.timeout_s,
             threads=config.threads,
             failures_to_open=config.failures_to_open,
             probe_after_s=config.probe_after_s,
@@ -166,10 +165,6 @@ class MooncakeStore:
         except CorruptFeatureError:
             self.drop_corrupt(key)
             raise
-
-    def contains(self, key: str) -> bool:
-        """Whether there is such a value. True also for one whose owner has just died."""
-        return self._call(MooncakeClient.exists, key)
 
     def remove(self, key: str) -> bool:
         """Whether it was there. At once, also under a reader: it will find the bytes corrupt."""

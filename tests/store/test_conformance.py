@@ -34,7 +34,7 @@ class Stacked:
 
     def contains(self, key: str) -> bool:
         remote: Any = self.pool._remote
-        return self.pool.arena.contains(key) or remote.contains(key)
+        return self.pool.arena.contains(key) or remote.size(key) is not None
 
     def lease(self, key: str) -> Lease | None:
         return self.pool.fetch(key)
