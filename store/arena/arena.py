@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import xxhash
@@ -102,9 +101,7 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -119,7 +116,18 @@ class Reservation:
         address: where they lie in this process.
     """
 
-    __slots__ = ("_arena", "_detached", "_ended", "_incarnation", "_offset", "_slot", "data", "key")
+    __slots__ = (
+        "_arena",
+        "_detached",
+        "_ended",
+        "_incarnation",
+        "_offset",
+        "_slot",
+        "address",
+        "data",
+        "key",
+        "nbytes",
+    )
 
     def __init__(self, arena: Arena, slot: int, offset: int, key: str, data: Bytes) -> None:
         """For `Arena` only."""
@@ -128,16 +136,8 @@ class Reservation:
         self._slot = slot
         self._offset = offset
         self._ended = self._detached = False
-        self.key = key
-        self.data = data
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
-
-    @property
-    def address(self) -> int:
-        return self.data.ctypes.data
+        self.key, self.data = key, data
+        self.nbytes, self.address = data.nbytes, data.ctypes.data
 
     def commit(self, meta: FeatureMeta) -> Lease:
         """The bytes are complete: readable by all from now on, and leased by the caller.

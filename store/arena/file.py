@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from store.errors import StoreError
 from store.feature import RECORD_BYTES
@@ -45,7 +45,16 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence,
 
 
 Format: TypeAlias = Literal["B", "Q", "I"]
-Column: TypeAlias = tuple[Format, int]
+_COLUMNS: tuple[tuple[str, Format, int], ...] = (
+    ("state", "B", 1),
+    ("digest", "B", 16),
+    ("offset", "Q", 1),
+    ("nbytes", "Q", 1),
+    ("owner", "Q", 1),
+    ("tick", "Q", 1),
+    ("record", "B", RECORD_BYTES),
+)
+"""The format of a value, and how many a slot has."""
 
 
 def align_up(value: int, alignment: int) -> int:
@@ -67,17 +76,6 @@ class Geometry:
     slots: int
     owners: int
 
-    COLUMNS: ClassVar[dict[str, Column]] = {
-        "state": ("B", 1),
-        "digest": ("B", 16),
-        "offset": ("Q", 1),
-        "nbytes": ("Q", 1),
-        "owner": ("Q", 1),
-        "tick": ("Q", 1),
-        "record": ("B", RECORD_BYTES),
-    }
-    """Of the slot table (`store.arena.table`): the format of a value, and how many a slot has."""
-
     def __post_init__(self) -> None:
         if self.capacity_bytes < ALIGNMENT or self.capacity_bytes % ALIGNMENT:
             raise StoreError(f"arena: capacity {self.capacity_bytes} is not a positive multiple of {ALIGNMENT}")
@@ -85,11 +83,11 @@ class Geometry:
             raise StoreError(f"arena: {self.slots} slots or {self.owners} processes is out of range")
 
     def columns(self) -> dict[str, tuple[int, int, Format]]:
-        """Where each column starts, how many bytes it has, and the format of its values."""
+        """Of the slot table (`store.arena.table`): where each column starts, how many bytes it has, and the format of its
+        values."""
         found: dict[str, tuple[int, int, Format]] = {}
         start = HEADER_WORDS * WORD
-        leases: dict[str, Column] = {"leases": ("I", self.owners)}
-        for name, (form, count) in (self.COLUMNS | leases).items():
+        for name, form, count in (*_COLUMNS, ("leases", "I", self.owners)):
             nbytes = self.slots * count * struct.calcsize(form)
             found[name] = (start, nbytes, form)
             start = align_up(start + nbytes, 64)

@@ -61,9 +61,10 @@ class Outcome(Enum):
     LOST = auto()  # the index has it, but its bytes cannot be had: its owner died
 
 
-_OUTCOMES = {
+_CODES: dict[int, Outcome | str] = {
     -10: Outcome.FULL,  # BUFFER_OVERFLOW
     -101: Outcome.FULL,  # SEGMENT_NOT_FOUND: nobody has mounted memory
+    -103: "the master does not know this client",  # CLIENT_NOT_FOUND: it restarted, the client is about to register
     -200: Outcome.FULL,  # NO_AVAILABLE_HANDLE
     -500: Outcome.LOST,  # WRITE_FAIL
     -702: Outcome.LOST,  # INVALID_REPLICA
@@ -71,21 +72,19 @@ _OUTCOMES = {
     -704: Outcome.MISSING,  # OBJECT_NOT_FOUND
     -705: Outcome.DONE,  # OBJECT_ALREADY_EXISTS; `put` says 0 for the same
     -706: Outcome.LEASED,  # OBJECT_HAS_LEASE
+    -707: "a read took longer than the master's lease",  # LEASE_EXPIRED: the value itself is whole
     -710: Outcome.MISSING,  # REPLICA_NOT_FOUND
     -712: Outcome.MISSING,  # REPLICA_IS_GONE
     -714: Outcome.LEASED,  # OBJECT_REPLICA_BUSY
     -800: Outcome.LOST,  # TRANSFER_FAIL
     -801: Outcome.LOST,  # CHECKSUM_MISMATCH, Mooncake's own
-}
-_UNAVAILABLE = {
-    -103: "the master does not know this client",  # CLIENT_NOT_FOUND: it restarted, the client is about to register
-    -707: "a read took longer than the master's lease",  # LEASE_EXPIRED: the value itself is whole
     -900: "the master does not answer",  # RPC_FAIL
     -901: "the master did not answer in time",  # RPC_TIMEOUT
     -1000: "etcd does not answer",
     -1003: "etcd does not answer",
     -1005: "Kubernetes does not answer",
 }
+"""What a code says; in words where the store did not answer."""
 
 
 def outcome(code: int, what: str) -> Outcome:
@@ -95,14 +94,12 @@ def outcome(code: int, what: str) -> Outcome:
         StoreUnavailableError: the store did not answer.
         StoreError: a code that a correct call does not give; `what` says which call.
     """
-    if code >= 0:
-        return Outcome.DONE
-    known = _OUTCOMES.get(code)
-    if known is not None:
-        return known
-    if code in _UNAVAILABLE:
-        raise StoreUnavailableError(f"Mooncake: {_UNAVAILABLE[code]} ({code})")
-    raise StoreError(f"Mooncake: {what}: error {code}")
+    found = _CODES.get(code, Outcome.DONE if code >= 0 else None)
+    if isinstance(found, str):
+        raise StoreUnavailableError(f"Mooncake: {found} ({code})")
+    if found is None:
+        raise StoreError(f"Mooncake: {what}: error {code}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,21 +267,22 @@ class MooncakeClient:
 
         And even when somebody else's put of it is unfinished, without storing anything: read back what matters.
         """
-        addresses, sizes = map(list, zip(*parts, strict=True))
-        codes = self._store.batch_put_from_multi_buffers([name], [addresses], [sizes], self._placement)
-        return outcome(int(codes[0]), f"put of {name}")
+        lists = [[list(column)] for column in zip(*parts, strict=True)]
+        (code,) = self._store.batch_put_from_multi_buffers([name], *lists, self._placement)
+        return outcome(code, f"put of {name}")
 
     def get(self, name: str, parts: Sequence[Part]) -> Outcome:
         """Fills the parts, which together have the size of the value, in place."""
-        addresses, sizes = map(list, zip(*parts, strict=True))
-        codes = self._store.batch_get_into_multi_buffers([name], [addresses], [sizes])
-        return outcome(int(codes[0]), f"get of {name}")
+        (code,) = self._store.batch_get_into_multi_buffers(
+            [name], *([list(column)] for column in zip(*parts, strict=True))
+        )
+        return outcome(code, f"get of {name}")
 
     def get_range(self, name: str, start: int, part: Part) -> Outcome:
         """Fills the part with the bytes of the value from `start` on."""
         address, nbytes = part
-        codes = self._store.get_into_ranges([address], [[name]], [[[0]]], [[[start]]], [[[nbytes]]])
-        return outcome(int(codes[0][0][0]), f"get of {nbytes} bytes of {name}")
+        (((code,),),) = self._store.get_into_ranges([address], [[name]], [[[0]]], [[[start]]], [[[nbytes]]])
+        return outcome(code, f"get of {nbytes} bytes of {name}")
 
     def remove(self, name: str) -> Outcome:
         """Removes the value whether or not it is leased, or its owner gone."""
