@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import mmap
 import operator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -84,7 +84,8 @@ def checked_key(key: str) -> bytes:
 
 def encoded(meta: FeatureMeta) -> bytes:
     """The record of a feature, of `RECORD_BYTES`."""
-    record = (_MAGIC + msgspec.msgpack.encode((*astuple(meta), True))).ljust(_SUM_AT, b"\0")
+    fields = (meta.key, meta.shape, meta.dtype, meta.nbytes, meta.checksum, True)  # `astuple` copies, deeply
+    record = (_MAGIC + msgspec.msgpack.encode(fields)).ljust(_SUM_AT, b"\0")
     return record + xxhash.xxh3_64_digest(record)
 
 

@@ -145,16 +145,10 @@ class Reservation:
         Raises:
             StoreError: `meta` is of another key or size, or the reservation has ended.
         """
-        arena = self._arena
-        if meta.key != self.key or meta.nbytes != self.nbytes:
-            raise StoreError(f"room for {self.nbytes} bytes of {self.key}, not for {meta.nbytes} of {meta.key}")
-        with arena._index() as table, arena._own:
-            if self._detached or not self._end():
-                raise StoreError(f"room for {self.key}: its reservation has ended")
-            table.pin(self._slot, arena._row())
-            table.commit(self._slot, meta)
-            table.header[H_PUTS] += 1
-            return Lease(arena, self._slot, self._offset, meta)
+        with self._arena._index() as table, self._arena._own:
+            self._commit(table, meta)
+            table.pin(self._slot, self._arena._row())
+            return Lease(self._arena, self._slot, self._offset, meta)
 
     def abandon(self) -> None:
         """Gives the room back, as `Lease.release` does. Only when nothing writes to it any more. Any number of calls;
@@ -172,6 +166,15 @@ class Reservation:
             if not self._ended and self._incarnation is self._arena._incarnation:
                 table.disown(self._slot)
                 self._detached = True
+
+    def _commit(self, table: SlotTable, meta: FeatureMeta) -> None:
+        """Locked, the arena and `_own`."""
+        if meta.key != self.key or meta.nbytes != self.nbytes:
+            raise StoreError(f"room for {self.nbytes} bytes of {self.key}, not for {meta.nbytes} of {meta.key}")
+        if self._detached or not self._end():
+            raise StoreError(f"room for {self.key}: its reservation has ended")
+        table.commit(self._slot, meta)
+        table.header[H_PUTS] += 1
 
     def _end(self) -> bool:
         """Whether it had not ended yet, nor all of its arena's. Locked (`_own`)."""
@@ -282,7 +285,9 @@ class Arena:
         if room is None:
             return False
         try:
-            room.commit(replace(meta, checksum=copy_with_checksum(room.data, source))).release()
+            meta = replace(meta, checksum=copy_with_checksum(room.data, source))
+            with self._index() as table, self._own:
+                room._commit(table, meta)
         except BaseException:
             room.abandon()
             raise

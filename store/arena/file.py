@@ -83,8 +83,7 @@ class Geometry:
             raise StoreError(f"arena: {self.slots} slots or {self.owners} processes is out of range")
 
     def columns(self) -> dict[str, tuple[int, int, Format]]:
-        """Of the slot table (`store.arena.table`): where each column starts, how many bytes it has, and the format of its
-        values."""
+        """Of the slot table (`store.arena.table`): where each column starts, its bytes, its values' format."""
         found: dict[str, tuple[int, int, Format]] = {}
         start = HEADER_WORDS * WORD
         for name, form, count in (*_COLUMNS, ("leases", "I", self.owners)):
@@ -109,8 +108,6 @@ def _named(what: str) -> Iterator[None]:
     """The kernel's refusals as StoreErrors."""
     try:
         yield
-    except BlockingIOError:  # somebody else has the lock
-        raise
     except OSError as error:
         raise StoreError(f"{what}: {error.strerror}") from error
 
@@ -277,8 +274,12 @@ class ArenaLocks:
         return kind != fcntl.F_UNLCK
 
     def _call(self, command: int, at: int, kind: int) -> bytes:
-        with _named("arena: no locks of open file descriptions (fcntl) here"):
+        try:
             return fcntl.fcntl(self._fd, command, _FLOCK.pack(kind, os.SEEK_SET, at, 1, 0))
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise StoreError(f"arena: no locks of open file descriptions (fcntl) here: {error.strerror}") from error
 
 
 def open_anew(fd: int) -> int:

@@ -178,7 +178,8 @@ class SlotTable:
 
     def _sweep(self) -> None:
         state = self._array(self.state)
-        state[(state == DROPPED) & ~self._leased()] = FREE
+        if DROPPED in state:
+            state[(state == DROPPED) & ~self._leased()] = FREE
 
     def _take_back(self, owner: int) -> None:
         """The half-written features and the leases of a process that is gone."""
