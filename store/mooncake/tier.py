@@ -35,6 +35,7 @@ Call: TypeAlias = Callable[[MooncakeClient, str], T]
 
 _FULL_RETRIES, _FULL_NAP_S = 10, 0.02  # the master evicts in the background, a moment after it refused
 _UNFINISHED_NAP_S, _RETRY_NAP_S = 0.005, 0.1
+_LEAVE_S = 30.0
 
 
 class MooncakeStore:
@@ -184,9 +185,17 @@ class MooncakeStore:
             return
         with self._lock:
             client, self.client = self.client, None
-        if client is not None:
+        if client is not None:  # not in the caller's thread, which may be the model's: its stream is not to be changed
+            leaving = threading.Thread(target=self._leave, args=(client,), name="Mooncake leaves", daemon=True)
+            leaving.start()
+            leaving.join(_LEAVE_S)
+
+    def _leave(self, client: MooncakeClient) -> None:
+        try:
             self.config.begin_thread()
             client.close()
+        except StoreError as error:
+            log.warning("%s was not left: %s", self.guard.name, error)
 
     def _call(self, fn: Call[T], key: str, nbytes: int = 0, on_failure: Callable[[], None] = lambda: None) -> T:
         """`fn` with the client and the key's name, on a thread of the guard, whose deadline follows from the bytes that
