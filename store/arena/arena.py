@@ -116,19 +116,6 @@ class Reservation:
         address: where they lie in this process.
     """
 
-    __slots__ = (
-        "_arena",
-        "_detached",
-        "_ended",
-        "_incarnation",
-        "_offset",
-        "_slot",
-        "address",
-        "data",
-        "key",
-        "nbytes",
-    )
-
     def __init__(self, arena: Arena, slot: int, offset: int, key: str, data: Bytes) -> None:
         """For `Arena` only."""
         self._arena = arena
