@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -306,6 +309,70 @@ def test_a_corrupt_feature_is_dropped_whoever_has_the_lock(
     assert (arena.stats().leased, arena.stats().corrupt) == (0, 1) and not arena.contains("k")
     assert put(impatient, "k", b"abc")
     impatient.close()
+
+
+def test_a_lease_that_two_threads_release_at_once_counts_once(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(arena, "k")
+    lease, kept = arena.lease("k"), arena.lease("k")
+    assert lease is not None and kept is not None
+    unpin, other = arena._table.unpin, threading.Thread(target=lease.release)
+
+    def unpin_while_the_other_comes(slot: int, owner: int) -> None:
+        if other.ident is None:
+            other.start()
+            other.join(0.05)
+        unpin(slot, owner)
+
+    monkeypatch.setattr(arena._table, "unpin", unpin_while_the_other_comes)
+    lease.release()
+    other.join(PATIENCE_S)
+    assert arena.stats().leased == 1, "the other lease lasts"
+    kept.release()
+    assert arena.stats().leased == 0
+
+
+def test_leases_that_end_while_others_begin_are_all_counted(
+    arena: Arena, arena_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Giving back needs no lock of the arena: counts must not be lost to threads that pin, or to whoever evicts."""
+    request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
+    neighbour = Arena.attach(arena_path)
+    put(arena, "k", b"whole")
+    stop = threading.Event()
+
+    def pin() -> None:
+        while not stop.is_set():
+            lease = arena.lease("k", verify=False)
+            if lease is not None:
+                assert lease.view() == b"whole"
+                lease.release()
+
+    def evict() -> None:
+        while not stop.is_set():
+            neighbour.put("other", bytes(63 * PAGE), shape=(1,), dtype="uint8")
+            neighbour.remove("other")
+            put(neighbour, "k", b"whole")
+
+    failures: list[BaseException] = []
+
+    def running(what: Callable[[], None]) -> None:
+        try:
+            what()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the test waits
+            failures.append(error)
+
+    threads = [threading.Thread(target=running, args=(what,)) for what in (pin, pin, pin, evict)]
+    for thread in threads:
+        thread.start()
+    before = arena.stats().hits
+    wait_for(lambda: failures or arena.stats().hits > before + 2000)
+    stop.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not failures and arena.stats().leased == 0
+    assert put(arena, "all", bytes(64 * PAGE)), "nothing is held by a count that went wrong"
+    neighbour.close()
 
 
 def test_whoever_closes_is_not_stopped_by_the_holder_of_the_lock(
