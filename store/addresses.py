@@ -100,27 +100,9 @@ def _at(buffer: ctypes.Array[ctypes.c_char]) -> int:
 
 def _wildcard_listeners() -> Iterator[tuple[int, socket.socket]]:
     """(inode, socket) of this process's TCP sockets that listen on every address. Sockets are closed on the way."""
-    for entry in os.listdir("/proc/self/fd") if sys.platform.startswith("linux") else ():
-        try:
-            duplicate = os.dup(int(entry))
-        except OSError:
-            continue  # closed since
-        try:
-            candidate = socket.socket(fileno=duplicate)
-        except OSError:
-            os.close(duplicate)  # no socket
-            continue
-        with candidate:
-            if _listens_everywhere(candidate):
-                yield os.fstat(duplicate).st_ino, candidate
+    import psutil  # whoever only writes addresses does without
 
-
-def _listens_everywhere(candidate: socket.socket) -> bool:
-    try:
-        if candidate.family not in (socket.AF_INET, socket.AF_INET6) or candidate.type != socket.SOCK_STREAM:
-            return False
-        if not candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return False
-        return ipaddress.ip_address(candidate.getsockname()[0]).is_unspecified
-    except OSError:
-        return False
+    for one in psutil.Process().net_connections("tcp") if sys.platform.startswith("linux") else ():
+        if one.status == psutil.CONN_LISTEN and ipaddress.ip_address(one.laddr.ip).is_unspecified:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as listening:  # or closed since
+                yield os.fstat(one.fd).st_ino, listening

@@ -79,8 +79,6 @@ class Geometry:
     def __post_init__(self) -> None:
         if self.capacity_bytes < ALIGNMENT or self.capacity_bytes % ALIGNMENT:
             raise StoreError(f"arena: capacity {self.capacity_bytes} is not a positive multiple of {ALIGNMENT}")
-        if not 1 <= self.slots <= 1 << 20 or not 1 <= self.owners <= 1 << 12:
-            raise StoreError(f"arena: {self.slots} slots or {self.owners} processes is out of range")
 
     def columns(self) -> dict[str, tuple[int, int, Format]]:
         """Of the slot table (`store.arena.table`): where each column starts, its bytes, its values' format."""
