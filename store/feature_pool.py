@@ -47,7 +47,7 @@ class FeaturePool:
         False when there is no second tier, or the arena does not have the feature (any more).
 
         Raises:
-            StoreUnavailableError: no answer in time, or another writer has not finished; `retry_after_s`.
+            StoreUnavailableError: no answer in time, or another writer has not finished.
             StoreFullError: no room there.
             CorruptFeatureError: the arena's copy is damaged; it is dropped.
         """

@@ -29,6 +29,8 @@ from store.arena.file import (
     H_MISSES,
     H_PUTS,
     H_RECLAIMED,
+    HEADER_WORDS,
+    WORD,
     ArenaLocks,
     Geometry,
     align_up,
@@ -185,12 +187,12 @@ class Arena:
             own = open_anew(fd)
         finally:
             os.close(fd)
-        self._table = SlotTable(file, geometry, self._is_alive, spare_s=spare_s)
         try:
-            self._lock = ArenaLocks(own, self._table.header)
+            self._lock = ArenaLocks(own, file[: HEADER_WORDS * WORD].cast("Q"))
         except BaseException:
             os.close(own)
             raise
+        self._table = SlotTable(file, geometry, self._lock.is_alive, spare_s=spare_s)
         self._owners = geometry.owners
         self._lock_timeout_s = lock_timeout_s
         self._features = file[geometry.data_byte :]
@@ -425,9 +427,6 @@ class Arena:
                 _open_arenas.discard(self)
         except StoreError as error:  # raised, it would keep whoever shuts down from closing the rest
             logger.warning("%s stays open until this process ends: %s", self.path, error)
-
-    def _is_alive(self, row: int) -> bool:
-        return self._lock.is_alive(row)
 
     def _row(self) -> int:
         """Our owner row, taken with the first room or lease. Locked."""

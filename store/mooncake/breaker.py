@@ -91,8 +91,7 @@ class Guard:
                 self._calls.put((call, fn))
                 wait([call], timeout_s)
             if not call.done():
-                why = refusal or f"did not answer within {timeout_s:.1f} s"
-                raise StoreUnavailableError(f"{self.name} {why}", retry_after_s=self._probe_after_s)
+                raise StoreUnavailableError(f"{self.name} {refusal or f'did not answer within {timeout_s:.1f} s'}")
             if proof and not isinstance(call.exception(), StoreUnavailableError):
                 self._failures = 0
             return call.result()

@@ -56,7 +56,6 @@ class Outcome(Enum):
     DONE = auto()
     MISSING = auto()
     UNFINISHED = auto()  # somebody is writing it, or died while writing it
-    LEASED = auto()  # somebody reads it
     FULL = auto()  # no room, or nobody gives any
     LOST = auto()  # the index has it, but its bytes cannot be had: its owner died
 
@@ -71,11 +70,9 @@ _CODES: dict[int, Outcome | str] = {
     -703: Outcome.UNFINISHED,  # REPLICA_IS_NOT_READY
     -704: Outcome.MISSING,  # OBJECT_NOT_FOUND
     -705: Outcome.DONE,  # OBJECT_ALREADY_EXISTS; `put` says 0 for the same
-    -706: Outcome.LEASED,  # OBJECT_HAS_LEASE
     -707: "a read took longer than the master's lease",  # LEASE_EXPIRED: the value itself is whole
     -710: Outcome.MISSING,  # REPLICA_NOT_FOUND
     -712: Outcome.MISSING,  # REPLICA_IS_GONE
-    -714: Outcome.LEASED,  # OBJECT_REPLICA_BUSY
     -800: Outcome.LOST,  # TRANSFER_FAIL
     -801: Outcome.LOST,  # CHECKSUM_MISMATCH, Mooncake's own
     -900: "the master does not answer",  # RPC_FAIL

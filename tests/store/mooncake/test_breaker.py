@@ -75,9 +75,9 @@ def test_the_breaker_opens_and_closes_by_itself(dependency: Dependency) -> None:
         too_late(guard, dependency)
     assert guard.state == "down" and guard.openings == 1
     ended: list[int] = []
-    with pytest.raises(StoreUnavailableError, match="is down") as refused:
+    with pytest.raises(StoreUnavailableError, match="is down"):
         guard.call(lambda: "not called", timeout_s=PATIENCE_S, on_failure=lambda: ended.append(1))
-    assert ended == [1] and refused.value.retry_after_s > 0
+    assert ended == [1]
     dependency.answers.set()
     assert guard.wait_until_up(PATIENCE_S)
     assert guard.call(lambda: "called", timeout_s=PATIENCE_S) == "called"
