@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from store.errors import StoreError
 
@@ -65,22 +65,24 @@ def feature_key(
 
 def _canonical_json(options: Mapping[str, object]) -> str:
     try:
-        return json.dumps(_plain(options, "processor_options"), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except ValueError as error:
+        if not all(isinstance(name, str) for name in _names(options)):  # JSON would make 1 and "1" the same
+            raise TypeError("a key is not a string")
+        return json.dumps(options, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
         raise StoreError(f"processor_options: {error}") from error
-    except RecursionError as error:
-        raise StoreError("processor_options: nested too deeply") from error
 
 
-def _plain(value: object, where: str) -> object:
-    """`value` in JSON's own types. Keys that are not strings are refused: JSON would make 1 and "1" the same."""
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
+def _names(value: object) -> Iterator[object]:
+    """Every key of every mapping in it."""
     if isinstance(value, Mapping):
-        for name in value:
-            if not isinstance(name, str):
-                raise StoreError(f"{where}: the key {name!r} is not a string")
-        return {name: _plain(item, f"{where}.{name}") for name, item in value.items()}
+        yield from value
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    raise StoreError(f"{where}: {type(value).__name__} is not a JSON value")
+        for item in value:
+            yield from _names(item)
+
+
+def _plain(value: object) -> dict[object, object]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not a JSON value")

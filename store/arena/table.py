@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from store.arena.file import (
+    ALIGNMENT,
     H_EVICTIONS,
     H_RECLAIMED,
     H_ROWS_USED,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 FREE = 0
 ALLOCATED = 1  # room taken, being written, not readable
 READY = 2
-DROPPED = 3  # removed or corrupt while leased: unreadable, its room returns with the last lease
+DROPPED = 3  # removed or corrupt while leased: unreadable, its room is free (`reap`) after the last lease
 
 DIGEST_BYTES = 16
 
@@ -131,11 +132,10 @@ class SlotTable:
         self.leases[owner * self._geometry.slots + slot] += 1
 
     def unpin(self, slot: int, owner: int) -> None:
-        """Ends a lease; the last one makes the feature evictable, or frees it if it was dropped."""
+        """Ends a lease; the last one makes the feature evictable, and its room free if it was dropped. Needs no lock
+        but the process's own: nobody else writes to its row."""
         self.tick[slot] = time.monotonic_ns()
         self.leases[owner * self._geometry.slots + slot] -= 1
-        if self.state[slot] == DROPPED and not self.is_leased(slot):
-            self.state[slot] = FREE
 
     def is_leased(self, slot: int) -> bool:
         of_slot = slice(slot, self.header[H_ROWS_USED] * self._geometry.slots, self._geometry.slots)
@@ -168,14 +168,18 @@ class SlotTable:
         held = self._leases()[owner].nonzero()[0]
         self._array(self.tick)[held] = time.monotonic_ns()
         self._leases()[owner, held] = 0
-        state = self._array(self.state)
-        state[(state == DROPPED) & ~self._leased()] = FREE
 
     def reap(self) -> None:
-        """Takes back what dead processes hold."""
+        """Takes back what dead processes hold, and the room of dropped features that nobody leases any more."""
         for row in range(self.header[H_ROWS_USED]):
             if not self._is_alive(row):
                 self._take_back(row)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        state = self._array(self.state)
+        if DROPPED in state:
+            state[(state == DROPPED) & ~self._leased()] = FREE
 
     def _take_back(self, owner: int) -> None:
         """The half-written features and the leases of a process that is gone."""
@@ -185,14 +189,12 @@ class SlotTable:
         self.leave(owner)
         state[half] = FREE
 
-    def totals(self) -> dict[str, int]:
-        """Readable features, those that are leased, dropped ones included, and the bytes that all take."""
+    def totals(self) -> tuple[int, int, int]:
+        """The bytes that all take, readable features, and those that are leased, dropped ones included."""
+        self._sweep()
         state = self._array(self.state)
-        return {
-            "features": int((state == READY).sum()),
-            "leased": int(self._leased().sum()),
-            "used_bytes": int(self._spans()[state != FREE].sum()),
-        }
+        used = self._spans()[state != FREE].sum()
+        return int(used), int((state == READY).sum()), int(self._leased().sum())
 
     def by_use(self) -> list[tuple[int, int, float]]:
         """Of every readable feature its slot, its leases, and the seconds since its last use; the oldest first."""
@@ -206,7 +208,7 @@ class SlotTable:
     def _make_room(self, nbytes: int) -> tuple[int, int]:
         """A free slot, and the offset of room of so many bytes. What the dead hold goes first, then what was used least
         recently."""
-        span = align_up(nbytes, self._geometry.alignment)
+        span = align_up(nbytes, ALIGNMENT)
         if span > self._geometry.capacity_bytes:
             raise StoreFullError(f"feature of {nbytes} bytes in an arena of {self._geometry.capacity_bytes}")
         place = self._place(span)
@@ -246,7 +248,7 @@ class SlotTable:
 
     def _spans(self) -> npt.NDArray[np.int64]:
         """The bytes of room that each feature takes."""
-        return (self._array(self.nbytes) + self._geometry.alignment - 1) & -self._geometry.alignment
+        return (self._array(self.nbytes) + ALIGNMENT - 1) & -ALIGNMENT
 
     def _leases(self) -> npt.NDArray[np.uint32]:
         """[rows, slots]"""

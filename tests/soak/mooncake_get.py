@@ -17,9 +17,8 @@ import numpy as np
 
 from bench.clients.process import Child
 from bench.micro.measurement import in_turns
-from store.checksum import Bytes, copy_with_checksum, verify_payload
 from store.errors import StoreError
-from store.feature import RECORD_BYTES, FeatureMeta
+from store.feature import RECORD_BYTES, Bytes, FeatureMeta, copy_with_checksum, verify_payload
 from store.mooncake.client import MooncakeConfig, load_mooncake
 from store.mooncake.tier import MooncakeStore
 

@@ -27,6 +27,7 @@ from deploy.options.mooncake import what_is_missing
 from store.arena import Arena
 from tests.soak import mooncake_get
 from tests.soak.harness import Result, Soak
+from tests.store.conftest import get_into
 
 SIZES = {"1m": 1_000_000, "8m": 1196 * 3584 * 2, "19m": 2691 * 3584 * 2}  # 1196 (720p), 2691 (1080p) tokens x 3584 fp16
 RATIOS = {
@@ -60,7 +61,7 @@ def median_ms(nbytes: int, rounds: int) -> dict[str, float]:
         assert arena.put(f"feature-{turn}", next(sources), shape=(nbytes,), dtype="uint8")
 
     def get(arena: Arena, turn: int, *, verify: bool = True) -> None:
-        assert arena.get_into(f"feature-{turn - AGE}", next(targets), verify=verify)
+        assert get_into(arena, f"feature-{turn - AGE}", next(targets), verify=verify)
 
     def lease(arena: Arena, turn: int) -> None:
         held = arena.lease(f"feature-{turn - AGE}", verify=False)

@@ -15,6 +15,7 @@ import xxhash
 
 from store.arena import Arena, table
 from store.feature import FeatureMeta
+from tests.store.conftest import get_into
 
 PAGE = 4096
 
@@ -77,7 +78,7 @@ def detach_room(arena: Arena) -> None:
 
 def read_all(arena: Arena) -> None:
     for key in "dcba":
-        arena.get_into(key, bytearray(3 * PAGE))
+        get_into(arena, key, bytearray(3 * PAGE))
 
 
 def die_during(operation: Callable[[Arena], None], path: Path, lines: int) -> bool:
@@ -110,7 +111,7 @@ def test_a_death_after_any_line_leaves_a_whole_arena(operation: Callable[[Arena]
         died = die_during(operation, arena_path, deaths)
         for key in "abcdn":
             dest = bytearray(6 * PAGE)
-            meta = arena.get_into(key, dest)  # verifies the checksum
+            meta = get_into(arena, key, dest)  # verifies the checksum
             if meta is not None:
                 assert dest[: 3 * PAGE] == content(key)
         stats = arena.stats()
