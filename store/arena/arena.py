@@ -41,6 +41,7 @@ from store.arena.table import SlotTable
 from store.checksum import Buffer, Bytes, as_bytes, copy, copy_with_checksum, verify_payload
 from store.errors import CorruptFeatureError, StoreError
 from store.feature import FeatureEntry, FeatureMeta, StoreStats, checked_key
+from store.keys import tenant_of
 
 logger = logging.getLogger(__name__)
 
@@ -270,7 +271,7 @@ class Arena:
         """
         name = _digest(FeatureMeta(key, (), "", nbytes).key)
         with self._index() as table:
-            slot = table.reserve(name, nbytes, self._row())
+            slot = table.reserve(name, nbytes, self._row(), tenant_of(key))
             if slot is None:
                 return None
             self._writing += 1

@@ -25,7 +25,7 @@ from store.errors import StoreError
 from store.feature import RECORD_BYTES
 
 MAGIC = int.from_bytes(b"EPDarena", "little")
-VERSION = 3
+VERSION = 4
 PAGE, WORD = 4096, 8
 
 # Words of the header. The first six fix the layout. HOLDER: pid of whoever has the lock, for people.
@@ -71,6 +71,7 @@ class Geometry:
         "offset": ("Q", 1),
         "nbytes": ("Q", 1),
         "owner": ("Q", 1),
+        "tenant": ("Q", 1),
         "tick": ("Q", 1),
         "record": ("B", RECORD_BYTES),
     }
