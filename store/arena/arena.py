@@ -53,6 +53,7 @@ from store.feature import (
     copy_with_checksum,
     verify_payload,
 )
+from store.keys import tenant_of
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +294,7 @@ class Arena:
         """
         name = _digest(FeatureMeta(key, (), "", nbytes).key)
         with self._index() as table:
-            slot = table.reserve(name, nbytes, self._row())
+            slot = table.reserve(name, nbytes, self._row(), tenant_of(key))
             if slot is None:
                 return None
             with self._own:

@@ -27,7 +27,7 @@ from store.errors import StoreError
 from store.feature import RECORD_BYTES
 
 MAGIC = int.from_bytes(b"EPDarena", "little")
-VERSION = 4
+VERSION = 5
 ALIGNMENT = PAGE = 4096  # every feature starts a page
 WORD = 8
 
@@ -51,6 +51,7 @@ _COLUMNS: tuple[tuple[str, Format, int], ...] = (
     ("offset", "Q", 1),
     ("nbytes", "Q", 1),
     ("owner", "Q", 1),
+    ("tenant", "Q", 1),
     ("tick", "Q", 1),
     ("record", "B", RECORD_BYTES),
 )
