@@ -148,7 +148,7 @@ def copy_with_checksum(target: Bytes, source: Bytes) -> int:
 
     Checksum first: it brings the source near for the copy, while a large copy writes past the caches. Measured
     against the other order and against pieces of 0.25 to 4 MB with a streaming checksum, which were slower
-    (`tests/soak/store_speed.py`).
+    (`bench/micro/ep/store_speed.py`).
     """
     digest = checksum(source)
     copy(target, source)

@@ -34,11 +34,11 @@ import numpy.typing as npt
 import xxhash
 
 from bench.clients.process import Child
+from bench.micro.ep.store_speed import timed
 from bench.record import ROOT
 from store.arena import Arena
 from store.errors import StoreFullError
 from tests.soak.harness import Result, Soak
-from tests.soak.mooncake_get import timed
 from tests.store.conftest import CONTAINED, get_into
 
 Bytes = npt.NDArray[np.uint8]
