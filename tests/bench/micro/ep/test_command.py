@@ -26,6 +26,7 @@ ROWS: Mapping[str, Sequence[Row]] = {
         },
     ],
     "duplicates": [{"clients": 64, "encodes": 1, "encodes_when_known": 0}],
+    "fetched": [{"fetched_bytes": 100, "needed_bytes": 100}],
 }
 CONTRACT = {
     "exposed_ms_1080p",
@@ -35,6 +36,7 @@ CONTRACT = {
     "mooncake_get_over_raw_client_8m",
     "encodes_for_64_duplicates",
     "event_p50_ms",
+    "fetched_over_needed",
 }
 
 
