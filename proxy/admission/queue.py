@@ -151,7 +151,6 @@ class Ticket(Struct, eq=False):
     def go(self, stage: Stage, *, ahead: bool = False) -> None:
         """Its turn has come."""
         queue, now = self.queue, self.queue.now()
-        self.sized(self.need)  # by what is known now
         if not self.is_long(stage):
             queue.short[stage].add(self.work_s(stage), now)
         queue.shares.charge(self.account, self.work_s(stage), self.weight)
@@ -299,7 +298,7 @@ class AdmissionQueue:
 
     Args:
         now: the clock, in seconds.
-        rooms: how many instances of a stage may be given something that needs so much.
+        rooms: how many instances of a stage may be given something that needs so much, of as many as are enough.
         speeds: of the instances.
         processes: that share the encoders' places evenly.
 
@@ -316,7 +315,7 @@ class AdmissionQueue:
         self,
         settings: AdmissionLimits,
         now: Callable[[], float],
-        rooms: Callable[[Stage, Need], int],
+        rooms: Callable[[Stage, Need, int], int],
         speeds: Callable[[], Speeds],
         *,
         processes: int = 1,
@@ -383,6 +382,7 @@ class AdmissionQueue:
         for stage in Stage:
             while (ticket := self._next(stage)) is not None:
                 ticket.step_back()
+                ticket.sized(ticket.need)  # by what is known now
                 if self.now() > ticket.queued_at:
                     self._paces[stage].granted()
                 ticket.go(stage)
@@ -400,8 +400,8 @@ class AdmissionQueue:
             places = self.settings.encodes_per_instance * self.speeds().encoders / self._processes
             if self.encoding >= max(1, math.ceil(places)):
                 return False
-        kept = self._kept(stage) if ticket.is_long(stage) else 0
-        return self.rooms(stage, ticket.need) > self.owed[stage] + kept
+        enough = 1 + self.owed[stage] + (self._kept(stage) if ticket.is_long(stage) else 0)
+        return self.rooms(stage, ticket.need, enough) == enough
 
     def _kept(self, stage: Stage) -> int:
         """Instances that are left to short ones: half of them at most, and one where prompts share steps anyway."""
