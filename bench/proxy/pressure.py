@@ -8,7 +8,7 @@ deadlines: requests with 1 to 16 images at 0.8, 1.0 and 1.2 of what four E encod
 of three times what it takes alone. The share that keep it, in the order of deadlines and in order of arrival
 (`admission.order=fcfs`).
 
-real: the same of 1 to 4 images on stages that run, one encoder beside a PD, at about what that encoder does.
+real: the same of 1 to 4 images on stages that run, one encoder beside a PD, as many as they can.
 
 videos: texts and small images, each alone and then beside clips: an item of 6,400 tokens that cannot be cut (here a
 large image has as many). The p99 of the first token of text and small images beside clips over that alone, the worse.
@@ -22,7 +22,7 @@ Arrivals are Poisson given their number, so that every run offers the same work.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
@@ -42,7 +42,8 @@ PREFILL = {
     "capacity": {"max_running": 64, "step_tokens": 2048, "kv_tokens": 262_144},
 }
 LONG, SHORT, MIXED_LOAD, PREFILLERS = 32_000, 500, 0.9, 4
-IMAGE_SIDE, IMAGE_TOKENS, IMAGE_S, MOST_IMAGES, FEW_IMAGES, ENCODERS = 448, 256, 0.08, 16, 4, 4
+IMAGE_SIDE, IMAGE_TOKENS, IMAGE_S, MOST_IMAGES, ENCODERS = 448, 256, 0.08, 16, 4
+LARGE_SIDE, FEW_IMAGES = 896, 4
 ENCODE = {
     **PREFILL,
     "encode": {"setup_s": 0.0, "per_unit_s": IMAGE_S / IMAGE_TOKENS},
@@ -114,55 +115,61 @@ def _deadlines(sender: SenderProcess, quick: bool) -> Iterator[Row]:
     seconds, loads = (25.0, (1.0,)) if quick else (60.0, LOADS)
     for order, flags in ORDERS.items():
         with simulated(f"{ENCODERS}E-P-D", ENCODE, flags) as launch:
-            for row in _ordered(sender, launch, loads, seconds, MOST_IMAGES, ENCODERS / IMAGE_S):
+            rates_rps = {load: load * ENCODERS / IMAGE_S / ((1 + MOST_IMAGES) / 2) for load in loads}
+            for row in _ordered(sender, launch, iter(range(1_000_000)), rates_rps, seconds, MOST_IMAGES):
                 yield {"order": order, **row}
 
 
 def _real(sender: SenderProcess, quick: bool) -> Iterator[Row]:
-    seconds = 60.0 if quick else 180.0
+    seconds, rate_rps = 60.0 if quick else 180.0, 0.0
     for order, flags in ORDERS.items():
         with served("E-PD", flags) as launch:
-            for row in _ordered(sender, launch, (1.0,), seconds, FEW_IMAGES):
+            fresh = iter(range(1_000_000))
+            if not rate_rps:  # the same work for both
+                requests = [_images(launch, n % FEW_IMAGES + 1, fresh, side=LARGE_SIDE) for n in range(64)]
+                closed = sender.run(launch.url, Flow(requests, concurrency=8, count=48), within_s=120.0)
+                rate_rps = len(closed.rows) / (closed.ended_s - closed.begun_s)
+            for row in _ordered(sender, launch, fresh, {1.0: rate_rps}, seconds, FEW_IMAGES, LARGE_SIDE):
                 yield {"order": order, **row}
 
 
 def _ordered(
     sender: SenderProcess,
     launch: Served,
-    loads: Sequence[float],
+    fresh: Iterator[int],
+    rates_rps: Mapping[float, float],
     seconds: float,
     most: int,
-    images_per_s: float | None = None,
+    side: int = IMAGE_SIDE,
 ) -> Iterator[Row]:
-    """How a deployment does at each load. `images_per_s`: that it can encode; by default as its own times tell."""
-    fresh = iter(range(1_000_000))
-    alone = _alone_s(sender, launch, fresh, most)
-    if images_per_s is None:
-        images_per_s = (most - 1) / (alone[most] - alone[1])
-    for load in loads:
-        at = dues(load * images_per_s / ((1 + most) / 2) * seconds, seconds, f"deadlines {load}")
+    """How a deployment does at each load, of which the rates are given: requests with 1 to `most` images."""
+    alone = _alone_s(sender, launch, fresh, most, side)
+    for load, rate_rps in rates_rps.items():
+        at = dues(rate_rps * seconds, seconds, f"deadlines {load}")
         counts = [n % most + 1 for n in range(len(at))]
         random.Random(f"images {load}").shuffle(counts)
         slos = [SLO_FACTOR * alone[count] for count in counts]
-        requests = [_images(launch, count, fresh, slo_s) for count, slo_s in zip(counts, slos, strict=True)]
+        requests = [_images(launch, count, fresh, slo_s, side) for count, slo_s in zip(counts, slos, strict=True)]
         run = sender.run(launch.url, Flow(requests, "images", dues=at), limit_s=120.0)
         kept = [one.wait_s() <= slos[one.n] for one in run.rows]
         yield {"load": load, **counted(run.rows), "attained": round(sum(kept) / len(kept), 4)}
 
 
-def _alone_s(sender: SenderProcess, launch: Served, fresh: Iterator[int], most: int) -> dict[int, float]:
+def _alone_s(sender: SenderProcess, launch: Served, fresh: Iterator[int], most: int, side: int) -> dict[int, float]:
     """Seconds until the first token of a request with so many images, on an idle deployment."""
     found = {}
     for count in range(1, most + 1):
-        requests = [_images(launch, count, fresh) for _ in range(3)]
+        requests = [_images(launch, count, fresh, side=side) for _ in range(3)]
         rows = sender.run(launch.url, Flow(requests, concurrency=1, count=3), within_s=60.0).rows
         found[count] = min(row.wait_s() for row in rows)
     return found
 
 
-def _images(launch: Served, count: int, fresh: Iterator[int], slo_s: float | None = None) -> Request:
+def _images(
+    launch: Served, count: int, fresh: Iterator[int], slo_s: float | None = None, side: int = IMAGE_SIDE
+) -> Request:
     seeds = [next(fresh) for _ in range(count)]
-    body = image_body(launch.model, side=IMAGE_SIDE, answer=ANSWER, stream=True, seed=seeds[0], more=seeds[1:])
+    body = image_body(launch.model, side=side, answer=ANSWER, stream=True, seed=seeds[0], more=seeds[1:])
     return Request.of(body, headers={"x-epd-slo-ttft-ms": f"{slo_s * 1e3:.0f}"} if slo_s is not None else {})
 
 
