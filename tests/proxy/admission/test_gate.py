@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from epd_serve.errors import ConfigError
+from epd_serve.instances import Instance
+from epd_serve.roles import Role
 from epd_serve.wire import StageReport, StoreReport
 from proxy.admission.gate import Gate
 from proxy.admission.queue import Kind, Stage
@@ -49,8 +51,11 @@ def narrow(**changes: Any) -> ProxySettings:
 
 
 def one_place(**changes: Any) -> Gate:
-    """In front of nobody at all: one at a time goes on, to be told so."""
-    return Gate(narrow(**changes), InstanceTable(), Metrics())
+    """In front of two stages, each of which takes one request at a time."""
+    table = InstanceTable()
+    for role in (Role.E, Role.PD):
+        table.apply(Instance(f"{role}0", role, "http://x", "one"))
+    return Gate(narrow(**changes), table, Metrics())
 
 
 async def until_waiting(c: Cluster, kind: Kind, count: int) -> None:

@@ -34,11 +34,11 @@ class Queue:
         self.speeds = Speeds(RATE, RATE, encoders, heads)
         self.all = AdmissionQueue(limits, lambda: self.now, self._rooms, lambda: self.speeds)
 
-    def _rooms(self, stage: Stage, need: Need) -> int:
+    def _rooms(self, stage: Stage, need: Need, enough: int) -> int:
         if stage is Stage.SERVE and need.tokens in self.refuses:
             return 0
         most = self.encoders if stage is Stage.ENCODE else self.places
-        return most - len(self.taken[stage])
+        return min(enough, most - len(self.taken[stage]))
 
     def enters(
         self,
@@ -245,6 +245,37 @@ def test_only_the_first_few_are_asked_whether_they_have_room() -> None:
     assert [one.passed for one in stuck[1:]] == [1] * (LOOKS - 1)
 
 
+@pytest.mark.parametrize("stage", list(Stage))
+def test_long_ones_leave_the_last_instance_to_short_ones_as_long_as_these_come(stage: Stage) -> None:
+    """A video takes nobody's image the last encoder. Of one there is, nobody can leave one."""
+    sizes = {"items": (9000.0,)} if stage is Stage.ENCODE else {"tokens": 9000.0}
+    queue = Queue(replace(LIMITS, encodes_per_instance=100), places=4, encoders=4, heads=4)
+    long = [queue.stands(Kind.MEDIA, stage, **sizes) for _ in range(6)]
+    assert queue.grants() == long[:4], "where no short ones come they may have all"
+    for ticket in long[:4]:
+        queue.ends(ticket)
+    assert queue.grants() == long[4:]
+    for _ in range(20):
+        queue.now += 1.0
+        short = queue.enters(Kind.MEDIA, tokens=300.0, items=(300.0,))
+        assert short.goes_at_once(stage), "and so does each short one"
+        queue.leased(short)
+        queue.ends(short)
+    more = [queue.stands(Kind.MEDIA, stage, **sizes) for _ in range(3)]
+    assert queue.grants() == more[:1], "one of the two that are free is left"
+    short = queue.stands(Kind.MEDIA, stage, items=(300.0,), slo_s=1e6)
+    assert queue.grants() == [short]
+    queue.ends(short)
+    queue.now += 200.0
+    assert queue.grants() == more[1:2], "none has come for long"
+    alone = Queue(encoders=1)
+    for tokens in (300.0, 300.0, 9000.0):
+        ticket = alone.enters(Kind.MEDIA, tokens=tokens, items=(tokens,))
+        assert ticket.goes_at_once(stage)
+        alone.leased(ticket)
+        alone.ends(ticket)
+
+
 def test_who_goes_in_its_order_overtakes_nobody() -> None:
     queue = Queue(places=100)
     queue.refuses = {777.0}
@@ -349,7 +380,7 @@ def test_processes_of_a_host_share_the_encoders_places() -> None:
     for processes, places in ((1, 8), (3, 3), (100, 1)):
         limits = replace(LIMITS, encodes_per_instance=4)
         speeds = Speeds(RATE, RATE, encoders=2)
-        queue = AdmissionQueue(limits, lambda: 0.0, lambda *_: 100, lambda s=speeds: s, processes=processes)
+        queue = AdmissionQueue(limits, lambda: 0.0, lambda *asked: asked[-1], lambda s=speeds: s, processes=processes)
         tickets = [Ticket(queue, Kind.MEDIA) for _ in range(20)]
         for ticket in tickets:
             ticket.enter()
@@ -658,7 +689,7 @@ class Life(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         queue = self.queue
-        queue.places, queue.encoders, queue.refuses = 1, 1, set()
+        queue.places, queue.encoders, queue.refuses, queue.speeds = 1, 1, set(), Speeds(RATE, RATE)
         for _ in range(3 * len(self.here) + 1):
             queue.now += 1.0
             for ticket in list(self.here):
@@ -777,17 +808,19 @@ def test_no_instance_idles_while_work_that_fits_it_waits_and_all_get_through(
     instances = [Prefill(10_000.0, kv_tokens, most, {}, {}) for _ in range(count)]
     credits_of = {Role.PD: lambda: [one.credit() for one in instances]}
 
-    def rooms(stage: Stage, need: Need) -> int:
-        return heads_with_room(lambda role: credits_of[role]() if role in credits_of else [], need, limits)
+    def rooms(stage: Stage, need: Need, enough: int) -> int:
+        all_of = lambda role: credits_of[role]() if role in credits_of else []  # noqa: E731
+        return heads_with_room(all_of, need, limits, speeds(), enough)
 
     def speeds() -> Speeds:
-        return Speeds(1.0, 10_000.0, 1, count)
+        return Speeds(1.0, 10_000.0, 1, count, paths_there=True)
 
     queue = AdmissionQueue(limits, lambda: now, rooms, speeds)
 
     def fits(one: Prefill, ticket: Ticket) -> bool:
         credit = one.credit()
-        return heads_with_room(lambda role: [credit] if role is Role.PD else [], ticket.need, limits) > 0
+        only = lambda role: [credit] if role is Role.PD else []  # noqa: E731
+        return heads_with_room(only, ticket.need, limits, speeds(), 1) > 0
 
     def planned(ticket: Ticket) -> None:
         """As the router does: where it would be computed soonest, of those with room."""
@@ -814,9 +847,11 @@ def test_no_instance_idles_while_work_that_fits_it_waits_and_all_get_through(
             planned(ticket)
         first = [*queue._in_order(Stage.SERVE)] if queue.anybody else []
         held_up = next((at for at, ticket in enumerate(first) if ticket.passed >= MOST_PASSED), LOOKS - 1)
+        for ticket in first[: held_up + 1]:
+            idle = sum(not one.left and fits(one, ticket) for one in instances)
+            note(f"{now}: {idle} idle for {ticket.need} of {len(first)}")
+            assert idle <= (queue._kept(Stage.SERVE) if ticket.is_long(Stage.SERVE) else 0)
         for one in instances:
-            note(f"{now}: {one.credit()} beside {len(first)}")
-            assert one.left or not any(fits(one, ticket) for ticket in first[: held_up + 1])
             largest = max(one.left.values(), default=0.0)
             assert one.credit().tokens <= limits.prefill_s * one.rate + largest + 1e-6
         if not due and not queue.anybody and not any(one.left or one.decodes_until for one in instances):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -35,8 +35,19 @@ def of(*instances: Credit) -> Callable[[Role], Sequence[Credit]]:
     return lambda role: [one for one in instances if one.role is role]
 
 
-def heads(*instances: Credit, tokens: float = 100.0, **need: object) -> int:
-    return heads_with_room(of(*instances), Need(tokens, **need), LIMITS)  # type: ignore[arg-type]
+MANY = 99
+"""More than there are; of nobody at all it is the answer."""
+
+
+def heads(*instances: Credit, tokens: float = 100.0, enough: int = MANY, **need: object) -> int:
+    there = of(*instances)
+    speeds = Speeds.measured(there, LIMITS)
+    return heads_with_room(there, Need(tokens, **need), LIMITS, speeds, enough)  # type: ignore[arg-type]
+
+
+def encoders(*instances: Credit, enough: int = MANY) -> int:
+    there = of(*instances)
+    return encoders_with_room(there, Need(items=(10.0, 400.0)), LIMITS, Speeds.measured(there, LIMITS), enough)
 
 
 def p(pending: float = 0.0, rate: float = 10_000.0, *, role: Role = Role.P, **more: float) -> Credit:
@@ -78,20 +89,19 @@ def test_an_unmeasured_one_is_as_fast_as_the_others_or_as_the_settings_say() -> 
 
 def test_where_requests_share_steps_a_short_prompt_waits_for_no_long_one() -> None:
     """Of a step of 2,048 tokens each of four has its part: 500 fit, 600 do not, however long the others are."""
-    busy = p(100_000, shared_tokens=2048, requests=4)
+    busy = p(100_000, shared_tokens=2048, prompts=4)
     assert [heads(busy, d(), tokens=tokens) for tokens in (500.0, 512.0, 513.0, 30_000.0)] == [1, 1, 0, 0]
-    assert heads(p(100_000, shared_tokens=0, requests=4), d(), tokens=1.0) == 0
-    assert heads(p(100, shared_tokens=2048, requests=40), d(), tokens=30_000.0) == 1, "it has credit anyhow"
+    assert heads(p(100_000, shared_tokens=0, prompts=4), d(), tokens=1.0) == 0
+    assert heads(p(100, shared_tokens=2048, prompts=40), d(), tokens=30_000.0) == 1, "it has credit anyhow"
 
 
 def test_encoders_go_by_what_they_have_of_items() -> None:
     def e(pending: float, rate: float = 2000.0) -> Credit:
         return p(pending, rate, role=Role.E)
 
-    need = Need(items=(10.0, 400.0))
-    assert encoders_with_room(of(e(0), e(1000), e(1001), p()), need, LIMITS) == 2
-    assert encoders_with_room(of(e(UNMEASURED_RATE / 2, rate=0)), need, LIMITS) == 1
-    assert encoders_with_room(of(e(UNMEASURED_RATE / 2 + 1, rate=0)), need, LIMITS) == 0
+    assert encoders(e(0), e(1000), e(1001), p()) == 2
+    assert encoders(e(UNMEASURED_RATE / 2, rate=0)) == 1
+    assert encoders(e(UNMEASURED_RATE / 2 + 1, rate=0)) == 0
 
 
 # --- who decodes ------------------------------------------------------------------------------------------------------
@@ -131,8 +141,23 @@ def test_instances_of_all_kinds_that_prefill_count() -> None:
 
 @pytest.mark.parametrize("instances", [(), (d(),), (p(9000),), (Credit(Role.E, 1e9, 1.0, requests=1),)])
 def test_with_nobody_there_a_request_goes_on_to_be_told_so_or_to_wait_for_one(instances: Sequence[Credit]) -> None:
-    assert heads(*instances) == 1
-    assert encoders_with_room(of(*(one for one in instances if one.role is not Role.E)), Need(), LIMITS) == 1
+    assert heads(*instances) == MANY
+    assert encoders(*(one for one in instances if one.role is not Role.E)) == MANY
+
+
+def test_no_more_are_looked_at_than_are_enough() -> None:
+    looked = 0
+
+    def counted(role: Role) -> Iterator[Credit]:
+        nonlocal looked
+        for one in (p(), p(9000), p(), p(), p()) if role is Role.P else [d()] if role is Role.D else []:
+            looked += 1
+            yield one
+
+    speeds = Speeds(1.0, 10_000.0, 1, 5, paths_there=True)
+    assert heads_with_room(counted, Need(100.0), LIMITS, speeds, 2) == 2
+    assert looked == 4, "the one that decodes, and three"
+    assert heads(p(), p(), p(), d(), enough=2) == 2 and heads(p(), p(9000), d(), enough=2) == 1
 
 
 CREDITS = st.builds(
@@ -293,9 +318,10 @@ def test_whatever_it_is_it_has_no_credit_beyond_its_seconds_sequences_and_kv(
 
     def room() -> int:
         found = of(table.credit, *others)
+        speeds = Speeds.measured(found, LIMITS)
         if role is Role.E:
-            return encoders_with_room(found, Need(items=(200.0,)), LIMITS)
-        return heads_with_room(found, Need(200.0), LIMITS)
+            return encoders_with_room(found, Need(items=(200.0,)), LIMITS, speeds, MANY)
+        return heads_with_room(found, Need(200.0), LIMITS, speeds, MANY)
 
     table.reports(**said)
     assert room() == 1
@@ -308,11 +334,17 @@ def test_whatever_it_is_it_has_no_credit_beyond_its_seconds_sequences_and_kv(
     assert (table.credit.requests, room()) == (3, 0)
 
 
+def test_what_other_hosts_gave_it_is_seen_in_what_it_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(monkeypatch, Role.PD)
+    table.reports(max_running=1, running=1, waiting=1)
+    assert (table.credit.requests, table.credit.sequences, heads(table.credit)) == (2, 0, 0)
+
+
 def test_one_that_is_down_or_drains_has_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table(monkeypatch, Role.PD)
     for gone in (lambda: table.all.drain("x"), lambda: table.all.mark_down("x", "gone")):
         gone()
-        assert table.all.credits(Role.PD, 1) == []
+        assert [*table.all.credits(Role.PD, 1)] == []
 
 
 # --- speeds -----------------------------------------------------------------------------------------------------------
@@ -322,7 +354,7 @@ def test_a_request_by_itself_takes_its_longest_share_at_the_encoders_and_its_pro
     speeds = Speeds(encode=1000.0, prefill=10_000.0, encoders=2, heads=4)
     alone = speeds.service(Need(tokens=5000.0, items=(1000.0, 1000.0, 1000.0)))
     assert alone.encode_s == pytest.approx(2.0, rel=0.3) and alone.prefill_s == 0.5
-    assert (alone.encode_work_s, alone.prefill_work_s) == (3.0, 0.5)
+    assert (alone.encode_work_s, alone.prefill_work_s, alone.longest_item_s) == (3.0, 0.5, 1.0)
     text = speeds.service(Need(tokens=5000.0))
     assert (text.encode_s, text.encode_work_s, text.prefill_s) == (0.0, 0.0, 0.5)
     assert (speeds.of(encode=True), speeds.of(encode=False)) == (2, 4)
@@ -332,7 +364,8 @@ def test_speeds_are_those_measured_of_a_usual_one() -> None:
     there = of(
         p(rate=0.0), p(rate=2000.0), pd(rate=8000.0), pd(rate=4000.0), Credit(Role.E, rate=500.0), Credit(Role.E)
     )
-    assert Speeds.measured(there, LIMITS) == Speeds(500.0, 4000.0, 2, 4)
-    assert Speeds.measured(of(pd(rate=0.0)), LIMITS) == Speeds(UNMEASURED_RATE, 2000.0, 1, 1)
+    assert Speeds.measured(there, LIMITS) == Speeds(500.0, 4000.0, 2, 4, True, True, False)
+    assert Speeds.measured(of(pd(rate=0.0)), LIMITS) == Speeds(UNMEASURED_RATE, 2000.0, 1, 1, False, True, False)
+    assert Speeds.measured(of(p(), d()), LIMITS).fused_alone and not Speeds.measured(of(p()), LIMITS).paths_there
     nobody = Speeds.measured(of(), LIMITS)
     assert (nobody.encoders, nobody.heads) == (1, 1) and nobody.prefill == 2000.0
