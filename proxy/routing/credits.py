@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from typing import Protocol
 
 from msgspec import Struct
 
 from epd_serve.roles import Role
 from epd_serve.wire import StageReport
-from proxy.config.limits import AdmissionLimits
 from proxy.routing.policy import share_of, usual_rate
 
 AHEAD = 1.25
@@ -27,6 +27,17 @@ AHEAD = 1.25
 
 KV_FULL = 0.95
 """Of its blocks. Beyond it an instance preempts, or holds requests back, rather than runs more."""
+
+
+class CreditLimits(Protocol):
+    """What of the settings credits go by (`AdmissionLimits`, which is above this)."""
+
+    @property
+    def encode_s(self) -> float: ...
+    @property
+    def prefill_s(self) -> float: ...
+    @property
+    def prefill_tokens(self) -> int: ...
 
 
 class Credit(Struct, frozen=True):
@@ -76,7 +87,7 @@ Credits = Callable[[Role], Iterable[Credit]]
 """Of the live instances of a role. Each is worked out when it is looked at."""
 
 
-def encoders_with_room(credits_of: Credits, need: Need, settings: AdmissionLimits, speeds: Speeds, enough: int) -> int:
+def encoders_with_room(credits_of: Credits, need: Need, settings: CreditLimits, speeds: Speeds, enough: int) -> int:
     """How many encoders may be given an item now, of as many as are `enough`; all of these where there is none at all,
     so that the request is told so."""
     if not speeds.encoders_there:
@@ -85,7 +96,7 @@ def encoders_with_room(credits_of: Credits, need: Need, settings: AdmissionLimit
     return _count(credits_of(Role.E), item, settings.encode_s, speeds.encode, enough)
 
 
-def heads_with_room(credits_of: Credits, need: Need, settings: AdmissionLimits, speeds: Speeds, enough: int) -> int:
+def heads_with_room(credits_of: Credits, need: Need, settings: CreditLimits, speeds: Speeds, enough: int) -> int:
     """How many instances may be given its prompt now, whose answer has a place where it is decoded. `enough` as of
     encoders."""
     if not speeds.paths_there:
@@ -137,7 +148,7 @@ class Speeds(Struct, frozen=True):
     fused_alone: bool = False
 
     @classmethod
-    def measured(cls, credits_of: Credits, settings: AdmissionLimits) -> Speeds:
+    def measured(cls, credits_of: Credits, settings: CreditLimits) -> Speeds:
         by_role = {role: [*credits_of(role)] for role in Role}
         encoders, whole = by_role[Role.E], by_role[Role.PD] + by_role[Role.EPD]
         first, tails = by_role[Role.P] + by_role[Role.EP], by_role[Role.D]
