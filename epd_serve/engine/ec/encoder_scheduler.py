@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from epd_serve.engine.compat import ItemMetadata
-from epd_serve.engine.ec.request_facts import item_keys, to_encode_again
-from epd_serve.engine.ec.step import FeatureSlot, FeatureStep, NeededItem
+from epd_serve.engine.ec.step import FeatureSlot, FeatureStep, NeededItem, item_keys, remember, to_encode_again
 from store.arena import Lease
 from store.errors import CorruptFeatureError, StoreError
 from store.feature_pool import FeaturePool
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-_MAX_REMEMBERED = 8192
 
 
 class EncoderScheduler:
@@ -46,15 +43,15 @@ class EncoderScheduler:
         self._store_is_stuck = False  # in this step
         self._step = FeatureStep()
 
-    def asked(self, request: Request) -> None:
-        """vLLM considers running this request; called at every step."""
-        if request.request_id in self._held:
-            return
-        self._held[request.request_id] = keys = item_keys(request)
-        again = self._again[request.request_id] = set(to_encode_again(request))
-        metadata = self._remember(request)
-        for key in dict.fromkeys(keys):
-            self._step.needed.append(NeededItem(key, metadata.get(key, {}).get("metadata", {}), key in again))
+    def may_run(self, request: Request, num_computed_tokens: int) -> bool:
+        """vLLM considers running this request; called at every step. An encoder waits for nothing."""
+        if request.request_id not in self._held:
+            self._held[request.request_id] = keys = item_keys(request)
+            again = self._again[request.request_id] = set(to_encode_again(request))
+            metadata = self._remember(request)
+            for key in dict.fromkeys(keys):
+                self._step.needed.append(NeededItem(key, metadata.get(key, {}).get("metadata", {}), key in again))
+        return True
 
     def has(self, key: str) -> bool:
         """Whether the store has this feature, intact: it is pinned from here on, and need not be encoded."""
@@ -113,12 +110,5 @@ class EncoderScheduler:
     def _remember(self, request: Request) -> ItemMetadata:
         items = self._collect(request.mm_features)
         for key, item in items.items():
-            if item["metadata"]:
-                self._metadata[key] = item["metadata"]
-            elif key in self._metadata:
-                item["metadata"] = self._metadata[key]
-            if key in self._metadata:
-                self._metadata.move_to_end(key)
-        while len(self._metadata) > _MAX_REMEMBERED:
-            self._metadata.popitem(last=False)
+            item["metadata"] = remember(self._metadata, key, item["metadata"])
         return items

@@ -32,7 +32,8 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections import Counter, OrderedDict
+import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -48,8 +49,9 @@ FULL_S = 0.1
 SEEN_S = 10.0
 """For how long a feature that was seen before its request came counts as whole."""
 
+_OUTAGE_GRACE_S = 0.5  # a second tier that is gone: an encoder of this host may still put, one that works renews
 _MAX_ROWS = 8192
-"""Of features that no request waits for: hints of encoders; the oldest go first."""
+"""Of features, beyond which the oldest goes that no request waits for: a hint of an encoder."""
 
 
 class State(enum.Enum):
@@ -94,45 +96,13 @@ class Failure(NamedTuple):
     cause: str
 
 
-class RecomputeSlots:
-    """How many requests recompute lost features at one time: at most `limit` hold a slot, the rest stand in line.
-
-    A slow or dead encoder must not turn every P into an encoder. A request holds at most one slot, however many
-    features it lost. Slots go out in the order in which requests first asked.
-    """
-
-    def __init__(self, limit: int) -> None:
-        assert limit > 0, "without a slot, a request with a lost feature would wait for ever"
-        self._limit = limit
-        self.line: dict[str, None] = {}  # in order of arrival
-        self.holders: set[str] = set()
-
-    def claim(self, request: str) -> bool:
-        """Whether the request has a slot; if not, it stands in line from now on."""
-        if request not in self.holders:
-            self.line[request] = None
-            self._serve_line()
-        return request in self.holders
-
-    def give_back(self, request: str) -> None:
-        """The request holds no slot and stands in no line any more."""
-        self.line.pop(request, None)
-        self.holders.discard(request)
-        self._serve_line()
-
-    def _serve_line(self) -> None:
-        while self.line and len(self.holders) < self._limit:
-            first = next(iter(self.line))
-            del self.line[first]
-            self.holders.add(first)
-
-
 class Features:
-    """Not thread-safe: the owner holds one lock around every call. Times are monotonic seconds.
+    """Not thread-safe: who calls anything holds `lock`, and never while it waits for a store. Times are monotonic
+    seconds.
 
     Args:
         pin: pins all of these features, or none (None) where one is not there any more.
-        recompute_limit: requests that recompute at one time.
+        recompute_limit: requests that recompute at one time: a slow encoder must not turn every P into an encoder.
         wait_s: how long a wanted feature may take, from its first need or its last renewal.
         renew_limit_s: how long an encoder can keep a feature wanted by renewals: it may be stuck, not slow.
         last_look_s: how long the store may take to say that a feature is not there.
@@ -140,6 +110,9 @@ class Features:
     Attributes:
         news: there is something to look for now, which there was not when this was last set to False.
         partial: the request that runs up to a feature that is awaited, or "".
+        slots: requests that lack a feature for good, in the order in which they first asked to recompute it: the first
+            `recompute_limit` may, however many they lack; the others stand in line.
+        kept: request that runs → features that it would need if it were preempted.
     """
 
     def __init__(
@@ -151,18 +124,21 @@ class Features:
         renew_limit_s: float = 120.0,
         last_look_s: float = 3.0,
     ) -> None:
-        self._pin = pin
+        self._pin, self._recompute_limit = pin, recompute_limit
         self._wait_s = wait_s
         self._renew_limit_s = renew_limit_s
         self._last_look_s = last_look_s
         self._rows: dict[str, Row] = {}
-        self._hints: OrderedDict[str, None] = OrderedDict()  # rows that no request waits for, the oldest first
         self._keys_of: dict[str, dict[str, None]] = {}  # request → keys that it waits for
         self._waits: dict[str, None] = {}  # requests told to wait when they last asked, the longest first
         self._held: dict[str, dict[str, Lease]] = {}  # request → what is pinned for it
         self._recomputes: dict[str, set[str]] = {}  # request → keys that it encodes itself
         self._failed: dict[str, bool] = {}  # request → whether vLLM was told
-        self.slots = RecomputeSlots(recompute_limit)
+        self._early: set[str] = set()  # requests of D that P cannot begin with
+        self._ahead: dict[str, bool] = {}  # to be looked for once, for nobody yet → in the second tier, too
+        self.lock = threading.Lock()
+        self.slots: dict[str, None] = {}
+        self.kept: dict[str, Sequence[str]] = {}
         self.partial = ""
         self.news = False
         self.counters: Counter[str] = Counter()
@@ -193,8 +169,8 @@ class Features:
             return failure
         settled = State.WANTED not in states.values()
         if not (recomputes or (settled and lost)):  # it needs no slot, or not yet
-            self.slots.give_back(request)
-        if settled and (not lost or self.slots.claim(request)) and self._take(request, missing, lost, now):
+            self.slots.pop(request, None)
+        if settled and (not lost or self._has_slot(request)) and self._take(request, missing, lost, now):
             self._waits.pop(request, None)
             if self.partial == request:
                 self.partial = ""
@@ -205,6 +181,10 @@ class Features:
             return leading
         self._waits.setdefault(request)
         return None
+
+    def _has_slot(self, request: str) -> bool:
+        self.slots.setdefault(request)
+        return request in itertools.islice(self.slots, self._recompute_limit)
 
     def _take(self, request: str, keys: Collection[str], lost: Collection[str], now: float) -> bool:
         """Pin all of these that are not lost. False: one is not there any more."""
@@ -245,8 +225,15 @@ class Features:
         self._failed.update(dict.fromkeys(failed, True))
         return failed
 
+    def early(self, request: str, key: str, now: float) -> bool:
+        """Whether D has to wait with this request: an encoder is making this feature, its first, so P cannot begin."""
+        early = self.makes(key, now)
+        (self._early.add if early else self._early.discard)(request)
+        return early
+
     def ended(self, request: str) -> None:
         """vLLM does not know the request any more: it must not be named to it. Its pins stay until `release`."""
+        self._early.discard(request)
         if request in self._failed:
             self._failed[request] = True
 
@@ -259,6 +246,7 @@ class Features:
         """No step that needs these requests' features can be running any more."""
         for request in requests:
             self._failed.pop(request, None)
+            self.kept.pop(request, None)
             self._forget(request)
             for lease in self._held.pop(request, {}).values():
                 lease.release()
@@ -269,18 +257,24 @@ class Features:
             self.partial = ""
         self._waits.pop(request, None)
         self._recomputes.pop(request, None)
-        self.slots.give_back(request)
+        self.slots.pop(request, None)
         for key in list(self._keys_of.get(request, ())):
             self._leaves(request, key)
 
     def waiting(self) -> bool:
-        """Whether a request waits for a feature or a slot."""
-        return bool(self._keys_of or self.slots.line)
+        """Whether a request waits: for a feature, its turn to recompute one, or for P to begin."""
+        return bool(self._keys_of or self._early or len(self.slots) > self._recompute_limit)
 
-    def protected(self) -> list[str]:
-        """Features that are to be used, so that they are not evicted: see above."""
+    def without_room(self) -> int:
+        """How many wanted features the second tier has and the arena no room for."""
+        wanted = (self._rows[key] for key in {key for keys in self._keys_of.values() for key in keys})
+        return sum(row.cause == "no_room" and row.state is State.WANTED for row in wanted)
+
+    def protected(self, *, kept: bool = True) -> list[str]:
+        """Features that are to be used, so that they are not evicted: see above. `kept`: of running requests, too."""
         first = self.partial or next(iter(self._waits), "")
-        return [key for key in self._keys_of.get(first, ()) if self._rows[key].state is State.READY]
+        protected = [key for key in self._keys_of.get(first, ()) if self._rows[key].state is State.READY]
+        return protected + [key for keys in self.kept.values() for key in keys if kept]
 
     # --- what is heard and found ------------------------------------------------------------------------------------
 
@@ -292,23 +286,12 @@ class Features:
 
     def makes(self, key: str, now: float) -> bool:
         """Whether an encoder is making it, and has not fallen silent."""
-        row = self._rows.get(key)
-        return row is not None and row.made_until > now
-
-    def made_no_more(self, key: str) -> bool:
-        """It can be had, or will not come. Whether it was being made until now."""
-        row = self._rows.get(key)
-        if row is None or not row.made_until:
-            return False
-        row.made_until = 0.0
-        return True
+        return self._known(key).made_until > now
 
     def renew(self, keys: Iterable[str], now: float) -> None:
         """An encoder holds these: queued, running or being stored."""
         for key in keys:
-            row = self._rows.get(key)
-            if row is None:
-                continue
+            row = self._known(key)
             if row.made_until:
                 row.made_until = now + self._wait_s
             if row.state is not State.READY and now < row.born + self._renew_limit_s:
@@ -316,30 +299,42 @@ class Features:
                 row.deadline = min(now + self._wait_s, row.born + self._renew_limit_s)
 
     def announced(self, key: str, now: float, *, afar: bool) -> bool:
-        """An encoder says that it can be had, in the second tier where that is `afar`. Whether a request waits."""
+        """An encoder says that it can be had, in the second tier where that is `afar`. Whether it was being made."""
         row = self._row(key, now)
         recomputed = any(key in keys for keys in self._recomputes.values())
+        self.counters["events"] += 1
         self.counters["late_events"] += row.state is State.LOST and (recomputed or bool(row.requests))
         if row.state is State.LOST and not row.requests:
             row.state = State.WANTED  # a failure before that is forgotten
         row.look_at = 0.0
         if afar:
             row.fetch_at = 0.0
-        return bool(row.requests)
+        return _made_no_more(row)
 
-    def failed(self, key: str, cause: str, now: float) -> None:
-        """The feature will not come: it is looked up once more for those who wait, or for the next who asks."""
+    def failed(self, key: str, cause: str, now: float) -> bool:
+        """The feature will not come: it is looked up once more for those who wait, or for the next who asks. Whether it
+        was being made."""
         row = self._row(key, now)
         if row.state is State.WANTED and row.requests and not row.last_look:
             self._look_once_more(row, cause, now)
         elif row.state is State.WANTED and not row.requests:
             row.state, row.cause = State.LOST, cause
+        return _made_no_more(row)
 
     def hampered(self, key: str, cause: str, deadline: float) -> None:
         """The feature may still come, but this stands in its way, and there is no use in waiting beyond `deadline`."""
-        row = self._rows.get(key)
-        if row is not None and row.state is State.WANTED and not row.last_look:
+        row = self._known(key)
+        if row.state is State.WANTED and not row.last_look:
             row.cause, row.deadline = cause, min(row.deadline, deadline)
+
+    def look_ahead(self, keys: Iterable[str], *, afar: bool = False) -> None:
+        """Somebody is going to need these: they are looked for once, in the second tier, too, where they are `afar`."""
+        self._ahead.update({key: afar for key in keys if not self.is_ready(key)})
+
+    def take_ahead(self) -> dict[str, bool]:
+        """Those of `look_ahead` → whether they are afar; each once."""
+        ahead, self._ahead = self._ahead, {}
+        return ahead
 
     def to_look_for(self, now: float) -> Iterator[tuple[str, Row]]:
         """Features that requests wait for and that are due to be looked for, in the order in which they were needed."""
@@ -351,50 +346,52 @@ class Features:
 
     def wants(self, key: str) -> bool:
         """Whether a request waits for it, and it is not here."""
-        row = self._rows.get(key)
-        return row is not None and bool(row.requests) and row.state is not State.READY
+        row = self._known(key)
+        return bool(row.requests) and row.state is not State.READY
 
     def is_ready(self, key: str) -> bool:
         """Whether it was seen here."""
-        row = self._rows.get(key)
-        return row is not None and row.state is State.READY
+        return self._known(key).state is State.READY
 
     def fetch_due(self, key: str, now: float) -> bool:
         """True at most every `FETCH_S` for a feature: fetch it now."""
-        row = self._rows.get(key)
-        if row is None or row.fetch_at > now:
-            return False
-        row.fetch_at = now + FETCH_S
-        return True
+        row = self._known(key)
+        due = row.fetch_at <= now
+        if due:
+            row.fetch_at = now + FETCH_S
+        return due
 
-    def no_room(self, key: str, now: float) -> None:
-        """The arena had no room for it: tried again when pins go, until the request's deadline."""
-        self.hampered(key, "no_room", float("inf"))
-        if key in self._rows:
-            self._rows[key].fetch_at = now + FULL_S
-
-    def looks_once_more(self, key: str) -> bool:
-        """Whether it is lost where it is not found now."""
-        row = self._rows.get(key)
-        return row is not None and row.last_look
+    def not_fetched(self, key: str, why: str, now: float) -> None:
+        """The second tier did not deliver it: it is `missing` there, or `corrupt`, or is `unavailable` itself, or there
+        is `no_room` for it here, which is tried again until the request's deadline."""
+        self.counters[f"fetch_{why}"] += 1
+        row = self._known(key)
+        if row.last_look:
+            self.not_found(key)
+        elif why == "no_room" and self.wants(key):
+            self.hampered(key, why, float("inf"))
+            row.fetch_at = now + FULL_S
+        elif why == "corrupt":
+            self.failed(key, why, now)
+        elif why == "unavailable":
+            self.hampered(key, why, now + _OUTAGE_GRACE_S)
 
     def found(self, key: str, now: float) -> None:
         """It is in the arena, and whole."""
         row = self._row(key, now)
+        self.counters["prefetched"] += not row.requests
         row.state, row.last_look, row.seen_at = State.READY, False, now
 
     def missed(self, key: str) -> bool:
         """The store of this host does not have it, so far. True where that is news about a feature that is wanted."""
-        row = self._rows.get(key)
-        news = row is not None and not row.missed
-        if row is not None:
-            row.missed = True
+        row = self._known(key)
+        news, row.missed = not row.missed, True
         return news
 
     def not_found(self, key: str) -> None:
         """The store does not have it, which was looked for once more."""
-        row = self._rows.get(key)
-        if row is not None and row.state is State.WANTED and row.last_look:
+        row = self._known(key)
+        if row.state is State.WANTED and row.last_look:
             self._lose(row)
 
     def close(self) -> None:
@@ -408,7 +405,6 @@ class Features:
         row = self._row(key, now)
         if request not in row.requests:
             if not row.requests:
-                self._hints.pop(key, None)
                 row.born = now
             row.requests.add(request)
             self._keys_of.setdefault(request, {})[key] = None
@@ -430,14 +426,14 @@ class Features:
     def _row(self, key: str, now: float) -> Row:
         row = self._rows.get(key)
         if row is None:
+            if len(self._rows) >= _MAX_ROWS:
+                self._rows.pop(next((key for key, row in self._rows.items() if not row.requests), ""), None)
             row = self._rows[key] = Row(State.WANTED, now, now + self._wait_s)
-            self._hint(key)
         return row
 
-    def _hint(self, key: str) -> None:
-        self._hints[key] = None
-        if len(self._hints) > _MAX_ROWS:
-            del self._rows[self._hints.popitem(last=False)[0]]
+    def _known(self, key: str) -> Row:
+        """Its row, or where there is none, one that says so and that nobody sees again."""
+        return self._rows.get(key) or Row(State.LOST, 0.0, 0.0, missed=True, fetch_at=float("inf"))
 
     def _leaves(self, request: str, key: str) -> None:
         if (keys := self._keys_of.get(request)) is not None:
@@ -446,10 +442,8 @@ class Features:
                 del self._keys_of[request]
         row = self._rows[key]
         row.requests.discard(request)
-        if not row.requests:
-            self._hint(key)
-            if row.state is State.READY:  # whoever comes next sees for itself whether it is whole
-                row.state = State.WANTED
+        if not row.requests and row.state is State.READY:
+            row.state = State.WANTED  # whoever comes next sees for itself whether it is whole
 
     def _look_once_more(self, row: Row, cause: str, now: float) -> None:
         row.state, row.cause, row.last_look = State.WANTED, cause, True
@@ -458,3 +452,9 @@ class Features:
     def _lose(self, row: Row) -> None:
         row.state = State.LOST
         self.counters[f"lost.{row.cause}"] += 1
+
+
+def _made_no_more(row: Row) -> bool:
+    """It can be had, or will not come. Whether it was being made until now."""
+    made, row.made_until = bool(row.made_until), 0.0
+    return made

@@ -10,10 +10,9 @@ event, and once more before recomputing.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import zmq
@@ -26,6 +25,7 @@ from epd_serve.sockets import Following, milliseconds, open_socket, readable
 from epd_serve.trace import Trace
 from epd_serve.wake import WakeLine, idle_waiter
 from epd_serve.wiring import StageWiring
+from store.arena import Lease
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
 from store.feature_pool import FeaturePool
 
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 TOUCH_S = 0.25
 """How often features that must not be evicted are used; more often than `store_access.SPARE_S`."""
 
-_OUTAGE_GRACE_S = 0.5  # a second tier that is gone: an encoder of this host may still put, one that works renews
 _FETCHES, _MAX_PREFETCHES = 3, 256  # at one time; in line, beyond which further ones are refused: they are hints
 _ANNOUNCED_S = 2.0  # a fetch that takes longer is in trouble, and moves nothing
 
@@ -43,52 +42,30 @@ class FeatureListener:
     """Owns the listener thread, its socket, and the threads that fetch.
 
     Args:
-        lock: guards `features`; never held during a call of the pool that may take long.
-        kept: features that running requests may need again, and that are used so that they stay.
         changed: called when something changed that reports tell.
+
+    Attributes:
+        prefetches: whether what nobody waits for yet is looked for, too. Only who prefills does: D needs features after
+            a preemption alone, and looks for them then.
     """
 
-    def __init__(
-        self,
-        wiring: StageWiring,
-        pool: FeaturePool,
-        features: Features,
-        lock: threading.Lock,
-        kept: Callable[[], Iterable[str]],
-        changed: Callable[[], None],
-    ) -> None:
-        self._wiring, self._pool, self._kept, self._changed = wiring, pool, kept, changed
-        self._features, self._lock = features, lock
+    def __init__(self, wiring: StageWiring, pool: FeaturePool, features: Features, changed: Callable[[], None]) -> None:
+        self._wiring, self._pool, self._features, self._changed = wiring, pool, features, changed
         self._trace = Trace(wiring.trace_path, wiring.instance)
-        # Only who prefills is worth prefetching for: D needs features after a preemption alone, and looks them up then.
-        self._prefetches = wiring.prefills and wiring.feature_prefetch == "event"
+        self.prefetches = wiring.prefills and wiring.feature_prefetch == "event"
         self._short: set[str] = set()  # encoders that wait for room
-        self._no_room: set[str] = set()
-        self._fetching: set[str] = set()  # the two guarded by the lock, too
+        self._fetching: set[str] = set()  # guarded by the features' lock
         self._fetcher = ThreadPoolExecutor(_FETCHES, "epd-feature-fetch") if pool.state != "none" else None
         self._traffic = TrafficBoard(wiring.traffic)
-        self._ahead: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._touched_at = 0.0
         self._wake = WakeLine()
         self._closing = False
         self._thread = threading.Thread(target=self._listen, name="epd-feature-listener", daemon=True)
         self._thread.start()
 
-    @property
-    def without_room(self) -> int:
-        """Features that the second tier has and there is no room for here."""
-        return len(self._no_room)
-
     def ring(self) -> None:
         """There is something new to look for, or room for it."""
         self._wake.ring()
-
-    def look_ahead(self, keys: Iterable[str]) -> None:
-        """Look whether these are here, once. From any thread."""
-        if self._prefetches:
-            for key in keys:
-                self._ahead.put(key)
-            self._wake.ring()
 
     def close(self) -> None:
         """Fetches that have begun end at their own deadline."""
@@ -106,9 +83,8 @@ class FeatureListener:
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake.listener, zmq.POLLIN)
         while not self._closing:
-            with self._lock:
-                looking = self._features.waiting()
-            poll_s = LOOK_S if looking else TOUCH_S if any(self._kept()) else 1.0
+            with self._features.lock:
+                poll_s = LOOK_S if self._features.waiting() else TOUCH_S if self._features.kept else 1.0
             ready = dict(poller.poll(milliseconds(poll_s)))
             try:
                 if peers.changed():
@@ -118,8 +94,6 @@ class FeatureListener:
                 if socket in ready:
                     for event in _at_hand(socket):
                         self._hear(event, time.monotonic())
-                while not self._ahead.empty():
-                    self._look_ahead(self._ahead.get())
                 self._look_for_all(time.monotonic())
                 self._touch(time.monotonic())
             except Exception:  # without its listener every request of this stage would wait for its deadline
@@ -129,76 +103,59 @@ class FeatureListener:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def _hear(self, event: wire.Announcement, now: float) -> None:
-        features, awaited = self._features, False
-        match event:
-            case wire.StoreReport():
-                (self._short.add if event.waiting_puts else self._short.discard)(event.instance)
-            case wire.FeatureReady():
-                self._trace.stamp(event.key, "feature_event")
-                with self._lock:
-                    awaited = features.made_no_more(event.key)
-                self._ready(event, now)
-            case wire.FeatureExpected():
-                with self._lock:
+        """An event is a hint: it may be lost, late, twice, or about another host."""
+        features, was_made = self._features, False
+        with features.lock:
+            match event:
+                case wire.StoreReport():
+                    (self._short.add if event.waiting_puts else self._short.discard)(event.instance)
+                case wire.FeatureReady():
+                    was_made = features.announced(event.key, now, afar=event.pooled)
+                    self._ready(event, now)
+                case wire.FeatureExpected():
                     features.made(event.items, now)
-            case wire.FeaturePending():
-                with self._lock:
+                case wire.FeaturePending():
                     features.renew(event.keys, now)
-            case wire.FeatureFailed():
-                with self._lock:
-                    features.failed(event.key, "encoder", now)
-                    awaited = features.made_no_more(event.key)
-        if awaited:
+                case wire.FeatureFailed():
+                    was_made = features.failed(event.key, "encoder", now)
+        if was_made:
             idle_waiter.wake()
 
     def _ready(self, event: wire.FeatureReady, now: float) -> None:
-        """An event is a hint: it may be lost, late, twice, or about another host."""
-        key, here = event.key, event.host in ("", self._wiring.arena_id)
-        with self._lock:
-            self._features.counters["events"] += 1
-            waits = self._features.announced(key, now, afar=event.pooled)
-            if not here and not event.pooled:
-                if self._fetcher is None:
-                    self._features.failed(key, "not_pooled", now)
-                else:  # its encoder has it and is about to put it where we can reach it
-                    self._features.hampered(key, "not_pooled", now + self._wiring.feature_wait_s)
-                return
-        self._changed()
-        if not waits and self._prefetches and not self._look_ahead(key) and event.pooled:
-            self._fetch(key, needed=False)
+        self._trace.stamp(event.key, "feature_event")
+        if event.pooled or event.host in ("", self._wiring.arena_id):
+            if self.prefetches and not self._features.wants(event.key):
+                self._features.look_ahead([event.key], afar=event.pooled)
+        elif self._fetcher is None:
+            self._features.failed(event.key, "not_pooled", now)
+        else:  # its encoder has it and is about to put it where we can reach it
+            self._features.hampered(event.key, "not_pooled", now + self._wiring.feature_wait_s)
 
     # --- look-ups ---------------------------------------------------------------------------------------------------
 
     def _look_for_all(self, now: float) -> None:
-        with self._lock:
+        with self._features.lock:
             due = [(key, row.last_look, row.cause) for key, row in self._features.to_look_for(now)]
-            self._no_room = {key for key in self._no_room if self._features.wants(key)}
+            ahead = self._features.take_ahead()
         for key, last_look, cause in due:
             if self._look_here(key):
                 continue
             out_of_reach = self._fetcher is None or cause in ("unavailable", "no_room") or self._pool.state == "down"
             if last_look and out_of_reach:
                 self._not_found(key)
-                continue
-            with self._lock:
-                fetch = self._fetcher is not None and self._features.fetch_due(key, now)
-            if fetch:
+            else:
                 self._fetch(key, needed=True)
+        for key, afar in ahead.items():
+            if not self._look_here(key) and afar:
+                self._fetch(key, needed=False)
 
-    def _look_ahead(self, key: str) -> bool:
-        """Look whether it is here, for whoever needs it next."""
-        with self._lock:
-            if self._features.is_ready(key):
-                return True
-        return self._look_here(key, prefetch=True)
-
-    def _look_here(self, key: str, *, prefetch: bool = False) -> bool:
+    def _look_here(self, key: str) -> bool:
         """Whether it is here, and whole, or there is nothing more to do for it now."""
         try:
             lease = self._pool.arena.lease(key)
         except CorruptFeatureError as error:
             logger.error("%s; it is fetched from elsewhere or recomputed", error)
-            with self._lock:
+            with self._features.lock:
                 self._features.failed(key, "corrupt", time.monotonic())
             self._wake.ring()  # for its last look
             return True
@@ -206,100 +163,82 @@ class FeatureListener:
             logger.warning("feature %s: %s", key, error)
             return True
         if lease is not None:
-            with lease:
-                self._found(key, lease.nbytes, prefetch=prefetch)
+            self._found(lease)
             return True
-        with self._lock:
+        with self._features.lock:
             news = self._features.missed(key)
         if news:
             idle_waiter.wake()  # its request may begin without it
         return False
 
-    def _found(self, key: str, nbytes: int, *, prefetch: bool) -> None:
-        with self._lock:
-            self._features.counters["prefetched"] += prefetch and not self._features.wants(key)
-            self._features.found(key, time.monotonic())
-            self._no_room.discard(key)
-        idle_waiter.wake()
-        self._changed()
-        self._trace.stamp(key, "feature_pinned", nbytes=nbytes)
+    def _found(self, lease: Lease) -> None:
+        with lease, self._features.lock:
+            self._features.found(lease.meta.key, time.monotonic())
+        self._news()
+        self._trace.stamp(lease.meta.key, "feature_pinned", nbytes=lease.nbytes)
 
     def _not_found(self, key: str) -> None:
-        with self._lock:
+        with self._features.lock:
             self._features.not_found(key)
-        self._changed()
+        self._news()
+
+    def _news(self) -> None:
         idle_waiter.wake()
+        self._changed()
 
     def _touch(self, now: float) -> None:
         """Use what must not be evicted; what running requests keep only while no encoder waits for room."""
         if now < self._touched_at + TOUCH_S:
             return
         self._touched_at = now
-        with self._lock:
-            keys = self._features.protected()
-        if not self._short:
-            keys += self._kept()
+        with self._features.lock:
+            keys = self._features.protected(kept=not self._short)
         if keys:
             self._pool.arena.touch(keys)
 
     # --- the second tier --------------------------------------------------------------------------------------------
 
     def _fetch(self, key: str, *, needed: bool) -> None:
-        if self._fetcher is None:
-            return
-        with self._lock:
-            if key in self._fetching or not (needed or len(self._fetching) < _MAX_PREFETCHES):
+        with self._features.lock:
+            full = not needed and len(self._fetching) >= _MAX_PREFETCHES
+            if self._fetcher is None or key in self._fetching or full:
                 return
-            self._fetching.add(key)
-        self._fetcher.submit(self._fetch_now, key, needed=needed)
+            if self._features.fetch_due(key, time.monotonic()):
+                self._fetching.add(key)
+                self._fetcher.submit(self._fetch_now, key, needed=needed)
 
     def _fetch_now(self, key: str, *, needed: bool) -> None:
         """On a thread of the fetcher's. One whose request has gone is not begun."""
         try:
-            with self._lock:
+            with self._features.lock:
                 begin = not needed or self._features.wants(key)
             if begin and not self._closing:
-                self._fetched(key, prefetch=not needed)
+                self._fetched(key)
         except Exception:  # a key that stays in flight would never be fetched again
             logger.exception("second tier, feature %s", key)
         finally:
-            with self._lock:
+            with self._features.lock:
                 self._fetching.discard(key)
             self._wake.ring()
 
-    def _fetched(self, key: str, *, prefetch: bool) -> None:
-        why = "missing"
+    def _fetched(self, key: str) -> None:
+        lease, why = None, "missing"
         try:
             with self._traffic.announce("fetch", _ANNOUNCED_S):
                 lease = self._pool.fetch(key)
-        except StoreFullError:
-            lease, why = None, "no_room"
-        except CorruptFeatureError as error:
-            lease, why = None, "corrupt"
-            logger.error("second tier: %s", error)
         except StoreError as error:
-            lease, why = None, "unavailable"
-            logger.warning("second tier, feature %s: %s", key, error)
+            full, corrupt = isinstance(error, StoreFullError), isinstance(error, CorruptFeatureError)
+            why = "no_room" if full else "corrupt" if corrupt else "unavailable"
+            logger.log(logging.DEBUG if full else logging.WARNING, "second tier, feature %s: %s", key, error)
+        with self._features.lock:
+            if lease is not None:
+                self._features.counters["fetched"] += 1
+            else:
+                self._features.not_fetched(key, why, time.monotonic())
         if lease is not None:
-            with lease:
-                with self._lock:
-                    self._features.counters["fetched"] += 1
-                self._found(key, lease.nbytes, prefetch=prefetch)
-            return
-        now = time.monotonic()
-        with self._lock:
-            self._features.counters[f"fetch_{why}"] += 1
-            lost = self._features.looks_once_more(key)
-            if why == "no_room" and self._features.wants(key) and not lost:
-                self._features.no_room(key, now)
-                self._no_room.add(key)
-            elif why == "corrupt":
-                self._features.failed(key, "corrupt", now)
-            elif why == "unavailable":
-                self._features.hampered(key, "unavailable", now + _OUTAGE_GRACE_S)
-        if lost:
-            self._not_found(key)
-        self._changed()
+            self._found(lease)
+        else:
+            self._news()
 
 
 def _at_hand(socket: zmq.Socket[bytes]) -> Iterator[wire.Announcement]:

@@ -75,7 +75,7 @@ class Stages:
 
         def heard() -> bool:
             e.save(cache, "hello")
-            return p._features.counters["events"] > 0
+            return p.features.counters["events"] > 0
 
         wait_for(heard)
 

@@ -45,7 +45,7 @@ def test_an_event_prefetches_before_any_request(stages: Stages) -> None:
     e, p = stages.producer(), stages.consumer()
     stages.heard(e, p)
     e.save({"k": feature()}, "k")
-    wait_for(lambda: p._features.is_ready("k"))
+    wait_for(lambda: p.features.is_ready("k"))
     assert p.pinned("k") is None  # here, but promised to nobody
     assert p.settled("r", ["k"])
     assert p.pinned("k") is not None
@@ -73,7 +73,7 @@ def test_a_corrupt_feature_is_lost_and_never_promised(stages: Stages, arena: Are
     p = stages.consumer(hears=False)
     settled(p, "k")
     assert p.pinned("k") is None
-    assert p._features.counters["lost.corrupt"] == 1
+    assert p.features.counters["lost.corrupt"] == 1
     assert arena.stats().corrupt == 1
 
 
@@ -100,10 +100,10 @@ def test_a_full_arena_is_told_at_once(stages: Stages, arena: Arena, asks_first: 
         assert not p.settled("r", ["big"])
     e.save({"big": torch.zeros(CAPACITY + 1, dtype=torch.uint8)}, "big")
     if not asks_first:
-        wait_for(lambda: "big" in p._features._rows and p._features._rows["big"].state is State.LOST)
+        wait_for(lambda: "big" in p.features._rows and p.features._rows["big"].state is State.LOST)
     settled(p, "big")
     assert p.pinned("big") is None
-    assert p._features.counters["lost.encoder"] == 1
+    assert p.features.counters["lost.encoder"] == 1
 
 
 def test_pins_go_with_the_last_request(stages: Stages, arena: Arena) -> None:
@@ -135,8 +135,8 @@ def test_an_item_in_the_encoders_cache_is_announced_again_and_put_again_when_evi
 
     def heard_again() -> bool:
         e.step(needed("k"), cache)
-        with p._lock:
-            return p._features.is_ready("k")
+        with p.features.lock:
+            return p.features.is_ready("k")
 
     wait_for(heard_again)
     assert arena.stats().puts == puts  # still there: not put twice

@@ -65,14 +65,14 @@ def test_an_event_from_elsewhere_prefetches_before_any_request(stages: Stages, r
     p = stages.consumer(pool=TwoTiers(stages.arena, remote))
     has(remote, "k")
     encoder.say_until(lambda: stages.arena.contains("k"), ready("k"))
-    wait_for(lambda: p._features.counters["prefetched"] == 1)  # counted after it is there, and not once it is asked for
+    wait_for(lambda: p.features.counters["prefetched"] == 1)  # counted after it is there, and not once it is asked for
     wait_for(lambda: p.settled("r", ["k"]))
 
 
 def test_on_demand_nothing_is_fetched_before_a_request_needs_it(stages: Stages, remote: Remote, encoder: Mouth) -> None:
     p = stages.consumer(pool=TwoTiers(stages.arena, remote), feature_prefetch="demand")
     has(remote, "k")
-    encoder.say_until(lambda: p._features.counters["events"] > 3, ready("k"))
+    encoder.say_until(lambda: p.features.counters["events"] > 3, ready("k"))
     assert remote.fetches == []
     settled(p, "k")
     assert remote.fetches == ["k"]
@@ -82,13 +82,13 @@ def test_without_a_second_tier_what_is_elsewhere_only_is_lost_at_once(stages: St
     p = stages.consumer()
     p.settled("r", ["k"])
     encoder.say_until(lambda: p.settled("r", ["k"]), ready("k", pooled=False))
-    assert p._features.counters["recomputed.not_pooled"] == 1
+    assert p.features.counters["recomputed.not_pooled"] == 1
 
 
 def test_what_is_about_to_be_published_is_waited_for(stages: Stages, remote: Remote, encoder: Mouth) -> None:
     p = stages.consumer(pool=TwoTiers(stages.arena, remote))
     p.settled("r", ["k"])
-    encoder.say_until(lambda: p._features.counters["events"] > 0, ready("k", pooled=False))
+    encoder.say_until(lambda: p.features.counters["events"] > 0, ready("k", pooled=False))
     assert not p.settled("r", ["k"])
     has(remote, "k")
     encoder.say(ready("k"))
@@ -100,9 +100,9 @@ def test_what_never_gets_published_is_lost_for_that_reason(stages: Stages, remot
     p = stages.consumer(pool=TwoTiers(stages.arena, remote), feature_wait_s=0.3)
     p.settled("r", ["k"])
     encoder.say(ready("k", pooled=False))
-    encoder.say_until(lambda: p._features.counters["events"] > 0, ready("k", pooled=False))
+    encoder.say_until(lambda: p.features.counters["events"] > 0, ready("k", pooled=False))
     settled(p, "k")
-    assert p._features.counters["recomputed.not_pooled"] == 1
+    assert p.features.counters["recomputed.not_pooled"] == 1
 
 
 def test_a_lost_event_is_made_good_by_asking_the_second_tier(stages: Stages, remote: Remote) -> None:
@@ -120,7 +120,7 @@ def test_a_second_tier_that_is_gone_is_told_apart_from_a_slow_encoder(stages: St
     remote.trouble = StoreUnavailableError("no answer")
     p = stages.consumer(hears=False, pool=TwoTiers(stages.arena, remote))
     settled(p, "k")
-    assert p._features.counters["recomputed.unavailable"] == 1
+    assert p.features.counters["recomputed.unavailable"] == 1
 
 
 def test_a_second_tier_that_is_gone_costs_nothing_that_this_host_has(stages: Stages, remote: Remote) -> None:
@@ -138,7 +138,7 @@ def test_a_feature_that_the_second_tier_has_wrong_is_lost_as_corrupt(stages: Sta
     remote.trouble = CorruptFeatureError("k")
     p = stages.consumer(hears=False, pool=TwoTiers(stages.arena, remote))
     settled(p, "k")
-    assert p._features.counters["recomputed.corrupt"] == 1
+    assert p.features.counters["recomputed.corrupt"] == 1
 
 
 def test_a_feature_corrupt_here_is_fetched_from_the_second_tier(stages: Stages, remote: Remote, arena: Arena) -> None:
@@ -169,7 +169,7 @@ def test_a_full_arena_is_waited_for_until_the_deadline_only(stages: Stages, remo
     remote.trouble = StoreFullError("full")
     p = stages.consumer(hears=False, pool=TwoTiers(arena, remote), feature_wait_s=0.3)
     settled(p, "k")
-    assert p._features.counters["recomputed.no_room"] == 1
+    assert p.features.counters["recomputed.no_room"] == 1
 
 
 def test_a_slow_fetch_holds_up_no_other_feature(stages: Stages, remote: Remote, arena: Arena) -> None:
@@ -220,6 +220,6 @@ def test_a_fetch_whose_request_has_gone_is_never_begun(stages: Stages, remote: R
 def test_a_decoder_fetches_what_it_needs_and_prefetches_nothing(stages: Stages, remote: Remote, encoder: Mouth) -> None:
     d = stages.consumer(pool=TwoTiers(stages.arena, remote), role=Role.D)
     has(remote, "k")
-    encoder.say_until(lambda: d._features.counters["events"] > 3, ready("k"))
+    encoder.say_until(lambda: d.features.counters["events"] > 3, ready("k"))
     assert remote.fetches == []
     settled(d, "k")
