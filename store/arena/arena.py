@@ -58,11 +58,11 @@ class Lease:
         nbytes: its size.
     """
 
-    __slots__ = ("_arena", "_ended", "_incarnation", "_released", "meta", "nbytes", "offset", "slot")
+    __slots__ = ("_arena", "_ended", "_incarnation", "_released", "_spared", "meta", "nbytes", "offset", "slot")
 
-    def __init__(self, arena: Arena, slot: int, offset: int, meta: FeatureMeta) -> None:
+    def __init__(self, arena: Arena, slot: int, offset: int, meta: FeatureMeta, *, spared: bool = True) -> None:
         """For `Arena` only."""
-        self._arena = arena
+        self._arena, self._spared = arena, spared
         self._incarnation = arena._incarnation
         self._released = self._ended = False
         self.slot = slot
@@ -308,8 +308,9 @@ class Arena:
         return lease
 
     def lease_all(self, keys: Collection[str], *, timeout_s: float | None = None) -> list[Lease] | None:
-        """Pins all of these features, or none where one of them is missing. Their checksums are not looked at.
-        `timeout_s`: longest wait for the index, if not the arena's.
+        """Pins all of these features, or none where one of them is missing. Their checksums are not looked at. When the
+        leases end they have served: they are not spared (`attach`) any more, or room would come back at the pace of
+        that time, not of those who use them. `timeout_s`: longest wait for the index, if not the arena's.
 
         Raises:
             StoreError: the arena does not answer.
@@ -323,7 +324,7 @@ class Arena:
             table.header[H_HITS] += len(slots)
             for _, slot in slots:
                 table.pin(slot, self._row())
-            return [Lease(self, slot, table.offset[slot], table.meta(slot, key)) for key, slot in slots]
+            return [Lease(self, slot, table.offset[slot], table.meta(slot, key), spared=False) for key, slot in slots]
 
     def touch(self, keys: Iterable[str]) -> None:
         """Counts as a use of those of these features that are there: they are evicted last.
@@ -458,7 +459,7 @@ class Arena:
         lease._released = lease._ended = True
         if corrupt and self._table.drop(lease.slot):
             self._table.header[H_CORRUPT] += 1
-        self._table.unpin(lease.slot, self._row())
+        self._table.unpin(lease.slot, self._row(), spared=lease._spared)
 
     def _commit(self, room: Reservation, meta: FeatureMeta, *, leased: bool) -> Lease | None:
         if meta.key != room.key or meta.nbytes != room.nbytes:

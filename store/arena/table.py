@@ -130,9 +130,10 @@ class SlotTable:
     def pin(self, slot: int, owner: int) -> None:
         self.leases[owner * self._geometry.slots + slot] += 1
 
-    def unpin(self, slot: int, owner: int) -> None:
-        """Ends a lease; the last one makes the feature evictable, or frees it if it was dropped."""
-        self.tick[slot] = time.monotonic_ns()
+    def unpin(self, slot: int, owner: int, *, spared: bool) -> None:
+        """Ends a lease; the last one makes the feature evictable, or frees it if it was dropped. Not `spared`: at once,
+        though after what was used longer ago."""
+        self.tick[slot] = time.monotonic_ns() - (0 if spared else self._spare_ns)
         self.leases[owner * self._geometry.slots + slot] -= 1
         if self.state[slot] == DROPPED and not self.is_leased(slot):
             self.state[slot] = FREE

@@ -15,8 +15,8 @@ SCHEDULER_LOCK_S = 0.02
 stopped, or has no core."""
 
 SPARE_S = 1.0
-"""What was stored or used within that time is not evicted: an encoder with much to say waits for whoever needs it, for
-a moment, and what is used again and again stays (`features.py`)."""
+"""What was stored or looked at within that time is not evicted, unless it has served a request since: an encoder with
+much to say waits for whoever needs it, for a moment, and what is used again and again stays (`features.py`)."""
 
 
 def open_local_store(wiring: StageWiring) -> FeaturePool:

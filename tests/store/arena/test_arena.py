@@ -145,6 +145,25 @@ def test_a_full_arena_of_leased_features_refuses_and_recovers(arena: Arena) -> N
     assert put(arena, "b", bytes(40 * PAGE))
 
 
+def test_what_was_just_stored_or_seen_is_spared_for_a_while_and_what_has_served_is_not(
+    arena: Arena, arena_path: Path
+) -> None:
+    spares = Arena.attach(arena_path, spare_s=PATIENCE_S)
+    assert put(spares, "k", bytes(CAPACITY))
+    with pytest.raises(StoreFullError):
+        put(spares, "next")
+    with spares.lease("k") as seen:  # type: ignore[union-attr]
+        assert seen.nbytes == CAPACITY
+    with pytest.raises(StoreFullError):
+        put(spares, "next")
+    (used,) = spares.lease_all(["k"]) or ()
+    with pytest.raises(StoreFullError):
+        put(spares, "next")
+    used.release()
+    assert put(spares, "next"), "room comes back at the pace of those who use it"
+    spares.close()
+
+
 def test_a_feature_larger_than_the_arena_is_refused_without_evicting(arena: Arena) -> None:
     put(arena, "small")
     with pytest.raises(StoreFullError):
