@@ -64,25 +64,26 @@ class FeatureConnector(ECConnectorBase):
         self._producer: FeatureProducer | None = None
         self._cache_is_handed_over = compat.hands_over_encoder_cache()
         self._opened: list[Any] = []
-        device = vllm_config.device_config.device
-        if role is ECConnectorRole.SCHEDULER and self.is_consumer:
+        if role is not ECConnectorRole.SCHEDULER:
+            self._memory = memory_here(torch.device(vllm_config.device_config.device).type)
+            if self.is_consumer:
+                self._arena = Arena.attach(wiring.arena)
+                self._loaded = DeviceTrace(Trace(wiring.trace_path, wiring.instance), self._memory)
+                self._opened = [self._arena, self._loaded]
+            elif compat.tp_rank() == 0:  # every rank computes the whole feature; one of them stores it
+                self._producer = FeatureProducer(wiring, self._memory)
+                self._opened = [self._producer]
+            return
+        if self.is_consumer:
             can_fail, media_is_absent = compat.can_fail_requests(), compat.media_is_absent(vllm_config)
             self._scheduler = self.consumer = FeatureConsumer(
                 wiring, can_fail=can_fail, media_is_absent=media_is_absent
             )
-            self._opened = [self._scheduler]
-        elif role is ECConnectorRole.SCHEDULER:
+        else:
             reports = compat.tells_finished_requests()
             collect = compat.item_metadata(vllm_config) if reports else compat.no_item_metadata
             self._scheduler = EncoderScheduler(open_local_store(wiring), collect, skips=self._cache_is_handed_over)
-            self._opened = [self._scheduler]
-        elif self.is_consumer:
-            self._arena, self._memory = Arena.attach(wiring.arena), memory_here(torch.device(device).type)
-            self._loaded = DeviceTrace(Trace(wiring.trace_path, wiring.instance), self._memory)
-            self._opened = [self._arena, self._loaded]
-        elif compat.tp_rank() == 0:  # every rank computes the whole feature; one of them stores it
-            self._producer = FeatureProducer(wiring, device)
-            self._opened = [self._producer]
+        self._opened = [self._scheduler]
 
     # --- scheduler side -------------------------------------------------------------------------------------------
 

@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from epd_serve import wire
-from epd_serve.engine.ec import writer as writing
+from epd_serve.engine.ec import producer
 from epd_serve.engine.ec.encoder_scheduler import EncoderScheduler
 from epd_serve.engine.ec.step import FeatureStep
 from epd_serve.engine.ec.store_access import open_local_store
 from epd_serve.roles import Role
-from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
 from store.feature_pool import FeaturePool
-from tests.epd_serve.engine.ec.stages import CAPACITY, Stages, feature, needed
+from tests.epd_serve.engine.ec.stages import CAPACITY, Speechless, Stages, feature, needed
 from tests.waiting import PATIENCE_S, wait_for
 
 GRID = {"image_grid_thw": [[1, 4, 4]]}
@@ -277,7 +276,7 @@ def test_a_full_store_is_waited_for_and_shown(stages: Stages, arena: Arena) -> N
 def test_what_another_process_is_still_writing_is_not_announced(
     stages: Stages, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "_OTHER_WRITER_S", PATIENCE_S)
+    monkeypatch.setattr(producer, "_OTHER_WRITER_S", PATIENCE_S)
     e, ear = stages.producer(), stages.ear()
     wait_for(lambda: ear.of(wire.StoreReport))
     room = arena.reserve("k", 64)  # a consumer of this host fetches it from the second tier
@@ -293,22 +292,22 @@ def test_what_another_process_is_still_writing_is_not_announced(
 def test_a_store_that_stays_full_keeps_nobody_waiting(
     stages: Stages, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "_RENEWED_WHILE_FULL_S", PATIENCE_S)
+    monkeypatch.setattr(producer, "_RENEWED_WHILE_FULL_S", PATIENCE_S)
     e, ear = stages.producer(), stages.ear()
     arena.put("big", np.zeros(CAPACITY, np.uint8), shape=(CAPACITY,), dtype="uint8")
     with arena.lease("big"):  # type: ignore[union-attr]
         e.save({"k": feature()}, "k")  # its request has been answered
         wait_for(lambda: ear.of(wire.StoreReport, waiting_puts=1) and e._pending() == ["k"])
-        monkeypatch.setattr(writing, "_RENEWED_WHILE_FULL_S", 0.0)
+        monkeypatch.setattr(producer, "_RENEWED_WHILE_FULL_S", 0.0)
         wait_for(lambda: e._pending() == [])
-        assert e._writer.waiting_puts == 1
+        assert e._report().waiting_puts == 1
     wait_for(lambda: ear.of(wire.FeatureReady, key="k"))
 
 
 def test_a_feature_that_finds_no_room_in_the_queue_is_dropped_and_told_so_that_it_is_recomputed(
     stages: Stages, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(writing.FeatureWriter.__init__.__kwdefaults__, "stall_s", 0.05)
+    monkeypatch.setitem(producer.FeatureProducer.__init__.__kwdefaults__, "stall_s", 0.05)
     e, ear = stages.producer(feature_queue_bytes=2 * feature().nbytes), stages.ear()
     arena.put("big", np.zeros(CAPACITY, np.uint8), shape=(CAPACITY,), dtype="uint8")
     with arena.lease("big"):  # type: ignore[union-attr]
@@ -328,11 +327,9 @@ def test_a_store_that_stays_full_is_told_after_the_put_deadline(
     stages: Stages, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, str]] = []
-    writer = writing.FeatureWriter(
+    writer = Speechless(
         FeaturePool(Arena.attach(arena.path)),
         lambda key, event, nbytes=0, *, pooled=False, reason="": told.append((event, reason)),
-        Trace("", "E0"),
-        1 << 20,
         put_timeout_s=0.1,
     )
     arena.put("big", np.zeros(CAPACITY, np.uint8), shape=(CAPACITY,), dtype="uint8")
@@ -346,16 +343,14 @@ def test_a_store_that_stays_full_is_told_after_the_put_deadline(
 
 def test_the_writer_keeps_no_memory_of_a_feature_that_it_is_done_with(arena: Arena) -> None:
     told: list[str] = []
-    writer = writing.FeatureWriter(
+    writer = Speechless(
         FeaturePool(Arena.attach(arena.path)),
         lambda key, event, nbytes=0, *, pooled=False, reason="": told.append(event),
-        Trace("", "E0"),
-        1 << 20,
     )
     encoded = feature()
     memory = weakref.ref(encoded)
     writer.put("k", encoded)
     del encoded
-    wait_for(lambda: told == ["put"] and not writer.pending())
+    wait_for(lambda: told == ["put"] and not writer._pending())
     wait_for(lambda: memory() is None)
     writer.close()

@@ -10,14 +10,12 @@ import torch
 
 from epd_serve import wire
 from epd_serve.engine.ec.announcer import Announcer
-from epd_serve.engine.ec.writer import FeatureWriter
 from epd_serve.roles import Role
-from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 from npu_ops.torch_memory import HostMemory
 from store.arena import Arena
 from store.feature_pool import FeaturePool
-from tests.epd_serve.engine.ec.stages import Ear, Remote, TwoTiers, feature, make_arena
+from tests.epd_serve.engine.ec.stages import Ear, Remote, Speechless, TwoTiers, feature, make_arena
 from tests.waiting import wait_for
 
 
@@ -42,8 +40,8 @@ def arena() -> Iterator[Arena]:
     made.path.unlink(missing_ok=True)
 
 
-def writer_to(arena: Arena, told: Told, memory: HostMemory | None = None) -> FeatureWriter:
-    return FeatureWriter(FeaturePool(Arena.attach(arena.path)), told, Trace("", "E0"), 1 << 20, memory=memory)
+def writer_to(arena: Arena, told: Told, memory: HostMemory | None = None) -> Speechless:
+    return Speechless(FeaturePool(Arena.attach(arena.path)), told, memory=memory)
 
 
 def test_renewals_and_reports_go_on_after_one_that_failed(tmp_path: Path) -> None:
@@ -72,7 +70,7 @@ def test_the_writer_goes_on_after_a_word_that_could_not_be_said(arena: Arena) ->
     writer.put("bad", feature())
     writer.put("good", feature())
     wait_for(lambda: told.words)
-    wait_for(lambda: not writer.pending())
+    wait_for(lambda: not writer._pending())
     writer.close()
     assert told.words == [("good", "put", "")] and arena.contains("good")
 
@@ -87,16 +85,16 @@ def test_features_of_a_writer_that_cannot_enter_the_device_are_announced_as_fail
     for key in ("one", "two"):
         writer.put(key, torch.ones(4))
     wait_for(lambda: len(told.words) == 2)
-    wait_for(lambda: not writer.pending())
+    wait_for(lambda: not writer._pending())
     writer.close()
     assert told.words == [(key, "put_failed", "set_device: device is lost") for key in ("one", "two")]
 
 
 def test_the_publisher_of_the_second_tier_goes_on_after_a_word_that_could_not_be_said(arena: Arena) -> None:
     told, remote = Told("bad", "published"), Remote()
-    writer = FeatureWriter(TwoTiers(arena, remote), told, Trace("", "E0"), 1 << 20)
+    writer = Speechless(TwoTiers(arena, remote), told)
     for key in ("bad", "good"):
         writer.put(key, feature())
-    wait_for(lambda: set(remote.features) == {"bad", "good"} and not writer.pending())
+    wait_for(lambda: set(remote.features) == {"bad", "good"} and not writer._pending())
     writer.close()
     assert [word for word in told.words if word[0] == "good"] == [("good", "put", ""), ("good", "published", "")]

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from epd_serve.engine.ec.step import FeatureSlot
-from epd_serve.engine.ec.writer import FeatureWriter
-from epd_serve.trace import Trace
 from store.arena import Arena
 from store.feature_pool import FeaturePool
-from tests.epd_serve.engine.ec.stages import feature, make_arena
+from tests.epd_serve.engine.ec.stages import Speechless, feature, make_arena
 from tests.fake_npu.device import FakeDevice
 from tests.waiting import wait_for
 
@@ -36,11 +34,9 @@ def device() -> FakeDevice:
 def test_a_feature_is_stored_only_when_the_device_has_written_it(arena: Arena, device: FakeDevice) -> None:
     told: list[str] = []
     right, gate = feature(), threading.Event()
-    writer = FeatureWriter(
+    writer = Speechless(
         FeaturePool(Arena.attach(arena.path)),
         lambda key, event, nbytes=0, *, pooled=False, reason="": told.append(event + reason),
-        Trace("", "E0"),
-        1 << 20,
         memory=device,
     )
     made = device.allocate(right.nbytes).data.view(torch.bfloat16).view(right.shape)

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from epd_serve.engine.ec import writer as writing
-from epd_serve.engine.ec.writer import MAX_QUEUED, FeatureWriter
-from epd_serve.trace import Trace
+from epd_serve.engine.ec import producer
+from epd_serve.engine.ec.producer import MAX_QUEUED
 from npu_ops.torch_memory import HostMemory
 from store.arena import Arena
 from store.errors import StoreUnavailableError
 from store.feature_pool import FeaturePool
-from tests.epd_serve.engine.ec.stages import Remote, TwoTiers, feature
+from tests.epd_serve.engine.ec.stages import Remote, Speechless, TwoTiers, feature
 from tests.waiting import PATIENCE_S, wait_for
 
 SIZE = 1000
@@ -45,7 +44,7 @@ class Queue:
     def __init__(self, arena: Arena, bound_bytes: int, stall_s: float = 0.0) -> None:
         self.device, self.told = Slow(), list[tuple[str, str]]()
         pool = FeaturePool(Arena.attach(arena.path))
-        self.writer = FeatureWriter(pool, self._tell, Trace("", "E0"), bound_bytes, memory=self.device, stall_s=stall_s)
+        self.writer = Speechless(pool, self._tell, memory=self.device, bound_bytes=bound_bytes, stall_s=stall_s)
 
     def _tell(self, key: str, event: str, *sizes: int, **more: Any) -> None:
         self.told.append((key, event))
@@ -57,7 +56,7 @@ class Queue:
     def stores(self, key: str) -> None:
         """The oldest, which this is."""
         self.device.write()
-        wait_for(lambda: (key, "put") in self.told and key not in self.writer.pending())
+        wait_for(lambda: (key, "put") in self.told and key not in self.writer._pending())
 
     def takes_later(self, key: str, feature: torch.Tensor) -> threading.Thread:
         thread = threading.Thread(target=self.writer.put, args=(key, feature))
@@ -88,10 +87,10 @@ def test_what_does_not_fit_waits_until_the_writer_is_done_with_enough(queue_of: 
     queue = queue_of(2 * SIZE, stall_s=PATIENCE_S)
     assert queue.takes("a", of(SIZE)) and queue.takes("b", of(SIZE))
     thread = queue.takes_later("c", of(SIZE))
-    assert queue.writer.pending() == ["a", "b"], "in the writer's hands it keeps its memory"
+    assert queue.writer._pending() == ["a", "b"], "in the writer's hands it keeps its memory"
     queue.stores("a")
     thread.join(PATIENCE_S)
-    assert queue.writer.pending() == ["b", "c"]
+    assert queue.writer._pending() == ["b", "c"]
 
 
 def test_nothing_is_waited_for_when_the_writer_gets_nothing_done(queue_of: Callable[..., Queue]) -> None:
@@ -99,8 +98,8 @@ def test_nothing_is_waited_for_when_the_writer_gets_nothing_done(queue_of: Calla
     assert queue.takes("a", of(SIZE))
     assert not queue.takes("b", of(SIZE))
     assert not queue.takes("c", of(1)), "the wait is over for all that come after, too"
-    queue.writer.announce("known")
-    assert queue.writer.pending() == ["a", "known"], "an announcement keeps no memory"
+    queue.writer._announce("known")
+    assert queue.writer._pending() == ["a", "known"], "an announcement keeps no memory"
 
 
 def test_a_feature_larger_than_the_bound_is_taken_when_nothing_else_is_kept(queue_of: Callable[..., Queue]) -> None:
@@ -143,32 +142,30 @@ def test_a_closed_queue_stores_what_it_has_and_takes_nothing(queue_of: Callable[
 def test_what_could_not_be_published_counts_as_pending_no_more_and_is_tried_again(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "_PUBLISH_AGAIN_S", 0.05)
+    monkeypatch.setattr(producer, "_PUBLISH_AGAIN_S", 0.05)
     remote, told = Remote(), list[tuple[str, bool]]()
     remote.trouble = StoreUnavailableError("no answer")
-    writer = FeatureWriter(
+    writer = Speechless(
         TwoTiers(arena, remote),
         lambda key, event, nbytes=0, *, pooled=False, reason="": told.append((event, pooled)),
-        Trace("", "E0"),
-        1 << 20,
     )
     writer.put("k", feature())
     wait_for(lambda: told.count(("publish_failed", False)) > 1)
-    assert writer.pending() == []
+    assert writer._pending() == []
     remote.trouble = None
     wait_for(lambda: told[-1] == ("published", True))
     tries = len(told)
-    writer.announce("k")  # a later request
+    writer._announce("k")  # a later request
     wait_for(lambda: told[tries:] == [("put", False), ("published", True)])
     writer.close()
 
 
 def test_what_cannot_be_published_is_given_up(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_PUBLISH_AGAIN_S", 0.05)
-    monkeypatch.setattr(writing, "_PUBLISH_GIVE_UP_S", 0.12)
+    monkeypatch.setattr(producer, "_PUBLISH_AGAIN_S", 0.05)
+    monkeypatch.setattr(producer, "_PUBLISH_GIVE_UP_S", 0.12)
     remote = Remote()
     remote.trouble = StoreUnavailableError("no answer")
-    writer = FeatureWriter(TwoTiers(arena, remote), lambda *word, **more: None, Trace("", "E0"), 1 << 20)
+    writer = Speechless(TwoTiers(arena, remote), lambda *word, **more: None)
     writer.put("k", feature())
     wait_for(lambda: writer._unpublished)
     wait_for(lambda: not writer._unpublished)
