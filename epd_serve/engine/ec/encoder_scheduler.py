@@ -36,8 +36,8 @@ class EncoderScheduler:
     def __init__(self, pool: FeaturePool, collect: Callable[[list[Any]], ItemMetadata], *, skips: bool = True) -> None:
         self._pool, self._collect, self._skips = pool, collect, skips
         self._metadata: OrderedDict[str, dict[str, Any]] = OrderedDict()  # vLLM's processor cache drops it
-        self._held: dict[str, list[str]] = {}  # request → keys
-        self._again: dict[str, set[str]] = {}  # request → keys that the store's word is not taken for
+        self._held: dict[str, tuple[list[str], list[str]]] = {}
+        """Request → its keys, and those that the store's word is not taken for."""
         self._offers: dict[str, Lease] = {}  # found in the store during this step
         self._leases: dict[str, list[Lease]] = {}  # request → what its step loads
         self._store_is_stuck = False  # in this step
@@ -46,8 +46,7 @@ class EncoderScheduler:
     def may_run(self, request: Request, num_computed_tokens: int) -> bool:
         """vLLM considers running this request; called at every step. An encoder waits for nothing."""
         if request.request_id not in self._held:
-            self._held[request.request_id] = keys = item_keys(request)
-            again = self._again[request.request_id] = set(to_encode_again(request))
+            keys, again = self._held[request.request_id] = item_keys(request), to_encode_again(request)
             metadata = self._remember(request)
             for key in dict.fromkeys(keys):
                 self._step.needed.append(NeededItem(key, metadata.get(key, {}).get("metadata", {}), key in again))
@@ -57,7 +56,7 @@ class EncoderScheduler:
         """Whether the store has this feature, intact: it is pinned from here on, and need not be encoded."""
         if key in self._offers:
             return True
-        if not self._skips or self._store_is_stuck or any(key in again for again in self._again.values()):
+        if not self._skips or self._store_is_stuck or any(key in again for _, again in self._held.values()):
             return False
         try:
             lease = self._pool.arena.lease(key)
@@ -82,14 +81,14 @@ class EncoderScheduler:
     def finished(self, request: Request, *, served: bool) -> ItemMetadata:
         """The request's `ec_transfer_params`; it is held no longer."""
         if served:
-            self._step.ended += self._held.get(request.request_id, [])
-        self._forget(request.request_id)
+            self._step.ended += self._held.get(request.request_id, ([], []))[0]
+        self._held.pop(request.request_id, None)
         return self._remember(request)
 
     def step(self, loaded: Iterable[str]) -> FeatureStep:
         """What the worker is told. `loaded`: finished requests whose loads are surely done."""
         for request in loaded:
-            self._forget(request)
+            self._held.pop(request, None)
             for lease in self._leases.pop(request, ()):
                 lease.release()
         for lease in self._offers.values():
@@ -97,15 +96,11 @@ class EncoderScheduler:
         self._offers.clear()
         self._store_is_stuck = False
         step, self._step = self._step, FeatureStep()
-        step.held = list(dict.fromkeys(key for keys in self._held.values() for key in keys))
+        step.held = list(dict.fromkeys(key for keys, _ in self._held.values() for key in keys))
         return step
 
     def close(self) -> None:
         self._pool.close()
-
-    def _forget(self, request: str) -> None:
-        self._held.pop(request, None)
-        self._again.pop(request, None)
 
     def _remember(self, request: Request) -> ItemMetadata:
         items = self._collect(request.mm_features)

@@ -21,7 +21,7 @@ from epd_serve import wire
 from epd_serve.engine.ec.features import LOOK_S, Features
 from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.peers import Peers
-from epd_serve.sockets import Following, milliseconds, open_socket, readable
+from epd_serve.sockets import Following, open_socket
 from epd_serve.trace import Trace
 from epd_serve.wake import WakeLine, idle_waiter
 from epd_serve.wiring import StageWiring
@@ -57,7 +57,6 @@ class FeatureListener:
         self._fetching: set[str] = set()  # guarded by the features' lock
         self._fetcher = ThreadPoolExecutor(_FETCHES, "epd-feature-fetch") if pool.state != "none" else None
         self._traffic = TrafficBoard(wiring.traffic)
-        self._touched_at = 0.0
         self._wake = WakeLine()
         self._closing = False
         self._thread = threading.Thread(target=self._listen, name="epd-feature-listener", daemon=True)
@@ -82,20 +81,23 @@ class FeatureListener:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake.listener, zmq.POLLIN)
+        due = 0.0
         while not self._closing:
-            with self._features.lock:
-                poll_s = LOOK_S if self._features.waiting() else TOUCH_S if self._features.kept else 1.0
-            ready = dict(poller.poll(milliseconds(poll_s)))
             try:
-                if peers.changed():
-                    following.follow(peers.encoders())
+                if time.monotonic() >= due:
+                    due = time.monotonic() + TOUCH_S
+                    if peers.changed():
+                        following.follow(peers.encoders())
+                    self._touch()
+                with self._features.lock:
+                    poll_s = LOOK_S if self._features.waiting() else TOUCH_S if self._features.kept else 1.0
+                ready = dict(poller.poll(round(1000 * poll_s)))
                 if self._wake.listener in ready:
                     self._wake.answer()
                 if socket in ready:
                     for event in _at_hand(socket):
                         self._hear(event, time.monotonic())
                 self._look_for_all(time.monotonic())
-                self._touch(time.monotonic())
             except Exception:  # without its listener every request of this stage would wait for its deadline
                 logger.exception("feature listener")
         socket.close()
@@ -135,13 +137,12 @@ class FeatureListener:
 
     def _look_for_all(self, now: float) -> None:
         with self._features.lock:
-            due = [(key, row.last_look, row.cause) for key, row in self._features.to_look_for(now)]
-            ahead = self._features.take_ahead()
-        for key, last_look, cause in due:
+            due, ahead = list(self._features.to_look_for(now)), self._features.take_ahead()
+        for key, row in due:
             if self._look_here(key):
                 continue
-            out_of_reach = self._fetcher is None or cause in ("unavailable", "no_room") or self._pool.state == "down"
-            if last_look and out_of_reach:
+            hopeless = self._fetcher is None or row.cause in ("unavailable", "no_room") or self._pool.state == "down"
+            if row.last_look and hopeless:
                 self._not_found(key)
             else:
                 self._fetch(key, needed=True)
@@ -153,14 +154,11 @@ class FeatureListener:
         """Whether it is here, and whole, or there is nothing more to do for it now."""
         try:
             lease = self._pool.arena.lease(key)
-        except CorruptFeatureError as error:
-            logger.error("%s; it is fetched from elsewhere or recomputed", error)
-            with self._features.lock:
-                self._features.failed(key, "corrupt", time.monotonic())
-            self._wake.ring()  # for its last look
-            return True
         except StoreError as error:  # it did not answer: looked up again, until the request's deadline
             logger.warning("feature %s: %s", key, error)
+            if isinstance(error, CorruptFeatureError):  # it is fetched from elsewhere, or recomputed
+                with self._features.lock:
+                    self._features.failed(key, "corrupt", time.monotonic())
             return True
         if lease is not None:
             self._found(lease)
@@ -186,11 +184,8 @@ class FeatureListener:
         idle_waiter.wake()
         self._changed()
 
-    def _touch(self, now: float) -> None:
+    def _touch(self) -> None:
         """Use what must not be evicted; what running requests keep only while no encoder waits for room."""
-        if now < self._touched_at + TOUCH_S:
-            return
-        self._touched_at = now
         with self._features.lock:
             keys = self._features.protected(kept=not self._short)
         if keys:
@@ -209,42 +204,36 @@ class FeatureListener:
 
     def _fetch_now(self, key: str, *, needed: bool) -> None:
         """On a thread of the fetcher's. One whose request has gone is not begun."""
-        try:
-            with self._features.lock:
-                begin = not needed or self._features.wants(key)
-            if begin and not self._closing:
-                self._fetched(key)
-        except Exception:  # a key that stays in flight would never be fetched again
-            logger.exception("second tier, feature %s", key)
-        finally:
-            with self._features.lock:
-                self._fetching.discard(key)
-            self._wake.ring()
-
-    def _fetched(self, key: str) -> None:
         lease, why = None, "missing"
+        with self._features.lock:
+            begin = not self._closing and (not needed or self._features.wants(key))
         try:
-            with self._traffic.announce("fetch", _ANNOUNCED_S):
-                lease = self._pool.fetch(key)
-        except StoreError as error:
+            if begin:
+                with self._traffic.announce("fetch", _ANNOUNCED_S):
+                    lease = self._pool.fetch(key)
+        except Exception as error:
             full, corrupt = isinstance(error, StoreFullError), isinstance(error, CorruptFeatureError)
             why = "no_room" if full else "corrupt" if corrupt else "unavailable"
-            logger.log(logging.DEBUG if full else logging.WARNING, "second tier, feature %s: %s", key, error)
+            if not full:
+                logger.warning("second tier, feature %s: %s", key, error, exc_info=not isinstance(error, StoreError))
         with self._features.lock:
+            self._fetching.discard(key)
             if lease is not None:
                 self._features.counters["fetched"] += 1
-            else:
+            elif begin:
                 self._features.not_fetched(key, why, time.monotonic())
         if lease is not None:
             self._found(lease)
-        else:
-            self._news()
+        self._news()
+        self._wake.ring()
 
 
 def _at_hand(socket: zmq.Socket[bytes]) -> Iterator[wire.Announcement]:
     """All that is here."""
-    while readable(socket, 0.0):
+    while True:
         try:
-            yield wire.announcements.decode(socket.recv())
+            yield wire.announcements.decode(socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return
         except wire.DecodeError as error:
             logger.warning("ignoring a malformed announcement: %s", error)
