@@ -51,7 +51,8 @@ class StageWiring:
         mooncake_master: `host:port` of the second tier's master, or "" for the arena alone.
         mooncake_segment_bytes: memory this instance gives to the second tier (encoders).
         feature_queue_bytes: device memory that features may keep on their way into the store (encoders).
-        feature_prefetch: `event` (fetched when announced) or `demand` (fetched when a request needs it; for ablation).
+        feature_prefetch: `event` (what requests that have arrived will need is fetched when announced) or `demand`
+            (fetched when one may run that needs it; for ablation).
         partial_prefill: whether a request may be prefilled up to its first feature that is not here.
         slo_ttft_s, slo_tpot_s: what steps are held to (`epd_serve/budgets.py`); 0: nothing is.
         recompute_limit: how many requests with lost features this instance recomputes at one time.

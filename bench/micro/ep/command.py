@@ -16,6 +16,8 @@ for the device and asks for nothing (`bench/micro/ep/stages.py`). Models of P:
     exposed     (admission time) - (admission time of the same request with its feature already local)
     overlap     1 - exposed / transfer, of the medians, between 0 and 1
 
+    fetched_over_needed: bytes that four P and four D fetch, over those that they need (`bench/micro/ep/fetched.py`)
+
 Our transfers are those of this machine, so `busy` mixes two machines: it shows which transfers fit behind a scheduler
 like the paper's, and is no claim to be faster than it. All modes take turns within a round, in an order drawn anew.
 """
@@ -27,6 +29,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from bench.micro.ep.fetched import fetched_and_needed, fetched_over_needed
 from bench.micro.ep.links import MODES, WAITING, links
 from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, one_of, several, whole
 from bench.micro.rows import grouped, spread
@@ -80,6 +83,7 @@ GOALS = (
     Goal("exposed_ms_4k_arena", "<=", 1.615, "the paper's 729.724 - 728.109 ms"),
     Goal("event_p50_ms", "<=", 1.0),
     Goal("event_p99_ms", "<=", 5.0),
+    Goal("fetched_over_needed", "<=", 1.1, "4 where every P fetches all that is announced"),
 )
 
 
@@ -95,12 +99,13 @@ SETTINGS = {
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Rows of transfers and of events."""
+    """Rows of transfers, of events, and of what four P fetch."""
     missing = what_is_missing("cpu", master=True)
     if missing and arguments.modes is None:
         print(f"without the Mooncake modes: {missing}")
     modes = arguments.modes or tuple(mode for mode in MODES if not (missing and "mooncake" in mode))
     yield from transfers(modes, arguments)
+    yield fetched_and_needed()
 
 
 def transfers(modes: Sequence[str], arguments: argparse.Namespace) -> Iterator[Row]:
@@ -155,7 +160,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         named[f"overlap_{which}{suffix}"] = cell["overlap"]
     if events := [row["event_ms"] for row in rows if "event_ms" in row]:
         named |= {f"event_p{percent}_ms": percentile(events, percent) for percent in (50, 99)}
-    return named
+    return named | fetched_over_needed(rows)
 
 
 MEASUREMENT = Measurement(

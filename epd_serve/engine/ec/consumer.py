@@ -79,11 +79,16 @@ class FeatureConsumer:
     # --- what vLLM asks ---------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request) -> None:
-        """Called by our scheduler class. Whatever the request waits for first, its features are looked for now, as if
-        they had just been announced: P asks for it only when D has reserved blocks."""
-        if request.mm_features and self._listener.prefetches:
+        """Called by our scheduler class. Whatever a request that is computed here waits for first, its features are
+        looked for now and when they are announced: P asks for them only when D has reserved blocks."""
+        if request.mm_features and not self._is_received(request):
+            self.look_for(item_keys(request))
+
+    def look_for(self, keys: Iterable[str]) -> None:
+        """A request will ask for these features."""
+        if self._wiring.feature_prefetch == "event":
             with self.features.lock:
-                self.features.look_ahead(item_keys(request))
+                self.features.arrived(keys, time.monotonic())
             self._listener.ring()
 
     def may_run(self, request: Request, num_computed_tokens: int) -> bool:

@@ -8,6 +8,7 @@ Pure: no sockets, no vLLM; of the store only "pin all of these, or none". One ro
 
     what happens                          the row becomes
     need, an encoder begins with it       WANTED    deadline: wait_s from now and each renewal, renew_limit_s in all
+    a request for it arrives              ahead: looked for now, and when it is announced; nobody waits for it yet
     found                                 READY     also when it was LOST
     failed, deadline                      WANTED for the last time: LOST when it is not found, or last_look_s are over
     need of another request, renewed      WANTED, when it was LOST
@@ -21,6 +22,9 @@ A request is told, at every step:
     one LOST, and a recompute slot is free              RUN: the others are pinned, vLLM encodes that one here
     one WANTED, but enough READY before it              RUN up to it; one request at a time
 
+**Who has no request for a feature leaves it where it is.** An encoder announces to all; a request comes to the one that
+its plan chose, most often while the encoder is at work. What was announced before it came is known to be had by then.
+
 **Nobody who waits holds room.** A request gets all of its pins or none, when it may run; then it runs to its end and
 gives them back, and encoders get room. The one exception is the request that runs up to a feature that is awaited: it
 holds pins while it waits, and the encoder that makes that feature gets room from all others. What waits may be evicted
@@ -32,6 +36,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -47,7 +52,7 @@ FULL_S = 0.1
 """The same of one that the arena had no room for."""
 
 SEEN_S = 10.0
-"""For how long a feature that was seen before its request came counts as whole."""
+"""For how long a feature that was seen before its request came counts as whole, and one that was announced as there."""
 
 _OUTAGE_GRACE_S = 0.5  # a second tier that is gone: an encoder of this host may still put, one that works renews
 _MAX_ROWS = 8192
@@ -70,6 +75,8 @@ class Row:
         last_look: WANTED: once more, then it is lost.
         missed: the store of this host did not have it, so far.
         made_until: an encoder makes it, and was heard of so lately.
+        ahead: a request that has arrived will ask for it: it is looked for before that.
+        afar_at: when it was last said to be in the second tier.
         requests: that wait for it.
         seen_at: READY: when.
         look_at, fetch_at: when it is looked for again, here and in the second tier.
@@ -82,6 +89,8 @@ class Row:
     last_look: bool = False
     missed: bool = False
     made_until: float = 0.0
+    ahead: bool = False
+    afar_at: float = -math.inf
     seen_at: float = 0.0
     requests: set[str] = field(default_factory=set)
     look_at: float = 0.0
@@ -129,13 +138,13 @@ class Features:
         self._renew_limit_s = renew_limit_s
         self._last_look_s = last_look_s
         self._rows: dict[str, Row] = {}
+        self._ahead: dict[str, None] = {}  # rows that no request may wait for yet, to be looked for once
         self._keys_of: dict[str, dict[str, None]] = {}  # request → keys that it waits for
         self._waits: dict[str, None] = {}  # requests told to wait when they last asked, the longest first
         self._held: dict[str, dict[str, Lease]] = {}  # request → what is pinned for it
         self._recomputes: dict[str, set[str]] = {}  # request → keys that it encodes itself
         self._failed: dict[str, bool] = {}  # request → whether vLLM was told
         self._early: set[str] = set()  # requests of D that P cannot begin with
-        self._ahead: dict[str, bool] = {}  # to be looked for once, for nobody yet → in the second tier, too
         self.lock = threading.Lock()
         self.slots: dict[str, None] = {}
         self.kept: dict[str, Sequence[str]] = {}
@@ -278,6 +287,12 @@ class Features:
 
     # --- what is heard and found ------------------------------------------------------------------------------------
 
+    def arrived(self, keys: Iterable[str], now: float) -> None:
+        """A request will ask for these when it may run, and waits for something else before that."""
+        for key in keys:
+            self._row(key, now).ahead = True
+            self._ahead[key] = None
+
     def made(self, keys: Iterable[str], now: float) -> None:
         """An encoder begins to work on these."""
         for key in keys:
@@ -302,13 +317,14 @@ class Features:
         """An encoder says that it can be had, in the second tier where that is `afar`. Whether it was being made."""
         row = self._row(key, now)
         recomputed = any(key in keys for keys in self._recomputes.values())
-        self.counters["events"] += 1
         self.counters["late_events"] += row.state is State.LOST and (recomputed or bool(row.requests))
         if row.state is State.LOST and not row.requests:
             row.state = State.WANTED  # a failure before that is forgotten
         row.look_at = 0.0
         if afar:
-            row.fetch_at = 0.0
+            row.afar_at, row.fetch_at = now, 0.0
+        if row.ahead:
+            self._ahead[key] = None
         return _made_no_more(row)
 
     def failed(self, key: str, cause: str, now: float) -> bool:
@@ -327,36 +343,25 @@ class Features:
         if row.state is State.WANTED and not row.last_look:
             row.cause, row.deadline = cause, min(row.deadline, deadline)
 
-    def look_ahead(self, keys: Iterable[str], *, afar: bool = False) -> None:
-        """Somebody is going to need these: they are looked for once, in the second tier, too, where they are `afar`."""
-        self._ahead.update({key: afar for key in keys if not self.is_ready(key)})
-
-    def take_ahead(self) -> dict[str, bool]:
-        """Those of `look_ahead` → whether they are afar; each once."""
-        ahead, self._ahead = self._ahead, {}
-        return ahead
-
     def to_look_for(self, now: float) -> Iterator[tuple[str, Row]]:
-        """Features that requests wait for and that are due to be looked for, in the order in which they were needed."""
-        for key in dict.fromkeys(itertools.chain.from_iterable(self._keys_of.values())):
-            row = self._rows[key]
-            if row.state is not State.READY and row.look_at <= now:
+        """Features that requests wait for and that are due to be looked for, in the order in which they were needed;
+        then those of requests that have arrived."""
+        ahead, self._ahead = self._ahead, {}
+        for key in dict.fromkeys(itertools.chain(*self._keys_of.values(), ahead)):
+            if self.wants(key, ahead=True) and (row := self._rows[key]).look_at <= now:
                 row.look_at = now + LOOK_S
                 yield key, row
 
-    def wants(self, key: str) -> bool:
-        """Whether a request waits for it, and it is not here."""
+    def wants(self, key: str, *, ahead: bool = False) -> bool:
+        """Whether a request waits for it, and it is not here. `ahead`: or will ask for it."""
         row = self._known(key)
-        return bool(row.requests) and row.state is not State.READY
-
-    def is_ready(self, key: str) -> bool:
-        """Whether it was seen here."""
-        return self._known(key).state is State.READY
+        return bool(row.requests or (ahead and row.ahead)) and row.state is not State.READY
 
     def fetch_due(self, key: str, now: float) -> bool:
-        """True at most every `FETCH_S` for a feature: fetch it now."""
+        """True at most every `FETCH_S` for a feature: fetch it now. Before its request asks, only what was lately said
+        to be there: of what was sent long ago a prefix cache may have all that is needed."""
         row = self._known(key)
-        due = row.fetch_at <= now
+        due = row.fetch_at <= now and bool(row.requests or row.afar_at + SEEN_S > now)
         if due:
             row.fetch_at = now + FETCH_S
         return due
@@ -379,8 +384,9 @@ class Features:
     def found(self, key: str, now: float) -> None:
         """It is in the arena, and whole."""
         row = self._row(key, now)
-        self.counters["prefetched"] += not row.requests
-        row.state, row.last_look, row.seen_at = State.READY, False, now
+        if row.ahead and not row.requests:
+            self.counters["prefetched"] += 1
+        row.state, row.last_look, row.seen_at, row.ahead = State.READY, False, now, False
 
     def missed(self, key: str) -> bool:
         """The store of this host does not have it, so far. True where that is news about a feature that is wanted."""
@@ -405,7 +411,7 @@ class Features:
         row = self._row(key, now)
         if request not in row.requests:
             if not row.requests:
-                row.born = now
+                row.born, row.fetch_at = now, 0.0
             row.requests.add(request)
             self._keys_of.setdefault(request, {})[key] = None
             if row.state is not State.READY and self.pinned(key) is not None:
@@ -442,8 +448,10 @@ class Features:
                 del self._keys_of[request]
         row = self._rows[key]
         row.requests.discard(request)
-        if not row.requests and row.state is State.READY:
-            row.state = State.WANTED  # whoever comes next sees for itself whether it is whole
+        if not row.requests:
+            row.ahead = False
+            if row.state is State.READY:  # whoever comes next sees for itself whether it is whole
+                row.state = State.WANTED
 
     def _look_once_more(self, row: Row, cause: str, now: float) -> None:
         row.state, row.cause, row.last_look = State.WANTED, cause, True

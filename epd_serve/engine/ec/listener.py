@@ -4,7 +4,7 @@ EPD-Serve §3.2, event-driven asynchronous prefetching: the event carries only t
 up, verifies its checksum, and only then can the scheduler pin and promise it. What is here is read in place by the
 worker; what has to come from the second tier is fetched by threads of its own, so that neither a slow fetch nor a
 network that is gone holds up other features. A feature is looked up three times: on arrival of its request, on its
-event, and once more before recomputing.
+event, and once more before recomputing. An event of which no request has arrived moves no byte.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 TOUCH_S = 0.25
 """How often features that must not be evicted are used; more often than `store_access.SPARE_S`."""
 
-_FETCHES, _MAX_PREFETCHES = 3, 256  # at one time; in line, beyond which further ones are refused: they are hints
+_FETCHES, _MAX_FETCHES = 3, 256  # at one time; in line, too: what finds none is asked for again
 _ANNOUNCED_S = 2.0  # a fetch that takes longer is in trouble, and moves nothing
 
 
@@ -43,16 +43,13 @@ class FeatureListener:
 
     Args:
         changed: called when something changed that reports tell.
-
-    Attributes:
-        prefetches: whether what nobody waits for yet is looked for, too. Only who prefills does: D needs features after
-            a preemption alone, and looks for them then.
     """
 
     def __init__(self, wiring: StageWiring, pool: FeaturePool, features: Features, changed: Callable[[], None]) -> None:
         self._wiring, self._pool, self._features, self._changed = wiring, pool, features, changed
         self._trace = Trace(wiring.trace_path, wiring.instance)
-        self.prefetches = wiring.prefills and wiring.feature_prefetch == "event"
+        # Without metadata of its items no request is called before they are encoded, and none has arrived by then.
+        self._takes_all = wiring.prefills and wiring.feature_prefetch == "event"
         self._short: set[str] = set()  # encoders that wait for room
         self._fetching: set[str] = set()  # guarded by the features' lock
         self._fetcher = ThreadPoolExecutor(_FETCHES, "epd-feature-fetch") if pool.state != "none" else None
@@ -125,10 +122,12 @@ class FeatureListener:
 
     def _ready(self, event: wire.FeatureReady, now: float) -> None:
         self._trace.stamp(event.key, "feature_event")
+        self._features.counters["events"] += 1
+        if self._takes_all and not event.metadata:
+            self._features.arrived([event.key], now)
         if event.pooled or event.host in ("", self._wiring.arena_id):
-            if self.prefetches and not self._features.wants(event.key):
-                self._features.look_ahead([event.key], afar=event.pooled)
-        elif self._fetcher is None:
+            return
+        if self._fetcher is None:
             self._features.failed(event.key, "not_pooled", now)
         else:  # its encoder has it and is about to put it where we can reach it
             self._features.hampered(event.key, "not_pooled", now + self._wiring.feature_wait_s)
@@ -137,18 +136,15 @@ class FeatureListener:
 
     def _look_for_all(self, now: float) -> None:
         with self._features.lock:
-            due, ahead = list(self._features.to_look_for(now)), self._features.take_ahead()
+            due = list(self._features.to_look_for(now))
         for key, row in due:
             if self._look_here(key):
                 continue
             hopeless = self._fetcher is None or row.cause in ("unavailable", "no_room") or self._pool.state == "down"
             if row.last_look and hopeless:
                 self._not_found(key)
-            else:
-                self._fetch(key, needed=True)
-        for key, afar in ahead.items():
-            if not self._look_here(key) and afar:
-                self._fetch(key, needed=False)
+            elif self._fetcher is not None:
+                self._fetch(self._fetcher, key, now)
 
     def _look_here(self, key: str) -> bool:
         """Whether it is here, and whole, or there is nothing more to do for it now."""
@@ -193,20 +189,18 @@ class FeatureListener:
 
     # --- the second tier --------------------------------------------------------------------------------------------
 
-    def _fetch(self, key: str, *, needed: bool) -> None:
+    def _fetch(self, fetcher: ThreadPoolExecutor, key: str, now: float) -> None:
         with self._features.lock:
-            full = not needed and len(self._fetching) >= _MAX_PREFETCHES
-            if self._fetcher is None or key in self._fetching or full:
-                return
-            if self._features.fetch_due(key, time.monotonic()):
+            free = key not in self._fetching and len(self._fetching) < _MAX_FETCHES
+            if free and self._features.fetch_due(key, now):
                 self._fetching.add(key)
-                self._fetcher.submit(self._fetch_now, key, needed=needed)
+                fetcher.submit(self._fetch_now, key)
 
-    def _fetch_now(self, key: str, *, needed: bool) -> None:
+    def _fetch_now(self, key: str) -> None:
         """On a thread of the fetcher's. One whose request has gone is not begun."""
         lease, why = None, "missing"
         with self._features.lock:
-            begin = not self._closing and (not needed or self._features.wants(key))
+            begin = not self._closing and self._features.wants(key, ahead=True)
         try:
             if begin:
                 with self._traffic.announce("fetch", _ANNOUNCED_S):

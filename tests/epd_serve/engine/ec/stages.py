@@ -15,6 +15,7 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.ec.consumer import FeatureConsumer
+from epd_serve.engine.ec.features import State
 from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.engine.ec.step import FeatureStep, NeededItem
 from epd_serve.peers import Peer, write_peers
@@ -208,6 +209,12 @@ class TwoTiers(FeaturePool):
         data, shape, dtype = self.remote.features[key]
         self.arena.put(key, data, shape=shape, dtype=dtype)
         return self.arena.lease(key)
+
+
+def is_ready(p: FeatureConsumer, key: str) -> bool:
+    """Whether it was seen here, whole."""
+    with p.features.lock:
+        return key in p.features._rows and p.features._rows[key].state is State.READY
 
 
 def settled(p: FeatureConsumer, *keys: str, request: str = "r", within_s: float = PATIENCE_S) -> None:

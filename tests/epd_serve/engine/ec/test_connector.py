@@ -15,7 +15,7 @@ from epd_serve.engine import compat
 from epd_serve.engine.ec.partial_prefill import SpareBlocks
 from epd_serve.roles import Role
 from store.arena import Arena
-from tests.epd_serve.engine.ec.stages import Stages, feature, needed
+from tests.epd_serve.engine.ec.stages import Stages, feature, is_ready, needed
 from tests.epd_serve.engine.ec.vllm_stub import GRID, ECConnectorRole, Make, output, request
 from tests.fake_npu.device import FakeDevice
 from tests.waiting import wait_for
@@ -76,14 +76,32 @@ def test_what_is_here_is_known_when_its_request_arrives_whatever_that_waits_for(
     put(arena, "k")
     scheduler.consumer.arrived(asked)
     consumer: Any = scheduler.consumer
-    wait_for(lambda: consumer.features.is_ready("k"))
+    wait_for(lambda: is_ready(consumer, "k"))
     wait_for(lambda: arena.stats().leased == 0)
     assert scheduler.ensure_cache_available(request("s", "k"), 0), "at once"
     assert arena.stats().leased == 1
     scheduler.build_connector_meta(output("s"))
     wait_for(lambda: arena.stats().leased == 0)
-    decoder = make(Role.D, ECConnectorRole.SCHEDULER)
-    decoder.consumer.arrived(asked)
+
+
+@pytest.mark.parametrize(
+    ("role", "both", "received", "computes"),
+    [
+        (Role.P, False, False, True),
+        (Role.PD, False, False, True),
+        (Role.D, False, True, False),
+        (Role.P, True, True, False),  # switchable, and D of this request
+        (Role.D, True, False, True),
+    ],
+)
+def test_who_computes_the_prompt_of_a_request_looks_for_its_features(
+    make: Make, role: Role, both: bool, received: bool, computes: bool
+) -> None:
+    scheduler, asked = make(role, ECConnectorRole.SCHEDULER, both=both), request("r", "k")
+    peer = {"instance": "P1", "incarnation": "i", "endpoint": "ipc:///nowhere"}
+    asked.kv_transfer_params = {"transfer_id": "t", "peer": peer} if received else None
+    scheduler.consumer.arrived(asked)
+    assert ("k" in scheduler.consumer.features._rows) is computes
 
 
 def test_what_comes_between_the_answer_and_the_allocation_is_not_loaded(make: Make, arena: Arena) -> None:
@@ -199,7 +217,7 @@ def test_a_request_waits_for_all_its_items_where_nobody_said_that_it_may_begin(m
     put(arena, "a")
     scheduler.ensure_cache_available(asked, 0)
     consumer: Any = scheduler.consumer
-    wait_for(lambda: consumer.features.is_ready("a"))
+    wait_for(lambda: is_ready(consumer, "a"))
     assert not scheduler.ensure_cache_available(asked, 0)
     assert not scheduler.has_cache_item("a"), "all of its items, or none"
 

@@ -76,6 +76,7 @@ def test_a_dead_encoder_costs_its_consumers_one_deadline(stages: Stages) -> None
     e, p = stages.producer(), stages.consumer(feature_wait_s=0.5)
     stages.heard(e, p)
     e.step(needed("k"), {})
+    p.look_for(["k"])
     assert not p.settled("r", ["k"])
     e.close()
     stages.parts.remove(e)

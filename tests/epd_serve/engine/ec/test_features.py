@@ -218,6 +218,44 @@ def test_what_an_encoder_makes_is_expected_until_it_falls_silent_or_says_so() ->
     assert not f.makes("a", 4.0) and not f.makes("b", 4.0)
 
 
+def test_a_request_that_has_arrived_has_its_features_looked_for_and_nobody_else_s() -> None:
+    f = features(Shelf("a"))
+    f.announced("a", 0.0, afar=True)
+    assert looked_for(f) == [], "no request of ours"
+    f.arrived("ab", 0.0)
+    assert looked_for(f) == ["a", "b"]
+    assert looked_for(f, LOOK_S) == [], "once, and when it is announced"
+    assert not f.waiting(), "it waits for something else"
+    f.announced("b", LOOK_S, afar=True)
+    assert looked_for(f, LOOK_S) == ["b"]
+    f.found("b", LOOK_S)
+    f.announced("b", 1.0, afar=True)
+    assert looked_for(f, 1.0) == [], "it is here"
+    assert dict(+f.counters) == {"prefetched": 1}
+
+
+def test_a_request_that_has_arrived_has_fetched_what_was_said_to_be_there_lately() -> None:
+    f = features()
+    for key in "ab":
+        f.announced(key, 0.0, afar=key == "a")
+    f.arrived("abc", SEEN_S / 2)
+    assert [f.fetch_due(key, SEEN_S / 2) for key in "abc"] == [True, False, False]
+    assert not f.fetch_due("a", SEEN_S), "a prefix cache may have what an old image is needed for"
+    ask(f, "r", "ab", now=SEEN_S)
+    assert [f.fetch_due(key, SEEN_S) for key in "ab"] == [True, True]
+
+
+def test_what_no_request_will_ask_for_any_more_is_not_fetched() -> None:
+    f = features()
+    f.arrived("a", 0.0)
+    assert f.wants("a", ahead=True) and not f.wants("a")
+    ask(f, "r", "a")
+    f.release(["r"])
+    assert not f.wants("a", ahead=True)
+    f.announced("a", 1.0, afar=True)
+    assert looked_for(f, 1.0) == []
+
+
 def test_what_was_seen_counts_for_its_request_or_lately_and_what_another_one_has_pinned() -> None:
     shelf = Shelf("ab")
     f = features(shelf)
@@ -416,6 +454,7 @@ class Interleavings(RuleBasedStateMachine):
         self.live: set[str] = set()
         self.running: set[str] = set()
         self.failed: list[str] = []
+        self.arrived: set[str] = set()
         self.may_be_read: set[tuple[str, str]] = set()
 
     # --- vLLM ---
@@ -441,6 +480,11 @@ class Interleavings(RuleBasedStateMachine):
             else:
                 assert not (recomputes and request in FAILING), "asked to recompute what it must not"
                 self.running.add(request)
+
+    @rule(request=st.sampled_from(REQUESTS))
+    def a_request_arrives(self, request: str) -> None:
+        self.features.arrived(NEEDS[request], self.now)
+        self.arrived |= set(NEEDS[request])
 
     @rule()
     def vllm_takes_the_failed(self) -> None:
@@ -477,7 +521,9 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule()
     def the_listener_looks(self) -> None:
+        asked = {key for request in self.live for key in NEEDS[request]}
         for key, row in list(self.features.to_look_for(self.now)):
+            assert key in asked | self.arrived, "nobody asked for it"
             if key in self.shelf.keys:
                 self.features.found(key, self.now)
                 continue

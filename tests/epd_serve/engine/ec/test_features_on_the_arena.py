@@ -21,7 +21,7 @@ from epd_serve.wiring import StageWiring
 from npu_ops.torch_memory import HostMemory
 from store.arena import Arena
 from store.errors import StoreError
-from tests.epd_serve.engine.ec.stages import CAPACITY, Mouth, Stages, feature, needed, settled
+from tests.epd_serve.engine.ec.stages import CAPACITY, Mouth, Stages, feature, is_ready, needed, settled
 from tests.waiting import PATIENCE_S, wait_for
 
 
@@ -41,11 +41,15 @@ def test_a_feature_reaches_the_consumer_bit_by_bit(stages: Stages, arena: Arena)
     assert not p.waiting()
 
 
-def test_an_event_prefetches_before_any_request(stages: Stages) -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_an_event_prefetches_what_a_request_will_ask_for(stages: Stages, ahead: bool) -> None:
     e, p = stages.producer(), stages.consumer()
     stages.heard(e, p)
+    if ahead:  # it was called while the encoder was at work
+        e.step(needed("k", image_grid_thw=[[1, 4, 4]]), {})
+        p.look_for(["k"])
     e.save({"k": feature()}, "k")
-    wait_for(lambda: p.features.is_ready("k"))
+    wait_for(lambda: is_ready(p, "k"))
     assert p.pinned("k") is None  # here, but promised to nobody
     assert p.settled("r", ["k"])
     assert p.pinned("k") is not None
@@ -135,8 +139,7 @@ def test_an_item_in_the_encoders_cache_is_announced_again_and_put_again_when_evi
 
     def heard_again() -> bool:
         e.step(needed("k"), cache)
-        with p.features.lock:
-            return p.features.is_ready("k")
+        return is_ready(p, "k")
 
     wait_for(heard_again)
     assert arena.stats().puts == puts  # still there: not put twice

@@ -13,7 +13,7 @@ from epd_serve.engine.ec.store_access import SPARE_S
 from epd_serve.roles import Role
 from store.arena import Arena
 from store.errors import StoreFullError
-from tests.epd_serve.engine.ec.stages import CAPACITY, Mouth, Stages, settled
+from tests.epd_serve.engine.ec.stages import CAPACITY, Mouth, Stages, is_ready, settled
 from tests.waiting import PATIENCE_S, wait_for
 
 
@@ -79,7 +79,7 @@ def test_who_waits_for_more_holds_nothing_but_the_first_keeps_what_it_has(
     for request, keys in (("a", ("a1", "a2")), ("b", ("b1", "b2"))):
         put(arena, keys[0])
         assert not p.settled(request, keys)
-        wait_for(lambda keys=keys: p.features.is_ready(keys[0]))
+        wait_for(lambda keys=keys: is_ready(p, keys[0]))
     fill(encoder, lambda: not arena.contains("b1"))
     begun = arena.stats().evictions
     fill(encoder, lambda: arena.stats().evictions > begun + 16)

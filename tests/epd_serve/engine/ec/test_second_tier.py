@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,16 @@ from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.roles import Role
 from store.arena import Arena
 from store.errors import CorruptFeatureError, StoreFullError, StoreUnavailableError
-from tests.epd_serve.engine.ec.stages import Mouth, Remote, Stages, TwoTiers, feature, make_arena, settled
+from tests.epd_serve.engine.ec.stages import (
+    Mouth,
+    Remote,
+    Stages,
+    TwoTiers,
+    feature,
+    is_ready,
+    make_arena,
+    settled,
+)
 from tests.waiting import wait_for
 
 
@@ -40,8 +50,11 @@ def encoder(stages: Stages) -> Iterator[Mouth]:
     mouth.close()
 
 
-def ready(key: str, *, host: str = "there", pooled: bool = True) -> wire.FeatureReady:
-    return wire.FeatureReady(key, 64, "i", host, pooled)
+GRID = {"image_grid_thw": [[1, 4, 4]]}
+
+
+def ready(key: str, *, host: str = "there", pooled: bool = True, **metadata: Any) -> wire.FeatureReady:
+    return wire.FeatureReady(key, 64, "i", host, pooled, metadata)
 
 
 def has(remote: Remote, *keys: str) -> None:
@@ -61,7 +74,39 @@ def test_a_feature_crosses_hosts(stages: Stages, remote: Remote, elsewhere: Aren
     assert events, "first for its own host, then for all"
 
 
-def test_an_event_from_elsewhere_prefetches_before_any_request(stages: Stages, remote: Remote, encoder: Mouth) -> None:
+def test_who_has_no_request_for_a_feature_fetches_nothing(stages: Stages, remote: Remote, encoder: Mouth) -> None:
+    p = stages.consumer(pool=TwoTiers(stages.arena, remote))
+    has(remote, "k")
+    encoder.say_until(lambda: p.features.counters["events"] > 3, ready("k", **GRID))
+    assert remote.fetches == []
+    settled(p, "k")
+
+
+def test_an_event_from_elsewhere_fetches_for_a_request_that_has_arrived(
+    stages: Stages, remote: Remote, encoder: Mouth
+) -> None:
+    p = stages.consumer(pool=TwoTiers(stages.arena, remote))
+    has(remote, "k", "other")
+    p.look_for(["k"])
+    encoder.say_until(lambda: is_ready(p, "k"), ready("other", **GRID), ready("k", **GRID))
+    assert (set(remote.fetches), p.features.counters["prefetched"]) == ({"k"}, 1)
+    assert p.settled("r", ["k"]), "at once"
+
+
+def test_a_request_that_comes_after_the_event_has_its_feature_fetched_before_it_asks(
+    stages: Stages, remote: Remote, encoder: Mouth
+) -> None:
+    p = stages.consumer(pool=TwoTiers(stages.arena, remote))
+    has(remote, "k")
+    encoder.say_until(lambda: p.features.counters["events"] > 0, ready("k", **GRID))
+    p.look_for(["k"])
+    wait_for(lambda: is_ready(p, "k"))
+    assert p.settled("r", ["k"])
+
+
+def test_without_metadata_who_prefills_fetches_at_the_event_since_no_request_can_have_come(
+    stages: Stages, remote: Remote, encoder: Mouth
+) -> None:
     p = stages.consumer(pool=TwoTiers(stages.arena, remote))
     has(remote, "k")
     encoder.say_until(lambda: stages.arena.contains("k"), ready("k"))
@@ -72,7 +117,8 @@ def test_an_event_from_elsewhere_prefetches_before_any_request(stages: Stages, r
 def test_on_demand_nothing_is_fetched_before_a_request_needs_it(stages: Stages, remote: Remote, encoder: Mouth) -> None:
     p = stages.consumer(pool=TwoTiers(stages.arena, remote), feature_prefetch="demand")
     has(remote, "k")
-    encoder.say_until(lambda: p.features.counters["events"] > 3, ready("k"))
+    p.look_for(["k"])
+    encoder.say_until(lambda: p.features.counters["events"] > 3, ready("k"), ready("k", **GRID))
     assert remote.fetches == []
     settled(p, "k")
     assert remote.fetches == ["k"]
@@ -223,3 +269,37 @@ def test_a_decoder_fetches_what_it_needs_and_prefetches_nothing(stages: Stages, 
     encoder.say_until(lambda: d.features.counters["events"] > 3, ready("k"))
     assert remote.fetches == []
     settled(d, "k")
+
+
+def test_a_prefill_that_takes_over_from_a_dead_one_fetches_what_it_had_only_heard_of(
+    stages: Stages, remote: Remote, encoder: Mouth
+) -> None:
+    """Both heard of the feature, on hosts of their own; P0 dies with it, and the request comes again, to P1."""
+    arenas = [make_arena(f"-P{number}") for number in range(2)]
+    try:
+        pools = [TwoTiers(arena, remote) for arena in arenas]
+        dies, heir = (stages.consumer(pool=pool, arena_id=f"host {at}") for at, pool in enumerate(pools))
+        has(remote, "k")
+        dies.look_for(["k"])
+        encoder.say_until(lambda: is_ready(dies, "k") and heir.features.counters["events"], ready("k", **GRID))
+        assert (remote.fetches, arenas[1].contains("k")) == (["k"], False)
+        assert dies.settled("r", ["k"])
+        stages.parts.remove(dies)
+        dies.close()
+        heir.look_for(["k"])
+        wait_for(lambda: is_ready(heir, "k"))
+        assert heir.settled("r", ["k"])
+        assert remote.fetches == ["k", "k"]
+    finally:
+        stages.close()
+        for arena in arenas:
+            arena.close()
+            Arena.unlink(arena.path)
+
+
+def test_a_prefill_that_has_just_started_finds_what_it_never_heard_of(stages: Stages, remote: Remote) -> None:
+    p = stages.consumer(pool=TwoTiers(stages.arena, remote))
+    has(remote, "k")
+    p.look_for(["k"])
+    settled(p, "k")
+    assert p.pinned("k") is not None

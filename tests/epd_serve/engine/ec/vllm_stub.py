@@ -38,6 +38,7 @@ def request(
     """Items of ten tokens, the first one at the beginning, each `apart` from the one before."""
     return SimpleNamespace(
         request_id=name,
+        kv_transfer_params=None,
         num_tokens=apart * len(keys) + 10,
         mm_features=[
             SimpleNamespace(identifier=key, mm_position=SimpleNamespace(offset=place * apart, length=10), bare=bare)
