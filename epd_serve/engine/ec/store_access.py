@@ -26,13 +26,15 @@ def open_local_store(wiring: StageWiring) -> FeaturePool:
 
 def open_store(wiring: StageWiring) -> FeaturePool:
     """Attaches the arena, and connects to the second tier in the background where the wiring names one."""
-    mooncake = MooncakeConfig(
+    if not wiring.mooncake_master:
+        return open_pool(arena=wiring.arena, spare_s=SPARE_S)
+    config = MooncakeConfig(
         master=wiring.mooncake_master,
         host=wiring.host,
         protocol=wiring.mooncake_protocol,
         segment_bytes=wiring.mooncake_segment_bytes,
     )
-    return open_pool(arena=wiring.arena, mooncake=mooncake if wiring.mooncake_master else None, spare_s=SPARE_S)
+    return open_pool(arena=wiring.arena, mooncake=config, spare_s=SPARE_S)
 
 
 def store_report(
