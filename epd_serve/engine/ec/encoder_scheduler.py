@@ -60,12 +60,9 @@ class EncoderScheduler:
             return False
         try:
             lease = self._pool.arena.lease(key)
-        except CorruptFeatureError as error:
-            logger.warning("feature %s is encoded again: %s", key, error)
-            return False
-        except StoreError as error:  # waited for once in a step: other requests are as good as encoded meanwhile
-            self._store_is_stuck = True
-            logger.warning("what this step needs is encoded, whether the store has it or not: %s", error)
+        except StoreError as error:  # a stuck one is waited for once in a step: all else is as good as encoded by then
+            self._store_is_stuck = not isinstance(error, CorruptFeatureError)
+            logger.warning("feature %s is encoded, whether the store has it or not: %s", key, error)
             return False
         if lease is not None:
             self._offers[key] = lease
