@@ -72,7 +72,7 @@ def test_what_ray_prints_of_its_cluster_is_not_taken_for_findings(
     reader, writer = multiprocessing.Pipe(duplex=False)
     monkeypatch.setattr(doctor, "connect", lambda address: print("The node with node id: 8476 has died"))
     monkeypatch.setattr(doctor, "require_token", lambda: None)
-    monkeypatch.setattr(doctor, "nodes_alive", lambda: [])
+    monkeypatch.setattr(doctor, "nodes_alive", list)
     doctor._ask(writer, "192.0.2.1:6379", RayFacts(ports=PORTS))
     assert reader.poll(0) and reader.recv().hosts == ()
     said = capfd.readouterr()
