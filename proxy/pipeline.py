@@ -102,7 +102,7 @@ class Pipeline:
         self.circuits = Circuits(table, self.metrics)
         self.gate = Gate(settings, table, self.metrics)
         table.reported = self.gate.pump
-        self._model_slos_s = settings.slos_of_models()
+        self.slo_s, self._model_slos_s = settings.slo.limits_s, settings.slos_of_models()
         budget = self._budget = RetryBudget(settings.retry, now=time.monotonic())
         self.metrics.retry_budget.set_function(lambda: budget.left(time.monotonic()))
         self.metrics.in_flight.set_function(lambda: self.drain.running)
@@ -204,7 +204,7 @@ class Pipeline:
         ctx.watched.check()
         kind = kind_of(ctx.request)
         self.records.arrived(ctx.record, kind.value)
-        ctx.holds_to(self.settings.slo, self._model_slos_s.get(ctx.request.model))
+        ctx.holds_to(self.slo_s, self._model_slos_s.get(ctx.request.model))
         queue, caller = self.gate.queue, ctx.caller
         ctx.passed = Pass(
             queue,

@@ -77,7 +77,8 @@ class Ticket(Struct, eq=False):
         need: what it takes of the stages. service: seconds of that; both estimated (`sized`).
         encoding: it has a place at the encoders. served: with the stages.
         ahead: it is served while its items are still being encoded, so nothing of it can be prefilled yet.
-        owes: it has had its turn, and what it takes of an instance is not counted there yet.
+        owes: of which stages it has had its turn, and what it takes of an instance is not counted there yet.
+        lease: of who prefills it, where it went ahead.
         line: in which it waits for its turn, since `queued_at`, at `stand`. passed: by how many it was overtaken there.
         served_at: when its turn to be served came, or last came; 0 before.
     """
@@ -97,7 +98,7 @@ class Ticket(Struct, eq=False):
     encoding: bool = False
     served: bool = False
     ahead: bool = False
-    owes: Stage | None = None
+    owes: frozenset[Stage] = frozenset()
     line: Stage | None = None
     stand: Stand = Stand(0.0, math.inf, math.inf, 0)
     passed: int = 0
@@ -124,7 +125,6 @@ class Ticket(Struct, eq=False):
         """
         if self.served or self.line is not None or self.queue.lines[stage] or not self.queue.has_room(self, stage):
             return False
-        self._stands(stage)
         self.go(stage, ahead=ahead)
         return True
 
@@ -153,21 +153,24 @@ class Ticket(Struct, eq=False):
         queue, now = self.queue, self.queue.now()
         if not self.is_long(stage):
             queue.short[stage].add(self.work_s(stage), now)
-        queue.shares.charge(self.account, self.work_s(stage), self.weight)
+        if queue.anybody:  # else it is held against nobody
+            waiting = itertools.chain.from_iterable(queue.lines.values())
+            queue.shares.charge(self.account, self.work_s(stage), self.weight, waiting)
         if stage is Stage.ENCODE:
             self._hold(encoding=True)
         else:
             self.served_at = now
             self._hold(encoding=ahead and self.encoding, served=True, ahead=ahead)
-        self.owes = stage
+        self.owes |= {stage}
         queue.owed[stage] += 1
 
-    def leased(self, lease: Lease | None = None) -> None:
-        """What it takes is counted where it went, or will not be. `lease`: of who prefills it."""
-        self.lease = lease
-        if self.owes is not None:
-            self.queue.owed[self.owes] -= 1
-            self.owes = None
+    def leased(self, stage: Stage, lease: Lease | None = None) -> None:
+        """What it takes of this stage is counted where it went, or will not be. `lease`: of who prefills it."""
+        if lease is not None:
+            self.lease = lease
+        if stage in self.owes:
+            self.owes -= {stage}
+            self.queue.owed[stage] -= 1
             self.queue.room_made()
 
     def work_s(self, stage: Stage) -> float:
@@ -180,9 +183,11 @@ class Ticket(Struct, eq=False):
         return (service.longest_item_s if stage is Stage.ENCODE else service.prefill_work_s) > LONG_S
 
     def due(self) -> float:
-        """For the stages, where least is soonest, on the queue's clock: as it stands, and of a late one as of one that
-        has just come."""
+        """For the stages, where least is soonest, on the queue's clock: as it would stand in line, and of a late one as
+        of one that has just come."""
         now = self.queue.now()
+        if self.line is None:
+            self._stands(Stage.SERVE)
         return self.stand.rank if self.stand.late_at >= now else now + self.slo_s
 
     def encoded(self) -> None:
@@ -222,7 +227,10 @@ class Ticket(Struct, eq=False):
 
     def _free(self, **held: bool) -> None:
         self._hold(**held)
-        self.leased(self.lease)
+        if not self.encoding:
+            self.leased(Stage.ENCODE)
+        if not self.served:
+            self.leased(Stage.SERVE)
         self.queue.room_made()
 
     def _hold(self, *, encoding: bool = False, served: bool = False, ahead: bool = False) -> None:

@@ -167,9 +167,11 @@ class ProxyOptions(Checked):
         found = {}
         for text in self.model_slos:
             name, _, limits = text.rpartition("=")
-            [one, *more] = parse_slos(limits)
-            if not name or more:
-                raise ConfigError(f"model_slos {text!r}: write NAME=TTFT:TPOT in milliseconds", param="model_slos")
+            try:
+                [one] = parse_slos(limits) if name and limits.count(":") == 1 else ()
+            except (ConfigError, ValueError):
+                wrong = f"model_slos {text!r}: write NAME=TTFT:TPOT in milliseconds"
+                raise ConfigError(wrong, param="model_slos") from None
             found[name] = one.ttft_ms / 1e3, one.tpot_ms / 1e3
         return found
 

@@ -435,7 +435,8 @@ class InstanceTable:
         tokens = load(role, total, report, row.counted, both_halves=instance.both_halves) - done
         if role.prefills:
             tokens -= ledger.aside(instance.incarnation_id, Work.AHEAD).held_weight / PER_UNIT
-        credit = (role, max(0.0, tokens), row.rate, *self._shared(row, total.held), total.held)
+        requests = max(total.held, report.waiting + report.running)
+        credit = (role, max(0.0, tokens), row.rate, *self._shared(row, total.held), requests)
         if not role.decodes:
             return Credit(*credit)
         kv = ledger.aside(instance.incarnation_id, Work.KV)
