@@ -70,11 +70,11 @@ class Lease:
         nbytes: its size.
     """
 
-    __slots__ = ("_arena", "_incarnation", "_released", "meta", "nbytes", "offset", "slot")
+    __slots__ = ("_arena", "_incarnation", "_released", "_spared", "meta", "nbytes", "offset", "slot")
 
-    def __init__(self, arena: Arena, slot: int, offset: int, meta: FeatureMeta) -> None:
+    def __init__(self, arena: Arena, slot: int, offset: int, meta: FeatureMeta, *, spared: bool = True) -> None:
         """For `Arena` only."""
-        self._arena = arena
+        self._arena, self._spared = arena, spared
         self._incarnation = arena._incarnation
         self._released = False
         self.slot = slot
@@ -98,7 +98,7 @@ class Lease:
         arena = self._arena
         with arena._own:
             if not self._released and self._incarnation is arena._incarnation:  # else closed, or a fork since
-                arena._table.unpin(self.slot, arena._row())
+                arena._table.unpin(self.slot, arena._row(), spared=self._spared)
             self._released = True
 
     def __enter__(self) -> Self:
@@ -319,6 +319,7 @@ class Arena:
         if found is None:
             return None
         (lease,) = found
+        lease._spared = True  # it was looked at, and will be needed
         if verify:
             try:
                 verify_payload(lease.meta, as_bytes(lease.view(), key))
@@ -330,8 +331,9 @@ class Arena:
         return lease
 
     def lease_all(self, keys: Collection[str], *, timeout_s: float | None = None) -> list[Lease] | None:
-        """Pins all of these features, or none where one of them is missing. Their checksums are not looked at.
-        `timeout_s`: longest wait for the index, if not the arena's.
+        """Pins all of these features, or none where one of them is missing. Their checksums are not looked at. When the
+        leases end they have served: they are not spared (`attach`) any more, or room would come back at the pace of
+        that time, not of those who use them. `timeout_s`: longest wait for the index, if not the arena's.
 
         Raises:
             StoreError: the arena does not answer.
@@ -346,7 +348,7 @@ class Arena:
             with self._own:
                 for _, slot in slots:
                     table.pin(slot, self._row())
-            return [Lease(self, slot, table.offset[slot], table.meta(slot, key)) for key, slot in slots]
+            return [Lease(self, slot, table.offset[slot], table.meta(slot, key), spared=False) for key, slot in slots]
 
     def touch(self, keys: Iterable[str]) -> None:
         """Counts as a use of those of these features that are there: they are evicted last.

@@ -143,10 +143,10 @@ class SlotTable:
     def pin(self, slot: int, owner: int) -> None:
         self.leases[owner * self._geometry.slots + slot] += 1
 
-    def unpin(self, slot: int, owner: int) -> None:
-        """Ends a lease; the last one makes the feature evictable, and its room free if it was dropped. Needs no lock
-        but the process's own: nobody else writes to its row."""
-        self.tick[slot] = time.monotonic_ns()
+    def unpin(self, slot: int, owner: int, *, spared: bool) -> None:
+        """Ends a lease; the last one makes the feature evictable, and its room free if it was dropped. Not `spared`: at
+        once, though after what was used longer ago. Needs no lock but the process's: nobody else writes to its row."""
+        self.tick[slot] = time.monotonic_ns() - (0 if spared else self._spare_ns)
         self.leases[owner * self._geometry.slots + slot] -= 1
 
     def is_leased(self, slot: int) -> bool:

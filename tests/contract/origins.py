@@ -37,7 +37,6 @@ ORIGINS = (
     Origin("npu_ops/core_limits.py", "limit_at_set_device", "npu", "module torch_npu.npu"),
     Origin("npu_ops/core_limits.py", "limit_npu", "npu", "module torch_npu.npu"),
     Origin("npu_ops/fences.py", "EventFence.__init__", "module", "module torch_npu.npu"),
-    Origin("npu_ops/fences.py", "fence", "module", "module torch_npu.npu"),
     Origin("npu_ops/torch_memory.py", "_StreamMemory.__init__", "module", "module torch_npu.npu"),
     Origin("store/mooncake/client.py", "MooncakeClient.__init__", "engine", "mooncake.engine.TransferEngine"),
     Origin("store/mooncake/client.py", "MooncakeClient.__init__", "module", "module mooncake.store"),

@@ -16,12 +16,26 @@ from tests.soak import (
     placement,
     ray_kills,
     real_time,
+    small_arena,
     streams,
     table5,
 )
 from tests.soak.harness import Soak
 
-SOAKS = (abuse, burst, conversations, kills, leave, memory, neighbours, placement, real_time, streams, table5)
+SOAKS = (
+    abuse,
+    burst,
+    conversations,
+    kills,
+    leave,
+    memory,
+    neighbours,
+    placement,
+    real_time,
+    small_arena,
+    streams,
+    table5,
+)
 
 
 @pytest.mark.slow

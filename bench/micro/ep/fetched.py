@@ -102,11 +102,11 @@ def fetched_and_needed(metadata: Mapping[str, Any] = METADATA) -> Row:
             encoder.step(FeatureStep(needed=[NeededItem(key, dict(metadata))], held=[key]), {})
             ahead = bool(metadata) and number % LATE_EVERY > 0
             if ahead:
-                prefill.arrived([key])
+                prefill.look_for([key])
             encoder.save({key: random_feature(TOKENS, HIDDEN, number)}, key)
             if not ahead:
                 _wait(partial(tier.features.__contains__, key), f"{key} to be published")
-                prefill.arrived([key])
+                prefill.look_for([key])
             needed += _admitted(prefill, f"request {number}", key)
         _all_hear(encoders, consumers, "last")  # and what was announced before
     return {"fetched_bytes": tier.fetched, "needed_bytes": needed}
@@ -146,11 +146,14 @@ def _all_hear(encoders: list[FeatureProducer], consumers: list[FeatureConsumer],
 
         def heard(encoder: FeatureProducer = encoder, key: str = key) -> bool:
             encoder.step(FeatureStep(needed=[NeededItem(key, dict(METADATA))]), {})
-            return all(consumer.held_back(key, [key]) for consumer in consumers)
+            return all(_expects(consumer, key) for consumer in consumers)
 
         _wait(heard, f"all to hear the {key}")
-        for consumer in consumers:
-            consumer.ended(key)
+
+
+def _expects(consumer: FeatureConsumer, key: str) -> bool:
+    with consumer.features.lock:
+        return consumer.features.makes(key, time.monotonic())
 
 
 def _admitted(prefill: FeatureConsumer, request: str, key: str) -> int:
@@ -160,7 +163,6 @@ def _admitted(prefill: FeatureConsumer, request: str, key: str) -> int:
     if lease is None:
         raise StageError(f"{key} did not arrive", stage="P")
     nbytes = int(lease.nbytes)
-    prefill.ended(request)
     prefill.release([request])
     return nbytes
 

@@ -77,8 +77,6 @@ def prefill(pipe: Connection, wiring: StageWiring) -> None:
         if lease is not None:
             np.frombuffer(lease.view(), np.uint8).copy()  # as the worker loads it
         load_s = time.monotonic() - begun
-        for request in (key, again):
-            consumer.ended(request)
         consumer.release([key, again])
         pipe.send({"local": lease is not None, "admitted": admitted, "local_s": local - local_at, "load_s": load_s})
     consumer.close()

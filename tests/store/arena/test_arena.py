@@ -148,6 +148,25 @@ def test_a_full_arena_of_leased_features_refuses_and_recovers(arena: Arena) -> N
     assert put(arena, "b", bytes(40 * PAGE))
 
 
+def test_what_was_just_stored_or_seen_is_spared_for_a_while_and_what_has_served_is_not(
+    arena: Arena, arena_path: Path
+) -> None:
+    spares = Arena.attach(arena_path, spare_s=PATIENCE_S)
+    assert put(spares, "k", bytes(CAPACITY))
+    with pytest.raises(StoreFullError):
+        put(spares, "next")
+    with spares.lease("k") as seen:  # type: ignore[union-attr]
+        assert seen.nbytes == CAPACITY
+    with pytest.raises(StoreFullError):
+        put(spares, "next")
+    (used,) = spares.lease_all(["k"]) or ()
+    with pytest.raises(StoreFullError):
+        put(spares, "next")
+    used.release()
+    assert put(spares, "next"), "room comes back at the pace of those who use it"
+    spares.close()
+
+
 def test_a_feature_larger_than_the_arena_is_refused_without_evicting(arena: Arena) -> None:
     put(arena, "small")
     with pytest.raises(StoreFullError):
@@ -317,11 +336,11 @@ def test_a_lease_that_two_threads_release_at_once_counts_once(arena: Arena, monk
     assert lease is not None and kept is not None
     unpin, other = arena._table.unpin, threading.Thread(target=lease.release)
 
-    def unpin_while_the_other_comes(slot: int, owner: int) -> None:
+    def unpin_while_the_other_comes(slot: int, owner: int, **how: bool) -> None:
         if other.ident is None:
             other.start()
             other.join(0.05)
-        unpin(slot, owner)
+        unpin(slot, owner, **how)
 
     monkeypatch.setattr(arena._table, "unpin", unpin_while_the_other_comes)
     lease.release()

@@ -68,7 +68,7 @@ def test_an_event_prefetches_what_a_request_will_ask_for(stages: Stages, ahead: 
     stages.heard(e, p)
     if ahead:  # it was called while the encoder was at work
         e.step(needed("k", image_grid_thw=[[1, 4, 4]]), {})
-        p.arrived(["k"])
+        p.look_for(["k"])
     e.save({"k": feature()}, "k")
     wait_for(lambda: is_ready(p, "k"))
     assert p.pinned("k") is None  # here, but promised to nobody
@@ -98,7 +98,7 @@ def test_a_corrupt_feature_is_lost_and_never_promised(stages: Stages, arena: Are
     p = stages.consumer(hears=False)
     settled(p, "k")
     assert p.pinned("k") is None
-    assert p._features.counters["lost.corrupt"] == 1
+    assert p.features.counters["lost.corrupt"] == 1
     assert arena.stats().corrupt == 1
 
 
@@ -125,10 +125,10 @@ def test_a_full_arena_is_told_at_once(stages: Stages, arena: Arena, asks_first: 
         assert not p.settled("r", ["big"])
     e.save({"big": torch.zeros(CAPACITY + 1, dtype=torch.uint8)}, "big")
     if not asks_first:
-        wait_for(lambda: "big" in p._features._rows and p._features._rows["big"].state is State.LOST)
+        wait_for(lambda: "big" in p.features._rows and p.features._rows["big"].state is State.LOST)
     settled(p, "big")
     assert p.pinned("big") is None
-    assert p._features.counters["lost.encoder"] == 1
+    assert p.features.counters["lost.encoder"] == 1
 
 
 def test_pins_go_with_the_last_request(stages: Stages, arena: Arena) -> None:
