@@ -101,7 +101,7 @@ class Pipeline:
         self._trace = Trace(settings.trace_path, PROXY)
         self.circuits = Circuits(table, self.metrics)
         self.gate = Gate(settings, table, self.metrics)
-        table.reported = self.gate.pump
+        table.reported, self.records.lines = self.gate.pump, self.gate.queue.look
         self._model_slos_s = settings.slos_of_models()
         budget = self._budget = RetryBudget(settings.retry, now=time.monotonic())
         self.metrics.retry_budget.set_function(lambda: budget.left(time.monotonic()))

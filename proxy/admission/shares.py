@@ -2,9 +2,9 @@
 
 What counts is service in predicted seconds of an instance, divided by the account's weight. Each account has had so
 much by a virtual time that goes on with whoever is served, and nobody falls behind it who asks for nothing: what was
-used while nobody else wanted it is held against nobody. Whoever is more than `AHEAD_S` ahead of the one of those that wait
-who has had least is over its share: its requests go after those of all others, whatever their deadlines, so what it
-asks beyond its share delays nobody else. While nobody else waits it may have everything.
+used while nobody else wanted it is held against nobody. Whoever is more than `AHEAD_S` ahead of the one of those that
+wait who has had least is over its share: its requests go after those of all others, whatever their deadlines, so what
+it asks beyond its share delays nobody else. While nobody else waits it may have everything.
 """
 
 from __future__ import annotations
