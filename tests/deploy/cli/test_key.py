@@ -63,9 +63,7 @@ def test_a_key_has_a_weight_tokens_and_objectives_of_its_own(tmp_path: Path, cap
     shown = capsys.readouterr().out
     assert all(word.replace("-", "_") in shown for word in words)
     callers = Callers(settings(api_keys=keys_of(file), tenant_header="x-tenant", processes=2))
-    one, other = (
-        callers.caller_of(Headers({"authorization": f"Bearer {key}", "x-tenant": tenant})) for tenant in "ab"
-    )
+    one, other = (callers.caller_of(Headers({"authorization": f"Bearer {key}", "x-tenant": tenant})) for tenant in "ab")
     assert one.tenant != other.tenant and (one.account, one.limits) == (other.account, other.limits)
     assert one.limits == replace(wanted, tokens_per_minute=30000), "of a process; weight and objectives are no amounts"
 

@@ -1,5 +1,5 @@
-"""All flags, and a file that names every setting, as they were at commit 8f08b99a, but for those that are withdrawn: they
-say what they said then.
+"""All flags, and a file that names every setting, as they were at commit 8f08b99a, but for those that are withdrawn:
+they say what they said then.
 
 `before.json` has the flags, and what they came to; `before.yaml` says the same as a file. Each has a value that is not
 its default.
