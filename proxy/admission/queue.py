@@ -12,7 +12,8 @@ place with the stages while its items are encoded, where nobody waits for one an
 
 Whose turn it is says the order (`proxy/admission/order.py`), but whoever is over its share of the stages goes after all
 others (`proxy/admission/shares.py`). Whether an instance has room for it says its credit (`proxy/routing/credits.py`).
-Where the first one has no room, others that have may overtake it, a bounded number of times. A place is given with the
+Where the first one has no room, others that have may overtake it, a bounded number of times; and long ones leave the
+last instance to short ones, as long as these come. A place is given with the
 turn, and what it takes of an instance is counted there a moment later, when its plan is made: until then it counts here
 (`Ticket.leased`).
 """
@@ -46,6 +47,12 @@ LOOKS = 8
 
 MOST_PASSED = 16
 """So many may overtake one that has no room."""
+
+LONG_S = 0.5
+"""One that keeps an instance for longer leaves some to short ones: a video takes nobody's image the last encoder."""
+
+SPARE, NOBODY_S = 1.25, 0.01
+"""As many as short ones have used lately, times the first; none where that was less than the second, a second."""
 
 
 class Kind(StrEnum):
@@ -144,7 +151,8 @@ class Ticket(Struct, eq=False):
     def go(self, stage: Stage, *, ahead: bool = False) -> None:
         """Its turn has come."""
         queue, now = self.queue, self.queue.now()
-        self.sized(self.need)  # by what is known now
+        if not self.is_long(stage):
+            queue.short[stage].add(self.work_s(stage), now)
         queue.shares.charge(self.account, self.work_s(stage), self.weight)
         if stage is Stage.ENCODE:
             self._hold(encoding=True)
@@ -165,6 +173,11 @@ class Ticket(Struct, eq=False):
     def work_s(self, stage: Stage) -> float:
         """Of one instance's time."""
         return self.service.encode_work_s if stage is Stage.ENCODE else self.service.prefill_work_s
+
+    def is_long(self, stage: Stage) -> bool:
+        """Whether it keeps one instance for long: an item cannot be cut."""
+        service = self.service
+        return (service.longest_item_s if stage is Stage.ENCODE else service.prefill_work_s) > LONG_S
 
     def due(self) -> float:
         """For the stages, where least is soonest, on the queue's clock: as it stands, and of a late one as of one that
@@ -229,6 +242,19 @@ class Use(Struct):
     served: int = 0
 
 
+class Recent:
+    """How much there was a second, of late."""
+
+    def __init__(self) -> None:
+        self._sum = self._at = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        self._sum, self._at = self.per_s(now) * HALF_LIFE_S / math.log(2) + amount, now
+
+    def per_s(self, now: float) -> float:
+        return float(self._sum * 0.5 ** ((now - self._at) / HALF_LIFE_S)) * math.log(2) / HALF_LIFE_S
+
+
 class Pace:
     """How fast a line moves, what predicted waits rest on: grants per second of backlog, of late. Time without a
     backlog says nothing: the line was waiting, not moving."""
@@ -272,7 +298,7 @@ class AdmissionQueue:
 
     Args:
         now: the clock, in seconds.
-        rooms: how many instances of a stage may be given something that needs so much.
+        rooms: how many instances of a stage may be given something that needs so much, of as many as are enough.
         speeds: of the instances.
         processes: that share the encoders' places evenly.
 
@@ -281,7 +307,7 @@ class AdmissionQueue:
         owed: how many have had their turn and are not counted at an instance yet.
         arrived: how many requests of each kind have been let in.
         begun_s: how long after their turn the last answers of each kind began.
-        shares: what accounts have had.
+        shares: what accounts have had. short: seconds of instances that those took which are not long.
         room_made: called where somebody else may go now (`grants`).
     """
 
@@ -289,7 +315,7 @@ class AdmissionQueue:
         self,
         settings: AdmissionLimits,
         now: Callable[[], float],
-        rooms: Callable[[Stage, Need], int],
+        rooms: Callable[[Stage, Need, int], int],
         speeds: Callable[[], Speeds],
         *,
         processes: int = 1,
@@ -305,6 +331,7 @@ class AdmissionQueue:
         self.begun_s = {kind: deque[float](maxlen=REMEMBERED) for kind in Kind}
         self.use = {kind: Use() for kind in Kind}
         self.shares = Shares()
+        self.short = {stage: Recent() for stage in Stage}
         self.room_made: Callable[[], None] = lambda: None
         self._paces = {stage: Pace() for stage in Stage}
 
@@ -355,6 +382,7 @@ class AdmissionQueue:
         for stage in Stage:
             while (ticket := self._next(stage)) is not None:
                 ticket.step_back()
+                ticket.sized(ticket.need)  # by what is known now
                 if self.now() > ticket.queued_at:
                     self._paces[stage].granted()
                 ticket.go(stage)
@@ -385,7 +413,15 @@ class AdmissionQueue:
             places = self.settings.encodes_per_instance * self.speeds().encoders / self._processes
             if self.encoding >= max(1, math.ceil(places)):
                 return False
-        return self.rooms(stage, ticket.need) > self.owed[stage]
+        enough = 1 + self.owed[stage] + (self._kept(stage) if ticket.is_long(stage) else 0)
+        return self.rooms(stage, ticket.need, enough) == enough
+
+    def _kept(self, stage: Stage) -> int:
+        """Instances that are left to short ones: half of them at most, and one where prompts share steps anyway."""
+        used, instances = self.short[stage].per_s(self.now()), self.speeds().of(encode=stage is Stage.ENCODE)
+        if used < NOBODY_S or instances < 2:
+            return 0
+        return 1 if stage is Stage.SERVE else min(math.ceil(SPARE * used), instances // 2)
 
     def _next(self, stage: Stage) -> Ticket | None:
         passed: list[Ticket] = []

@@ -8,7 +8,6 @@ from tests.soak import (
     abuse,
     burst,
     conversations,
-    duplicates,
     fuzz,
     kills,
     leave,
@@ -35,12 +34,6 @@ def test_its_goals_are_met(soak: Soak) -> None:
 @pytest.mark.e2e
 def test_no_body_is_a_server_error_behind_simulated_and_real_stages() -> None:
     assert fuzz.SOAK.missed(fuzz.SOAK.run(["--quick"]), speed=False) == []
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_duplicates_through_two_proxies_are_encoded_once() -> None:
-    assert duplicates.SOAK.missed(duplicates.SOAK.run(["--quick"]), speed=False) == []
 
 
 @pytest.mark.slow

@@ -8,16 +8,17 @@ byte is needed once by the P that computes its request.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.micro.measurement import Row
+from bench.micro.measurement import Goal, Row
 from bench.served import scratch
 from epd_serve.demo.features import random_feature
 from epd_serve.engine.ec.consumer import FeatureConsumer
@@ -36,6 +37,7 @@ REQUESTS = 24
 LATE_EVERY = 5
 """One in so many requests is called when it is encoded."""
 METADATA = {"image_grid_thw": [[1, 16, 16]]}
+GOALS = (Goal("fetched_over_needed", "<=", 1.1, "4 where every P fetches all that is announced"),)
 LIMIT_S, LOOK_S = 30.0, 0.001
 
 
@@ -110,7 +112,12 @@ def fetched_and_needed(metadata: Mapping[str, Any] = METADATA) -> Row:
     return {"fetched_bytes": tier.fetched, "needed_bytes": needed}
 
 
-def fetched_over_needed(rows: Sequence[Row]) -> dict[str, float]:
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """One row."""
+    yield fetched_and_needed()
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
     """The figure of that name, where a row says it."""
     found = [row["fetched_bytes"] / row["needed_bytes"] for row in rows if "needed_bytes" in row]
     return {"fetched_over_needed": found[-1]} if found else {}

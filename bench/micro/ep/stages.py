@@ -1,4 +1,4 @@
-"""The two processes of a link of `epd-bench transfer ep`: a stage's own producer, and a stage's own consumer.
+"""The two processes of a link (`bench/micro/ep/links.py`): a stage's own producer, and a stage's own consumer.
 
 E's features are random and lie ready, no vision tower runs; what happens from the moment the tower would be done is the
 stage's own code: writer thread, put into the store, announcement on its socket.

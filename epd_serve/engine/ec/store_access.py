@@ -4,20 +4,27 @@ and a worker's copy of what is pinned there into vLLM's encoder cache."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
+from epd_serve.engine.capture_gate import CaptureGate, capture_gate
 from epd_serve.engine.ec.step import FeatureSlot
 from epd_serve.wiring import StageWiring
 from npu_ops.memory import DeviceMemory
 from npu_ops.torch_memory import memory_here
 from store.arena import Arena
+from store.errors import StoreUnavailableError
+from store.feature import Bytes
 from store.feature_pool import FeaturePool, open_pool
-from store.mooncake.client import MooncakeConfig
+from store.mooncake.client import ASCEND, MooncakeConfig
 
 SCHEDULER_LOCK_S = 0.02
 """How long a scheduler's thread waits for the arena: holders change an index and let go, so who takes longer is
 stopped, or has no core."""
+
+CAPTURES_S = 5.0
+"""How long a thread waits for captures at a time; the second tier counts as down meanwhile."""
 
 SPARE_S = 1.0
 """What was stored or used within that time is not evicted: an encoder with much to say waits for whoever needs it, for
@@ -38,8 +45,25 @@ def open_store(wiring: StageWiring) -> FeaturePool:
         host=wiring.host,
         protocol=wiring.mooncake_protocol,
         segment_bytes=wiring.mooncake_segment_bytes,
+        **(on_device(memory_here("npu")) if wiring.mooncake_protocol == ASCEND else {}),
     )
     return open_pool(arena=wiring.arena, mooncake=config, spare_s=SPARE_S)
+
+
+def on_device(memory: DeviceMemory, gate: CaptureGate = capture_gate) -> dict[str, Any]:
+    """What `MooncakeConfig` needs where Mooncake's transport belongs to a device: threads that have set it, once no
+    graph is being captured any more, and page-locked host memory of its own, aligned as the strictest wants it."""
+
+    def begin_thread() -> None:
+        if not gate.passed(CAPTURES_S):
+            raise StoreUnavailableError("the worker still captures graphs")
+        memory.enter_thread()
+
+    def host_memory(nbytes: int) -> Bytes:
+        raw = memory.host_buffer(nbytes + memory.alignment)
+        return raw[-raw.data_ptr() % memory.alignment :][:nbytes].numpy()
+
+    return {"begin_thread": begin_thread, "host_memory": host_memory}
 
 
 def open_reader(wiring: StageWiring, device: torch.device | str) -> ArenaReader:

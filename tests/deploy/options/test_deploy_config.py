@@ -133,7 +133,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         ("port: 0", "port is 0; expected int >= 1"),
         ("device: tpu", "unknown device 'tpu'"),
         ("media_root: /no/such", "is not a directory"),
-        ("arena_mib: -1", "arena_mib is -1; expected int >= 1"),
+        ("arena_mib: -1", "arena_mib is -1; expected int >= 0"),
         ("mm_store: disk", "unknown mm_store 'disk'"),
         ("mooncake_master: host", "is not HOST:PORT"),
         ("{mooncake_master: 'a:1', mm_store: arena}", "use --mm-store mooncake"),

@@ -21,8 +21,12 @@ from epd_serve.wiring import StageWiring
 from npu_ops.torch_memory import HostMemory
 from store.arena import Arena
 from store.errors import StoreError
+from store.feature_pool import open_pool
+from store.keys import feature_key
 from tests.epd_serve.engine.ec.stages import CAPACITY, Mouth, Stages, feature, is_ready, needed, settled
 from tests.waiting import PATIENCE_S, wait_for
+
+PAGE = 4096  # the least that a feature takes of an arena
 
 
 def test_a_feature_reaches_the_consumer_bit_by_bit(stages: Stages, arena: Arena) -> None:
@@ -39,6 +43,23 @@ def test_a_feature_reaches_the_consumer_bit_by_bit(stages: Stages, arena: Arena)
     raw = torch.from_numpy(np.frombuffer(arena.view(lease.offset, lease.nbytes), np.uint8).copy())
     assert torch.equal(raw.view(torch.bfloat16).view(8, 16), made)
     assert not p.waiting()
+
+
+def test_a_tenant_with_many_images_leaves_another_its_own(stages: Stages, arena: Arena) -> None:
+    def key(tenant: str, number: int) -> str:
+        model = {"model": "m", "revision": "r", "dtype": "d", "modality": "image"}
+        return feature_key(bytes([number]), processor_options={}, tenant=tenant, **model)
+
+    e = stages.producer(pool=open_pool(arena=str(arena.path)))  # one that spares nothing
+    quiet = [key("quiet", number) for number in range(3)]
+    for name in quiet:
+        e.save({name: feature()}, name)
+    loud = [key("loud", number) for number in range(2 * CAPACITY // PAGE)]
+    for name in loud:
+        e.save({name: feature()}, name)
+    wait_for(lambda: arena.contains(loud[-1]))
+    assert [arena.contains(name) for name in quiet] == [True] * 3
+    assert [arena.contains(name) for name in loud] == [False] * 19 + [True] * 13
 
 
 @pytest.mark.parametrize("ahead", [True, False])
