@@ -101,11 +101,12 @@ class Pipeline:
         self._trace = Trace(settings.trace_path, PROXY)
         self.circuits = Circuits(table, self.metrics)
         self.gate = Gate(settings, table, self.metrics)
-        table.reported, self.records.lines = self.gate.pump, self.gate.queue.look
+        table.reported = self.gate.pump
         self._model_slos_s = settings.slos_of_models()
         budget = self._budget = RetryBudget(settings.retry, now=time.monotonic())
         self.metrics.retry_budget.set_function(lambda: budget.left(time.monotonic()))
         self.metrics.in_flight.set_function(lambda: self.drain.running)
+        self.records.lines = self.gate.queue.look
         self.metrics.draining.set_function(lambda: self.drain.began)
         self.metrics.memory_held.set_function(lambda: self.memory.held)
         self._poison = Poison(settings.poison, self.metrics)
