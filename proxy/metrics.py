@@ -221,7 +221,7 @@ class Metrics:
         )
         self.queue_over_share = counter(
             "epd_proxy_queue_over_share",
-            "Requests that had to wait while their account was over its share and others waited, too.",
+            "Requests that came to a line while their account was over its share of the stages.",
             ("line",),
         )
         self.refused = counter("epd_proxy_refused", "Requests refused at the door, by reason.", ("reason",))

@@ -88,8 +88,10 @@ def _why_waits(wait: Mapping[str, Any]) -> Iterator[str]:
         itself = f"its first token within {wait['slo_s']:.2f} s, of which it needs {wait['service_s']:.2f} s itself"
         late = f"{-slack_s:.2f} s too late for that, so it lets those go first that are in time"
         yield f"{itself}: {late if slack_s < 0 else f'{slack_s:.2f} s of slack left'}"
+        if wait["s"] is not None and wait["s"] > slack_s >= 0:
+            yield f"its turn came {wait['s'] - slack_s:.2f} s too late for that"
     if wait["over_share"]:
-        yield "its account was over its share, so others went first"
+        yield "its account was over its share then, so others went first"
     if wait["passed"]:
         yield f"overtaken by {wait['passed']} that had room"
 
