@@ -401,6 +401,19 @@ class AdmissionQueue:
                 ticket.go(stage)
                 yield ticket
 
+    def look(self) -> dict[str, dict[str, float]]:
+        """Of each line how many wait, are late, and are over their share; and the work of all of them in seconds of one
+        instance."""
+        now, seen = self.now(), {}
+        for stage, lines in self.lines.items():
+            seen[stage.value] = {
+                "waiting": sum(map(len, lines.values())),
+                "late": sum(line.late(now) for line in lines.values()),
+                "over_share": sum(len(lines[account]) for account in self.shares.over(lines.keys())),
+                "work_s": round(self.work_s[stage], 3),
+            }
+        return seen
+
     def keep_time(self) -> None:
         """A line has changed."""
         now = self.now()
