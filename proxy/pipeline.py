@@ -106,6 +106,7 @@ class Pipeline:
         budget = self._budget = RetryBudget(settings.retry, now=time.monotonic())
         self.metrics.retry_budget.set_function(lambda: budget.left(time.monotonic()))
         self.metrics.in_flight.set_function(lambda: self.drain.running)
+        self.records.lines = self.gate.queue.look
         self.metrics.draining.set_function(lambda: self.drain.began)
         self.metrics.memory_held.set_function(lambda: self.memory.held)
         self._poison = Poison(settings.poison, self.metrics)

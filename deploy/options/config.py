@@ -288,18 +288,19 @@ def variable_of(key: str) -> str:
 
 
 def proxy_values(entries: Iterable[str]) -> dict[str, Any]:
-    """Entries KEY=VALUE of `--proxy` as values by key.
+    """Entries KEY=VALUE of `--proxy` as values by key; those of a repeatable one together.
 
     Raises:
         ConfigError: no `=`, unknown key (names the nearest), wrong type or bound.
     """
-    values = {}
+    values: dict[str, Any] = {}
     for entry in entries:
         key, equals, text = entry.partition("=")
         if not equals:
             raise ConfigError(f"proxy setting {entry!r} is not KEY=VALUE", param="--proxy")
         setting = find(ProxyOptions, key, "proxy setting")
-        values[setting.key] = setting.typed(text.strip(), f"proxy setting {key}")
+        value = setting.typed(text.strip(), f"proxy setting {key}")
+        values[setting.key] = values.get(setting.key, ()) + value if setting.notes.get("repeatable") else value
     return values
 
 

@@ -8,6 +8,7 @@ through, and no time passes in its lines.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -66,6 +67,8 @@ class Gate:
                 self.waited_s[kind, stage] = metrics.queue_seconds.labels(kind.value, stage.value)
         for stage in Stage:
             metrics.queue_work_seconds.labels(stage.value).set_function(partial(queue.work_s.__getitem__, stage))
+        self.late = {stage: metrics.queue_late.labels(stage.value) for stage in Stage}
+        self.over_share = {stage: metrics.queue_over_share.labels(stage.value) for stage in Stage}
         metrics.queue_encoding.set_function(lambda: queue.encoding)
 
     def pump(self) -> None:
@@ -209,14 +212,18 @@ class Pass(Ticket, kw_only=True):
         gate, begun = self.gate, time.monotonic()
         if (paused := bool(gate.pause.left_s)) or not self.goes_at_once(stage):
             self.enqueue(stage)
-            stand, now = self.stand, self.queue.now()
+            over_share = self.account in self.queue.shares.over(self.queue.lines[stage].keys())
+            if over_share:
+                gate.over_share[stage].inc()
             self.record.note(
                 "waits",
                 line=stage.value,
                 paused=paused,
                 before_s=self.before_s,
-                slack_s=stand.late_at - now,
-                over_share=self.account in self.queue.shares.over(self.queue.lines[stage].keys()),
+                slo_s=self.slo_s,
+                service_s=self.service_s,
+                slack_s=self.stand.late_at - self.queue.now() if self.stand.late_at < math.inf else None,
+                over_share=over_share,
                 **self._others(),
             )
             turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -226,6 +233,8 @@ class Pass(Ticket, kw_only=True):
                     raise self._overloaded(
                         "wait", f"a request with {self.kind} has waited {gate.max_wait_s:g} s in vain"
                     )
+                if self.stand.late_at < self.queue.now():
+                    gate.late[stage].inc()
             finally:
                 del gate.waiters[self]
                 self.step_back()  # what else the request began may take a while to end

@@ -51,8 +51,9 @@ MOST_PASSED = 16
 LONG_S = 0.5
 """One that keeps an instance for longer leaves some to short ones: a video takes nobody's image the last encoder."""
 
-SPARE, NOBODY_S = 1.25, 0.01
-"""As many as short ones have used lately, times the first; none where that was less than the second, a second."""
+SPARE, NOBODY_S, LAST_S = 1.25, 0.01, 1.0
+"""As many as short ones have used lately, times the first; none where that was less than the second, a second, or where
+the last of them went longer ago than the third: no instance idles for longer than that."""
 
 
 class Kind(StrEnum):
@@ -251,16 +252,20 @@ class Use(Struct):
 
 
 class Recent:
-    """How much there was a second, of late."""
+    """How much there was a second, of late.
+
+    Attributes:
+        at: when there was some last.
+    """
 
     def __init__(self) -> None:
-        self._sum = self._at = 0.0
+        self._sum, self.at = 0.0, -math.inf
 
     def add(self, amount: float, now: float) -> None:
-        self._sum, self._at = self.per_s(now) * HALF_LIFE_S / math.log(2) + amount, now
+        self._sum, self.at = self.per_s(now) * HALF_LIFE_S / math.log(2) + amount, now
 
     def per_s(self, now: float) -> float:
-        return float(self._sum * 0.5 ** ((now - self._at) / HALF_LIFE_S)) * math.log(2) / HALF_LIFE_S
+        return float(self._sum * 0.5 ** ((now - self.at) / HALF_LIFE_S)) * math.log(2) / HALF_LIFE_S
 
 
 class Pace:
@@ -396,6 +401,19 @@ class AdmissionQueue:
                 ticket.go(stage)
                 yield ticket
 
+    def look(self) -> dict[str, dict[str, float]]:
+        """Of each line how many wait, are late, and are over their share; and the work of all of them in seconds of one
+        instance."""
+        now, seen = self.now(), {}
+        for stage, lines in self.lines.items():
+            seen[stage.value] = {
+                "waiting": sum(map(len, lines.values())),
+                "late": sum(line.late(now) for line in lines.values()),
+                "over_share": sum(len(lines[account]) for account in self.shares.over(lines.keys())),
+                "work_s": round(self.work_s[stage], 3),
+            }
+        return seen
+
     def keep_time(self) -> None:
         """A line has changed."""
         now = self.now()
@@ -414,8 +432,9 @@ class AdmissionQueue:
 
     def _kept(self, stage: Stage) -> int:
         """Instances that are left to short ones: half of them at most, and one where prompts share steps anyway."""
-        used, instances = self.short[stage].per_s(self.now()), self.speeds().of(encode=stage is Stage.ENCODE)
-        if used < NOBODY_S or instances < 2:
+        short, now, instances = self.short[stage], self.now(), self.speeds().of(encode=stage is Stage.ENCODE)
+        used = short.per_s(now)
+        if used < NOBODY_S or now > short.at + LAST_S or instances < 2:
             return 0
         return 1 if stage is Stage.SERVE else min(math.ceil(SPARE * used), instances // 2)
 
