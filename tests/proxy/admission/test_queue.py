@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.admission.order import PATIENCE
-from proxy.admission.queue import LEAST_GRANTS, LOOKS, MOST_PASSED, AdmissionQueue, Kind, Pace, Stage, Ticket
+from proxy.admission.queue import LAST_S, LEAST_GRANTS, LOOKS, MOST_PASSED, AdmissionQueue, Kind, Pace, Stage, Ticket
 from proxy.config.limits import AdmissionLimits
 from proxy.registry.instance_state import Lease, Ledger, Work
 from proxy.routing.credits import Credit, Need, Speeds, heads_with_room
@@ -266,8 +266,10 @@ def test_long_ones_leave_the_last_instance_to_short_ones_as_long_as_these_come(s
     short = queue.stands(Kind.MEDIA, stage, items=(300.0,), slo_s=1e6)
     assert queue.grants() == [short]
     queue.ends(short)
-    queue.now += 200.0
-    assert queue.grants() == more[1:2], "none has come for long"
+    queue.now += LAST_S - 0.1
+    assert queue.grants() == []
+    queue.now += 0.2
+    assert queue.grants() == more[1:2], "and no instance idles for longer than that"
     alone = Queue(encoders=1)
     for tokens in (300.0, 300.0, 9000.0):
         ticket = alone.enters(Kind.MEDIA, tokens=tokens, items=(tokens,))
