@@ -2,7 +2,8 @@
 
 What counts is service in predicted seconds of an instance, divided by the account's weight. Each account has had so
 much by a virtual time that goes on with whoever is served, but never past one that waits, and nobody falls behind it
-who asks for nothing: what was used while nobody else wanted it is held against nobody. Whoever is more than `AHEAD_S`
+by more than `SAVED_S` who asks for less: what was used while nobody else wanted it is held against nobody, and a burst
+of who asks for little goes first. Whoever is more than `AHEAD_S`
 ahead of the one of those that wait who has had least is over its share: its requests go after those of all others,
 whatever their deadlines, so what it asks beyond its share delays nobody else. While nobody else waits it may have
 everything.
@@ -14,6 +15,9 @@ from collections.abc import Collection, Iterable
 from statistics import median
 
 AHEAD_S = 0.1
+SAVED_S = 1.0
+"""Who asked for less than its share has so much before others: requests come in bursts also from who asks for little."""
+
 MOST = 1024
 """Accounts that are remembered. Of more the half that had least are all as if they had nothing."""
 
@@ -36,7 +40,7 @@ class Shares:
 
     def had(self, account: str) -> float:
         """Until when, in virtual seconds."""
-        return max(self._now, self._until.get(account, 0.0))
+        return max(self._now - SAVED_S, self._until.get(account, -SAVED_S))
 
     def over(self, waiting: Collection[str]) -> frozenset[str]:
         """Those of the accounts that wait which are over their share."""
