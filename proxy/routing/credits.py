@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from epd_serve.roles import Role
-from epd_serve.wire import StageReport
 from proxy.config.limits import AdmissionLimits
+from proxy.registry.instance_state import Reported
 from proxy.routing.policy import UNMEASURED_RATE, share_of, usual_rate
 
 AHEAD = 1.25
@@ -150,7 +150,7 @@ class Speeds(Struct, frozen=True):
         return Service(share / self.encode, prefill_s, sum(need.items) / self.encode, prefill_s)
 
 
-def seats(report: StageReport, held: int, otherwise: int) -> int:
+def seats(report: Reported, held: int, otherwise: int) -> int:
     """Sequences that an instance which decodes may have more of.
 
     Args:
@@ -162,6 +162,6 @@ def seats(report: StageReport, held: int, otherwise: int) -> int:
     return max(0, can - max(held, report.running + report.waiting))
 
 
-def kv_room(report: StageReport, unseen_tokens: float) -> float:
+def kv_room(report: Reported, unseen_tokens: float) -> float:
     """Tokens for whose KV there is room, beside those that it does not know of yet; infinite where it does not say."""
     return max(0.0, (KV_FULL - report.kv_used) * report.kv_tokens - unseen_tokens) if report.kv_tokens else math.inf
