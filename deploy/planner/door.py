@@ -7,7 +7,7 @@ Nobody is refused, since every request is to be answered. Where there is no way 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 
@@ -57,6 +57,7 @@ class Door:
         self.queue = AdmissionQueue(self._settings, lambda: clock.now_s, self._rooms, self._speeds)
         self.queue.room_made = self.look
         self._looks, self._later_s = False, math.inf
+        self._refused = dict.fromkeys(Stage, math.inf)
         self._known, self._known_at_s = Speeds(1.0, 1.0), -math.inf
 
     def enter(self, request: Request) -> Turn:
@@ -69,6 +70,8 @@ class Door:
 
     def wait(self, turn: Turn, stage: Stage, call: Callable[[], None]) -> None:
         """Call it now where nobody waits and there is room, else when its turn comes."""
+        if not self.queue.lines[stage]:
+            self._refused[stage] = math.inf
         if turn.goes_at_once(stage):
             call()
             return
@@ -76,11 +79,13 @@ class Door:
         turn.enqueue(stage)
         self._look_later()
 
-    def look(self) -> None:
-        """Something was given back, or done: whoever waits may go. Not at once, for it may still be under way."""
-        if not self._looks and self.queue.anybody:
-            self._looks = True
-            self._clock.after(0.0, self._let_through)
+    def look(self, stages: Sequence[Stage] = tuple(Stage)) -> None:
+        """Something was given back there, or done: whoever waits may go. Not at once, for it may still be under way."""
+        for stage in stages:
+            self._refused[stage] = math.inf
+            if not self._looks and self.queue.lines[stage]:
+                self._looks = True
+                self._clock.after(0.0, self._let_through)
 
     def _let_through(self) -> None:
         for turn in self.queue.grants():
@@ -106,10 +111,15 @@ class Door:
         self.look()
 
     def _rooms(self, stage: Stage, need: Need) -> int:
-        if not self._is_open():
+        """Where something has no room, what is no smaller has none, until somebody looks again."""
+        encodes = stage is Stage.ENCODE
+        cost = max(need.items) if encodes else need.tokens
+        if cost >= self._refused[stage] or not self._is_open():
             return 0
-        rooms = encoders_with_room if stage is Stage.ENCODE else heads_with_room
-        return rooms(self._credits_of, need, self._settings)
+        rooms = (encoders_with_room if encodes else heads_with_room)(self._credits_of, need, self._settings)
+        if not rooms:
+            self._refused[stage] = cost
+        return rooms
 
     def _speeds(self) -> Speeds:
         now = self._clock.now_s

@@ -250,7 +250,8 @@ class Fleet:
         self._credits: dict[Role, dict[str, Credit]] = {role: {} for role in Role}
         self._stale: dict[Role, set[VirtualInstance]] = {role: set() for role in Role}
         for one in self.instances.values():
-            one.stage.changed, one.stage.gave = self._changed(one), self.door.look
+            line = Stage.ENCODE if one.stage.role is Role.E else Stage.SERVE
+            one.stage.changed, one.stage.gave = self._changed(one), partial(self.door.look, (line,))
             if not one.draining:
                 self._look_at(one)
         roles = [role for role, known in self._known.items() if known]
@@ -358,30 +359,20 @@ class Fleet:
         """How busy it is now."""
         stage, role = one.stage, one.stage.role
         one.looked_s = self.clock.now_s
-        held = max(one.prompts + one.answers, stage.running + stage.waiting)
+        decodes, running, shared = role.decodes, stage.running, stage.shared_tokens
+        held = max(one.prompts + one.answers, running + stage.waiting)
+        requests = held - (running - 1 if decodes and running else 0)
         rate, load = reported_rate(role, stage), self._load(one)
         neighbours_s = tuple([self._pending_s(other) for other in one.around]) if one.around else ()
-        requests = held - (max(0, stage.running - 1) if role.decodes else 0)
-        shared = stage.shared_tokens
+        at_once = (shared, requests) if shared else (0, 0)
         self._known[role][stage.name] = Candidate(
-            stage.name,
-            "1",
-            load,
-            one.last_pick,
-            rate=rate,
-            neighbours_s=neighbours_s,
-            shared_tokens=shared,
-            requests=requests if shared else 0,
+            stage.name, "1", load, one.last_pick, False, rate, False, neighbours_s, 0.0, *at_once
         )
-        self._credits[role][stage.name] = Credit(
-            role,
-            max(0.0, load - min(load - one.unseen, rate * stage.step_age_s)),
-            rate,
-            shared,
-            requests,
-            seats(stage, held, stage.max_running) if role.decodes else math.inf,
-            kv_room(stage, one.unseen_kv) if role.decodes else math.inf,
-        )
+        done = min(load - one.unseen, rate * stage.step_age_s)
+        sequences = kv_tokens = math.inf
+        if decodes:
+            sequences, kv_tokens = seats(stage, held, stage.max_running), kv_room(stage, one.unseen_kv)
+        self._credits[role][stage.name] = Credit(role, load - done, rate, shared, requests, sequences, kv_tokens)
 
     def _load(self, one: VirtualInstance) -> float:
         return reported_pending(one.stage.role, one.stage, both_halves=one.plan.both) + one.unseen

@@ -280,9 +280,10 @@ class _Requests:
 
         def seen() -> None:
             one.unseen -= pending
-            one.stage.changed()
             then()
             one.prompts -= 1
+            one.stage.changed()
+            one.stage.gave()
 
         def computed() -> None:
             self._clock.after(idle_s, seen)
@@ -394,6 +395,7 @@ class _Requests:
             head.prompts -= 1
             head.stage.scheduler.free(prompt)
             head.stage.wake()
+            head.stage.gave()
             decoder.stage.scheduler.loaded(answer)
             decoder.stage.wake()
 

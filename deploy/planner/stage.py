@@ -217,8 +217,8 @@ class VirtualStage:
         begun_s: when it was made. gaps: its steps.
         busy_s: by kind of work, how long it has worked, by the time of a stage alone.
         stepped: called with the seconds of each step with decodes, for its neighbours.
-        changed: called when it is as busy as before no more. gave: called after that where it may be less busy: not
-            between decodes that follow one another.
+        changed: called when it is as busy as before no more. gave: called after that where it may have room for
+            something new: not between decodes that follow one another.
         others, beside: on other devices of its host, and how much they slow it.
     """
 
@@ -257,7 +257,6 @@ class VirtualStage:
     def wake(self) -> None:
         """Something has changed. An idle stage begins a step when all that comes at this moment is here."""
         self.changed()
-        self.gave()
         if not self._busy:
             self._busy = True
             self._clock.after(0.0, self._begin)
@@ -413,7 +412,6 @@ class VirtualStage:
         before = self.running
         self.scheduler.complete(step, run.times)
         if step.prefills or step.encodes or self.running < before:
-            self.changed()
             self.gave()
         self._begin()
 
