@@ -79,7 +79,7 @@ def test_a_short_prompt_is_not_behind_a_long_one_while_another_prefill_is_free()
 
 
 def test_at_a_stage_who_is_due_first_goes_first() -> None:
-    """PD takes prompts as they come while nobody knows how fast it is. Which of them it computes first says the order."""
+    """PD takes prompts as they come while nobody knows how fast it is; which it computes first says the order."""
     prompts = [request(n, 0.001 * n, items=(), text=text) for n, text in enumerate((1000, 1500, 400, 1000))]
     for order, expected in (("fcfs", ["r0", "r1", "r2", "r3"]), ("sjf", ["r0", "r2", "r3", "r1"])):
         run = served("PD", *prompts, profile=replace(QUICK, stages={1: STAGE}), order=order)
