@@ -38,7 +38,7 @@ from proxy.metrics import LabelledCounter, Metrics
 from proxy.records.counts import RequestCounts
 from proxy.registry.stage_metrics import StageMetrics, kv_metrics, stage_metrics, store_metrics
 from proxy.registry.table import InstanceTable
-from proxy.request.client import HEADER
+from proxy.request.client import HEADER, SLO_TPOT, SLO_TTFT
 from proxy.workers.hub import worker_metrics
 from proxy.workers.stage_scrape import StageScrape
 
@@ -312,7 +312,8 @@ def http_api() -> str:
         "left out and counted. See [Sending requests](../guides/sending-requests.md). With API keys, every path but "
         "the probes wants `Authorization: Bearer KEY` or `x-api-key: KEY` and answers 401 (`invalid_api_key`) without. "
         f"Requests for an answer may carry `{HEADER}`, the milliseconds from arrival within which they want all of it "
-        "([deadlines](../guides/failures.md#deadlines)).",
+        f"([deadlines](../guides/failures.md#deadlines)), and `{SLO_TTFT}` and `{SLO_TPOT}`, those within which the "
+        "first token, and each one after it, is to come ([whose turn](../guides/overload.md#who-waits-and-where)).",
         *sections,
     )
 

@@ -7,6 +7,10 @@ from collections.abc import Iterable
 
 WITHDRAWN = {
     "feature_path": "features pass through host memory on every device, and no way past it is offered; leave it out",
+    "admission.single_queue": "admission.order=fcfs is order of arrival",
+    "admission.media_yields_s": "who is first follows from the SLOs (slo.ttft_s, model_slos, x-epd-slo-ttft-ms)",
+    "admission.text_share": "the SLOs say who is first, and accounts have shares (key_limits.weight); leave it out",
+    "admission.media_share": "the SLOs say who is first, and accounts have shares (key_limits.weight); leave it out",
 }
 """Options of former versions, by name, and what to do instead."""
 

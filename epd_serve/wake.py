@@ -6,6 +6,7 @@ what was waited for and the sleep.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import zmq
 
-from epd_serve.sockets import open_socket, readable
+from epd_serve.sockets import open_socket
 
 _numbers = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -48,8 +49,9 @@ class WakeLine:
 
     def answer(self) -> None:
         """Consume all rings at hand."""
-        while readable(self.listener):
-            self.listener.recv()
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self.listener.recv(zmq.NOBLOCK)
 
 
 class _Timespec(ctypes.Structure):

@@ -16,6 +16,7 @@ one set of transfer params), so both ends of one child agree without asking.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -491,7 +492,9 @@ FromDecodeControl = ToPrefillScheduler | Expect | FirstToken
 ToDecodeWorker = Hello | Probe | Packet | Done | Expect | FirstToken
 ToPrefillWorker = HelloAck | HelloRefused | Credit
 
-_encoder = msgspec.msgpack.Encoder()
+encode: Callable[[_Message], bytes] = msgspec.msgpack.Encoder().encode
+"""msgpack bytes of one message."""
+
 announcements: msgspec.msgpack.Decoder[Announcement] = msgspec.msgpack.Decoder(Announcement)
 to_prefill_scheduler: msgspec.msgpack.Decoder[ToPrefillScheduler] = msgspec.msgpack.Decoder(ToPrefillScheduler)
 to_decode_scheduler: msgspec.msgpack.Decoder[ToDecodeScheduler] = msgspec.msgpack.Decoder(ToDecodeScheduler)
@@ -506,8 +509,3 @@ def report_topic(instance: str) -> bytes:
     """What every `StageReport` of this instance begins with, and nothing else that it announces."""
     whole = encode(StageReport(instance, "", 0))
     return whole[: whole.index(b"\xabincarnation")]
-
-
-def encode(message: _Message) -> bytes:
-    """msgpack bytes of one message."""
-    return _encoder.encode(message)

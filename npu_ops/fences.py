@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
 DEADLINE_S = 60.0
 """How long work that was queued may take. No step of a model does; a device that takes longer is taken for broken."""
 
@@ -88,25 +86,3 @@ def wait_until(
             raise DeviceHungError(f"the device has not done in {DEADLINE_S:g} s what was queued on it")
         sleep(pause_s)
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-
-
-def fence(device: torch.device) -> Callable[[], None]:
-    """Record a fence on the current stream of `device`; the returned function waits for it, in any thread.
-
-    The wait sets the device for its thread first, as Ascend demands of every thread that touches an NPU. CPU ops are
-    synchronous, so there is nothing to wait for.
-    """
-    if device.type == "cpu":
-        return _nothing
-    module = getattr(torch, device.type)  # torch.cuda, or torch.npu once torch_npu is imported by vllm-ascend
-    recorded = EventFence(module)
-
-    def wait() -> None:
-        module.set_device(device)
-        recorded.wait()
-
-    return wait
-
-
-def _nothing() -> None:
-    return None

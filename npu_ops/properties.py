@@ -196,11 +196,15 @@ def _unknown(inventory: DeviceInventory, note: str) -> tuple[DeviceProperties, .
     )
 
 
-def _host() -> DeviceProperties:
+def host_memory() -> tuple[int, int]:
+    """Bytes of host memory, all and available: the machine's, or the part of it that this container may use."""
     memory = psutil.virtual_memory()
-    total, free = memory.total, memory.available
-    if (limited := container_memory()) is not None:
-        total, free = min(total, limited[0]), min(free, limited[1])
+    total, free = container_memory() or (memory.total, memory.available)
+    return min(total, memory.total), min(free, memory.available)
+
+
+def _host() -> DeviceProperties:
+    total, free = host_memory()
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return DeviceProperties(

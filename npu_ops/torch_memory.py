@@ -23,7 +23,7 @@ from npu_ops.blocks import (
     scatter_by_index,
 )
 from npu_ops.buffers import PAGE, Bounce, nothing_registered, pinned, register_with_cuda
-from npu_ops.fences import EventFence, ReachedFence, TimedFence, fence
+from npu_ops.fences import EventFence, ReachedFence, TimedFence
 from npu_ops.memory import NPU_ALIGNMENT, DeviceBlock, DeviceMemory, DeviceMemoryError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class _TorchMemory:
         target.copy_(source, non_blocking=source.device.type != "cpu")
 
     def fence(self) -> Callable[[], None]:
-        return fence(self.device)
+        return _reached
 
     def timed_fence(self) -> TimedFence:
         return ReachedFence()
@@ -115,6 +115,15 @@ class _StreamMemory(_TorchMemory):
         if not hasattr(self._streams, "own"):
             self._streams.own = self._module.Stream(self.device)
         self._module.set_stream(self._streams.own)
+
+    def fence(self) -> Callable[[], None]:
+        recorded = EventFence(self._module)
+
+        def wait() -> None:
+            self._module.set_device(self.device)  # as Ascend demands of every thread that touches an NPU
+            recorded.wait()
+
+        return wait
 
     def timed_fence(self) -> TimedFence:
         return EventFence(self._module)
@@ -209,6 +218,10 @@ class NpuMemory(_StreamMemory):
             self._streams.bounce = Bounce(self.host_buffer, _queued, lambda: self.timed_fence().wait)
         bounce: Bounce = self._streams.bounce
         return bounce
+
+
+def _reached() -> None:
+    """Where all copies are done when they return."""
 
 
 def _queued(target: torch.Tensor, source: torch.Tensor) -> None:

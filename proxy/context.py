@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from epd_serve.instances import IncarnationId
 from proxy.admission.gate import Pass
-from proxy.config.limits import Slo
 from proxy.config.settings import ProxySettings
 from proxy.media.loader import LoadedItem
 from proxy.metrics import Metrics
@@ -147,15 +146,15 @@ class RequestContext:
     encoded_again: bool = field(init=False, default=False)
     doubted: bool = field(init=False, default=False)
 
-    def holds_to(self, slo: Slo, of_model: tuple[float, float] | None) -> None:
-        """Its objectives: those that its client names, else its key's, its model's, the deployment's."""
+    def holds_to(self, usual: tuple[float, float], of_model: tuple[float, float] | None) -> None:
+        """Its objectives: those that its client names, else its key's, its model's, the `usual` ones."""
         asked, limits, sink = self.asked_slo_s, self.caller.limits, self.sink
-        ttft_s, tpot_s = of_model or slo.limits_s
+        ttft_s, tpot_s = of_model or usual
         self.slo_s = (
             asked[0] or limits.slo_ttft_ms / 1e3 or ttft_s,
             asked[1] or limits.slo_tpot_ms / 1e3 or tpot_s,
         )
-        if self.slo_s != slo.limits_s:
+        if self.slo_s != usual:
             self.record.ttft_limit_s, sink.gaps.limit_s = self.slo_s
 
     def due(self) -> None:

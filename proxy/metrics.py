@@ -214,6 +214,16 @@ class Metrics:
         self.queue_work_seconds = gauge(
             "epd_proxy_queue_work_seconds", "Work of those that wait, in predicted seconds of one instance.", ("line",)
         )
+        self.queue_late = counter(
+            "epd_proxy_queue_late",
+            "Requests whose turn came when they could no longer keep their SLO for the first token.",
+            ("line",),
+        )
+        self.queue_over_share = counter(
+            "epd_proxy_queue_over_share",
+            "Requests that came to a line while their account was over its share of the stages.",
+            ("line",),
+        )
         self.refused = counter("epd_proxy_refused", "Requests refused at the door, by reason.", ("reason",))
         self.fields_dropped = counter(
             "epd_proxy_fields_dropped",

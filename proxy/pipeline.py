@@ -102,10 +102,11 @@ class Pipeline:
         self.circuits = Circuits(table, self.metrics)
         self.gate = Gate(settings, table, self.metrics)
         table.reported = self.gate.pump
-        self._model_slos_s = settings.slos_of_models()
+        self.slo_s, self._model_slos_s = settings.slo.limits_s, settings.slos_of_models()
         budget = self._budget = RetryBudget(settings.retry, now=time.monotonic())
         self.metrics.retry_budget.set_function(lambda: budget.left(time.monotonic()))
         self.metrics.in_flight.set_function(lambda: self.drain.running)
+        self.records.lines = self.gate.queue.look
         self.metrics.draining.set_function(lambda: self.drain.began)
         self.metrics.memory_held.set_function(lambda: self.memory.held)
         self._poison = Poison(settings.poison, self.metrics)
@@ -204,7 +205,7 @@ class Pipeline:
         ctx.watched.check()
         kind = kind_of(ctx.request)
         self.records.arrived(ctx.record, kind.value)
-        ctx.holds_to(self.settings.slo, self._model_slos_s.get(ctx.request.model))
+        ctx.holds_to(self.slo_s, self._model_slos_s.get(ctx.request.model))
         queue, caller = self.gate.queue, ctx.caller
         ctx.passed = Pass(
             queue,

@@ -16,12 +16,4 @@ class CorruptFeatureError(StoreError):
 
 
 class StoreUnavailableError(StoreError):
-    """The second tier did not answer in time, or is known not to answer. Nothing is said about the feature.
-
-    Attributes:
-        retry_after_s: when asking again may make sense.
-    """
-
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    """The second tier did not answer in time, or is known not to answer. Nothing is said about the feature."""

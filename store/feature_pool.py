@@ -10,11 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from store.arena import Arena, Lease, Reservation
-from store.checksum import verify_payload
 from store.errors import CorruptFeatureError, StoreError, StoreFullError, StoreUnavailableError
+from store.feature import verify_payload
 from store.mooncake.client import MooncakeConfig
 from store.mooncake.tier import MooncakeStore
 
@@ -45,7 +47,7 @@ class FeaturePool:
         False when there is no second tier, or the arena does not have the feature (any more).
 
         Raises:
-            StoreUnavailableError: no answer in time, or another writer has not finished; `retry_after_s`.
+            StoreUnavailableError: no answer in time, or another writer has not finished.
             StoreFullError: no room there.
             CorruptFeatureError: the arena's copy is damaged; it is dropped.
         """
@@ -55,11 +57,8 @@ class FeaturePool:
         if lease is None:
             return False
         address = int(self._memory.ctypes.data) + lease.offset
-        try:
+        with self._failures_counted("publish"):
             self._remote.put_from(lease.meta, address, on_failure=lease.release)
-        except StoreError as error:
-            self._count("publish_full" if isinstance(error, StoreFullError) else "publish_failed")
-            raise
         lease.release()
         self._count("published")
         return True
@@ -78,12 +77,8 @@ class FeaturePool:
         lease = self.arena.lease(key)
         if lease is not None or self._remote is None:
             return lease
-        try:
+        with self._failures_counted("fetch"):
             lease = self._fetch(self._remote, key)
-        except StoreError as error:
-            corrupt, full = isinstance(error, CorruptFeatureError), isinstance(error, StoreFullError)
-            self._count("fetch_corrupt" if corrupt else "fetch_full" if full else "fetch_failed")
-            raise
         if lease is None:
             self._count("fetch_missing")
         return lease
@@ -150,6 +145,15 @@ class FeaturePool:
         self._count("fetched")
         self._count("fetched_bytes", room.nbytes)
         return lease
+
+    @contextmanager
+    def _failures_counted(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except StoreError as error:
+            why = {StoreFullError: "full", CorruptFeatureError: "corrupt"}.get(type(error), "failed")
+            self._count(f"{what}_{why}")
+            raise
 
     def _count(self, name: str, amount: int = 1) -> None:
         with self._counting:

@@ -4,17 +4,23 @@ Imports the standard library only; the proxy makes keys. A key covers everything
 may see it: the media's bytes (not its URL), every processor option (`max_pixels`, `fps`, frame counts, server-level
 ones included: the caller merges them), modality, model, revision and dtype of the encoder, and the tenant. It does not
 cover the request, the prompt, or the layout, so that these share features.
+
+A key begins with a short digest of the tenant alone: whose share of a store its feature takes (`tenant_of`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 
 from store.errors import StoreError
 
 _DOMAIN = b"epd-serve/feature-key/1"
+_KEY = re.compile(r"([0-9a-f]{3})-[0-9a-f]{64}")
+TENANTS = 16**3
+"""As many are told apart by `tenant_of`; two that meet there have one share together."""
 
 
 def content_digest(data: bytes) -> str:
@@ -32,7 +38,8 @@ def feature_key(
     tenant: str,
     modality: str,
 ) -> str:
-    """The key of the feature that one media item becomes: 64 lowercase hex digits.
+    """The key of the feature that one media item becomes: 3 lowercase hex digits by its tenant, a hyphen, and 64 by
+    all of it.
 
     Args:
         data: the media as loaded, still encoded.
@@ -60,27 +67,36 @@ def feature_key(
             encoded = text.encode("utf-8", "surrogatepass")
             digest.update(len(encoded).to_bytes(8, "big"))
             digest.update(encoded)
-    return digest.hexdigest()
+    whose = hashlib.sha256(_DOMAIN + b"/tenant/" + tenant.encode("utf-8", "surrogatepass"))
+    return f"{whose.hexdigest()[:3]}-{digest.hexdigest()}"
+
+
+def tenant_of(key: str) -> int:
+    """Whose share of a store a key's feature takes: a number below `TENANTS`; 0 for names that vLLM or others made."""
+    ours = _KEY.fullmatch(key)
+    return int(ours[1], 16) if ours else 0
 
 
 def _canonical_json(options: Mapping[str, object]) -> str:
     try:
-        return json.dumps(_plain(options, "processor_options"), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except ValueError as error:
+        if not all(isinstance(name, str) for name in _names(options)):  # JSON would make 1 and "1" the same
+            raise TypeError("a key is not a string")
+        return json.dumps(options, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
         raise StoreError(f"processor_options: {error}") from error
-    except RecursionError as error:
-        raise StoreError("processor_options: nested too deeply") from error
 
 
-def _plain(value: object, where: str) -> object:
-    """`value` in JSON's own types. Keys that are not strings are refused: JSON would make 1 and "1" the same."""
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
+def _names(value: object) -> Iterator[object]:
+    """Every key of every mapping in it."""
     if isinstance(value, Mapping):
-        for name in value:
-            if not isinstance(name, str):
-                raise StoreError(f"{where}: the key {name!r} is not a string")
-        return {name: _plain(item, f"{where}.{name}") for name, item in value.items()}
+        yield from value
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    raise StoreError(f"{where}: {type(value).__name__} is not a JSON value")
+        for item in value:
+            yield from _names(item)
+
+
+def _plain(value: object) -> dict[object, object]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not a JSON value")

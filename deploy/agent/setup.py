@@ -14,12 +14,13 @@ from deploy.agent.waits import Patience
 from deploy.agent.wiring import Net, Site
 from deploy.host.environment import shm_root
 from deploy.host.rundir import RunDir
-from deploy.memory.shared_memory import RESERVE_MIB, SharedMemory, fit_shared_memory, free_mib
+from deploy.memory.shared_memory import RESERVE_MIB, SharedMemory, fit_shared_memory, free_mib, usual_arena_mib
 from deploy.options.engines import command_of
 from deploy.plan.blueprint import Blueprint
 from deploy.runtime.protocol import HOST_MEMORY, SHARED_MEMORY, Node, device_memory
 from epd_serve.errors import ConfigError
 from epd_serve.stage_plan import StageCommand, StagePlan
+from npu_ops.properties import host_memory
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,10 @@ class AgentSetup:
         """
         config = blueprint.config
         shm_mib = free_mib(shm_root()) if shm_mib is None else shm_mib
+        encoders = sum(plan.role.sends_features for plan in blueprint.plans)
+        usual_mib = usual_arena_mib(host_memory()[0], encoders, shm_mib)
         memory = fit_shared_memory(
-            SharedMemory(config.arena_mib, config.kv_staging_mib),
+            SharedMemory(config.arena_mib or usual_mib, config.kv_staging_mib),
             blueprint.plans,
             features_travel=blueprint.features_travel,
             free=shm_mib,

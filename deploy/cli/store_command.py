@@ -122,7 +122,7 @@ def _clear_pool(master: str, metrics: str, removed: set[str], leased: set[str]) 
     if not keys:
         return 0
     purging = subprocess.run(
-        module_command("store.mooncake.purge", master),
+        module_command("store.mooncake.tier", master),
         env=module_environment(),
         input="\n".join(sorted(keys)),
         capture_output=True,

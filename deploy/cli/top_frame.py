@@ -102,6 +102,10 @@ def _head(seen: Seen, width: int) -> Iterable[Text]:
         f"{rates['requests_per_s']:.1f} requests/s  {rates['tokens_per_s']:.0f} tokens/s  "
         f"running {rates['running']}, {rates['waiting']} of them waiting"
     )
+    for line, one in rates["lines"].items():
+        if one["waiting"]:
+            work = f"in line ({line}) {one['waiting']} with {one['work_s']:.2f} s of work"
+            yield Text(f"{work}, {one['late']} late, {one['over_share']} over their share")
     yield Text(f"TTFT {_percentiles(rates['ttft_ms'])}   TPOT {_percentiles(rates['tpot_ms'])}   (last minute)")
     if "serving" in rates:
         yield Text(f"of {rates['answered']} front doors: {rates['serving']} serve, the others are late", "yellow")

@@ -68,7 +68,7 @@ def list_text(requests: list[Json], now: float) -> str:
 
 def request_text(request: Json, others: list[str], width: int) -> str:
     """For people: what became of it, why these instances, and its time as bars."""
-    lines = [*_head(request), ""]
+    lines = [*_head(request), *map(_wait, request["waits"]), ""]
     for choice in request["choices"]:
         lines += [*_choice(choice), ""]
     lines += _timeline(request, width)
@@ -109,6 +109,11 @@ def _way(request: Json) -> str:
     stages = (("encode", "+".join(request["encode"])), ("prefill", request["prefill"]), ("decode", request["decode"]))
     way = ", ".join(f"{stage} {instance}" for stage, instance in stages if instance)
     return f" by {request['path']}: {way}" if request["path"] else ""
+
+
+def _wait(wait: Json) -> str:
+    waited = "is waiting" if wait["s"] is None else f"waited {_seconds(wait['s'])}"
+    return f"  {waited} for {wait['for']}: {wait['why']}"
 
 
 def _choice(choice: Json) -> Iterator[str]:

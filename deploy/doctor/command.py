@@ -22,7 +22,7 @@ from deploy.doctor.host_checks import ENVIRONMENT, MACHINE
 from deploy.doctor.package_checks import MOONCAKE, PYTHON
 from deploy.doctor.ray_checks import SEVERAL_HOSTS
 from deploy.host.environment import environment, is_terminal
-from deploy.memory.shared_memory import SharedMemory, wanted_mib
+from deploy.memory.shared_memory import LEAST_ARENA_MIB, SharedMemory, wanted_mib
 from deploy.options.config import DeployConfig
 from deploy.options.versions import spelled
 from epd_serve import __version__
@@ -96,7 +96,7 @@ def _wanted(inventory: DeviceInventory, layout: str, model: str, note: str) -> W
     except (ConfigError, EpdError) as error:
         return Wanted(inventory.kind, layout=layout, refusal=str(error))
     travel = any(role.sends_features for role in parsed.roles)
-    shm = wanted_mib(SharedMemory(DeployConfig.arena_mib, DeployConfig.kv_staging_mib), plans, features_travel=travel)
+    shm = wanted_mib(SharedMemory(LEAST_ARENA_MIB, DeployConfig.kv_staging_mib), plans, features_travel=travel)
     return Wanted(inventory.kind, plans, str(parsed), shm_mib=shm)
 
 

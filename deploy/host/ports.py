@@ -248,7 +248,7 @@ def listeners(pids: Iterable[int]) -> list[Listener]:
 async def exposed(pids: Iterable[int], address: str) -> list[Listener]:
     """Listeners that answer at another address of this machine than `address`, by trying.
 
-    A port that is bound to every address may still be narrowed by a filter (`store.port_filter`), which no table shows.
+    A port that is bound to every address may still be narrowed by a filter (`store.addresses`), which no table shows.
     """
     wide = {one.port: one for one in listeners(pids) if one.everywhere}
     if not wide or ipaddress.ip_address(address).is_unspecified:

@@ -25,6 +25,25 @@ class SharedMemory:
 
 SMALLEST = SharedMemory(arena_mib=8, staging_mib=4)
 
+_PART_PER_ENCODER, _LARGEST_PART = 64, 8
+LEAST_ARENA_MIB, _MOST_MIB = 256, 8192
+"""Where nobody gave a size. More than the latter takes seconds to allocate at the start, and each process that
+maps it the page tables of it all."""
+
+
+def usual_arena_mib(host_bytes: int, encoders: int, free: int | None = None) -> int:
+    """The size of an arena where none was asked for: a 64th of the host's memory per encoder, at most an eighth of it
+    and half of `/dev/shm`; 256 MiB to 8 GiB. Where not even that much is free, `fit_shared_memory` goes below it.
+
+    Args:
+        host_bytes: memory of the host, or of its container.
+        encoders: instances that put features there.
+        free: MiB that `/dev/shm` has left; None where that is another machine's.
+    """
+    host_mib = host_bytes >> 20
+    most = min(host_mib // _LARGEST_PART, _MOST_MIB if free is None else min(_MOST_MIB, free // 2))
+    return max(LEAST_ARENA_MIB, min(encoders * host_mib // _PART_PER_ENCODER, most))
+
 
 def free_mib(path: Path) -> int:
     """MiB that can still be written below `path`."""

@@ -113,9 +113,10 @@ class DeployConfig(EndpointConfig):
         core_share: parts of a device's cores for stages that share it, as E=0.3,P=0.7, or E0=…, or auto (default: no
             limit).
         stage_args: flags of vLLM for a role or an instance, as 'P:--max-num-seqs 8' or 'D0:…' or 'all:…'; repeatable.
-        arena_mib: shared memory for features on each host (MM Store tier 1).
+        arena_mib: shared memory for features on each host, MM Store tier 1 (0: a 64th of the host's memory per encoder,
+            from 256 MiB to 8 GiB, as far as /dev/shm has it).
         mm_store: where features lie: arena (this host's shared memory), mooncake (arena and Mooncake Store), auto
-            (arena; with Mooncake on several nodes or when --mooncake-master is given); NPUs have the arena alone.
+            (arena; with Mooncake on several nodes, but of NPUs, or when --mooncake-master is given).
         mooncake_master: HOST:PORT of a running mooncake_master (default: start one if it is needed).
         mooncake_segment_mib: memory that each encoder gives to the Mooncake Store.
         recompute_limit: requests with lost features that one instance recomputes at a time.
@@ -165,7 +166,7 @@ class DeployConfig(EndpointConfig):
     share_devices: bool = False
     core_share: str = ""
     stage_args: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
-    arena_mib: Count = 256
+    arena_mib: CountFrom0 = 0
     mm_store: Literal["auto", "arena", "mooncake"] = "auto"
     mooncake_master: str = ""
     mooncake_segment_mib: Annotated[int, Meta(ge=LEAST_SEGMENT_MIB)] = 512
@@ -287,18 +288,19 @@ def variable_of(key: str) -> str:
 
 
 def proxy_values(entries: Iterable[str]) -> dict[str, Any]:
-    """Entries KEY=VALUE of `--proxy` as values by key.
+    """Entries KEY=VALUE of `--proxy` as values by key; those of a repeatable one together.
 
     Raises:
         ConfigError: no `=`, unknown key (names the nearest), wrong type or bound.
     """
-    values = {}
+    values: dict[str, Any] = {}
     for entry in entries:
         key, equals, text = entry.partition("=")
         if not equals:
             raise ConfigError(f"proxy setting {entry!r} is not KEY=VALUE", param="--proxy")
         setting = find(ProxyOptions, key, "proxy setting")
-        values[setting.key] = setting.typed(text.strip(), f"proxy setting {key}")
+        value = setting.typed(text.strip(), f"proxy setting {key}")
+        values[setting.key] = values.get(setting.key, ()) + value if setting.notes.get("repeatable") else value
     return values
 
 

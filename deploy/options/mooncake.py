@@ -32,11 +32,8 @@ CUDA_12 = "mooncake-transfer-engine"
 SECOND_TIER_FROM = "0.3.13.post1"
 """The first with `mooncake_master --metrics_host` and all variables that bound a call (`tests/contract/known.py`)."""
 
-_ON_NPUS = (
-    "Mooncake Store does not come up beside NPUs: its Ascend transport wants a device set in every thread, and the "
-    "schedulers, which look for features, have none; nor does each release take host memory that CANN did not allocate"
-)
-"""Read in Mooncake's `ascend_direct_transport.cpp` (`aclrtGetDevice` at a registration) and its #1406 and #4046."""
+_ON_NPUS = "Mooncake Store over Ascend has not run on a card yet"
+"""Its transport's rules are kept (`store/mooncake/client.py`), as they are read in `ascend_direct_transport.cpp`."""
 
 
 def choose_pool(
@@ -45,27 +42,27 @@ def choose_pool(
     """Does the launch use Mooncake as second tier? And the warnings to show.
 
     `auto` means the arena alone on one host, and Mooncake beside it on several nodes or where a master is given; where
-    Mooncake cannot do it `auto` stays with each node's arena and says so. On NPUs it cannot (`_ON_NPUS`).
+    Mooncake cannot do it `auto` stays with each node's arena and says so; so it does on NPUs (`_ON_NPUS`).
 
     Args:
         several: features may have to go from one node to another.
 
     Raises:
-        ConfigError: Mooncake is asked for and cannot do it here, is not installed, or is too old for a master of ours.
+        ConfigError: Mooncake is asked for and is not installed, or is too old for a master of ours.
     """
     asked = config.mm_store == "mooncake" or bool(config.mooncake_master)
     if not features_travel:
         return False, (("the layout has no encode-only instance: no features travel, Mooncake is not used",) * asked)
     if not asked and (config.mm_store == "arena" or not several):
         return False, ()
-    missing = _ON_NPUS if device == "npu" else what_is_missing(device, master=not config.mooncake_master)
-    if not missing:
-        return True, client_warnings(pooled=True, kv_over_tcp=False)
-    if asked:
+    missing, untried = what_is_missing(device, master=not config.mooncake_master), (_ON_NPUS,) * (device == "npu")
+    if asked and missing:
         flag = "--mm-store mooncake" if config.mm_store == "mooncake" else "--mooncake-master"
-        advice = "; use --mm-store arena, which all stages of a host share" if device == "npu" else ""
-        raise ConfigError(f"{flag}: {missing}{advice}", param="--mm-store")
-    return False, (f"features go through a node alone, and are computed again on others: {missing}",)
+        raise ConfigError(f"{flag}: {missing}", param="--mm-store")
+    if asked or not (missing or untried):
+        return True, untried + client_warnings(pooled=True, kv_over_tcp=False)
+    why = missing or f"{_ON_NPUS}; --mm-store mooncake tries it"
+    return False, (f"features go through a node alone, and are computed again on others: {why}",)
 
 
 def what_is_missing(device: str, *, master: bool) -> str:

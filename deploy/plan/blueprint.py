@@ -15,6 +15,7 @@ from deploy.host.environment import environment
 from deploy.memory.check import NO_MEMORY, OneStage
 from deploy.memory.placement_table import short_node
 from deploy.memory.plan import MemoryPlan
+from deploy.memory.shared_memory import usual_arena_mib
 from deploy.options.config import DeployConfig
 from deploy.options.engines import checked_profile
 from deploy.options.mooncake import choose_pool, client_warnings, reads_device_memory
@@ -33,7 +34,7 @@ from epd_serve.placement import InstancePlan, check_servable, lower, switchable
 from npu_ops.core_grants import CoreOrder
 from npu_ops.core_sets import CoreSets
 from npu_ops.discovery import DeviceInventory
-from npu_ops.properties import DeviceProperties
+from npu_ops.properties import DeviceProperties, host_memory
 
 DEMO_NAME = "epd-demo"
 
@@ -186,7 +187,7 @@ def draw(
             facts,
             nodes,
             stage or stage_args,
-            shm_mib=partial(_shm, config, features_travel),
+            shm_mib=partial(_shm, config, features_travel, host_memory()[0]),
         )
     warnings += memory.warnings
     return Blueprint(
@@ -236,11 +237,13 @@ def _look_at(
     )
 
 
-def _shm(config: DeployConfig, features_travel: bool, plans: Sequence[InstancePlan]) -> int:
-    """MiB of shared memory that the instances of a node want, at most."""
+def _shm(config: DeployConfig, features_travel: bool, host_bytes: int, plans: Sequence[InstancePlan]) -> int:
+    """MiB of shared memory that the instances of a node with so much memory want, at most."""
     links = sum(one.sends_kv and other.takes_kv and one is not other for one in plans for other in plans)
     featured = features_travel and any(one.role.sends_features or one.role.takes_features for one in plans)
-    return featured * config.arena_mib + links * config.kv_staging_mib
+    encoders = sum(one.role.sends_features for one in plans)
+    arena_mib = config.arena_mib or usual_arena_mib(host_bytes, encoders)
+    return featured * arena_mib + links * config.kv_staging_mib
 
 
 def _model(config: DeployConfig) -> tuple[str, ModelFacts | None, str]:

@@ -15,7 +15,7 @@ from msgspec import convert
 
 from deploy.planner.stage import Clock
 from epd_serve.traffic import Request
-from proxy.admission.queue import AdmissionQueue, Kind, Stage, Ticket
+from proxy.admission.queue import LAST_S, AdmissionQueue, Kind, Stage, Ticket
 from proxy.config.limits import AdmissionLimits
 from proxy.routing.credits import Credits, Need, Speeds, encoders_with_room, heads_with_room
 
@@ -57,7 +57,7 @@ class Door:
         self.queue = AdmissionQueue(self._settings, lambda: clock.now_s, self._rooms, self._speeds)
         self.queue.room_made = self.look
         self._looks, self._later_s = False, math.inf
-        self._refused = dict.fromkeys(Stage, math.inf)
+        self._refused: dict[Stage, tuple[float, int] | None] = dict.fromkeys(Stage)
         self._known, self._known_at_s = Speeds(1.0, 1.0), -math.inf
 
     def enter(self, request: Request) -> Turn:
@@ -71,7 +71,7 @@ class Door:
     def wait(self, turn: Turn, stage: Stage, call: Callable[[], None]) -> None:
         """Call it now where nobody waits and there is room, else when its turn comes."""
         if not self.queue.lines[stage]:
-            self._refused[stage] = math.inf
+            self._refused[stage] = None
         if turn.goes_at_once(stage):
             call()
             return
@@ -79,10 +79,15 @@ class Door:
         turn.enqueue(stage)
         self._look_later()
 
+    def renewed(self) -> None:
+        """Other instances are there."""
+        self._known_at_s = -math.inf
+        self.look()
+
     def look(self, stages: Sequence[Stage] = tuple(Stage)) -> None:
         """Something was given back there, or done: whoever waits may go. Not at once, for it may still be under way."""
         for stage in stages:
-            self._refused[stage] = math.inf
+            self._refused[stage] = None
             if not self._looks and self.queue.lines[stage]:
                 self._looks = True
                 self._clock.after(0.0, self._let_through)
@@ -101,6 +106,8 @@ class Door:
             return
         credit_s = {Stage.ENCODE: self._settings.encode_s, Stage.SERVE: self._settings.prefill_s}
         found = [self._soonest(stage, credit_s[stage]) for stage, line in self.queue.lines.items() if line]
+        left_s = [(self.queue.short[stage].at + LAST_S, self.look) for stage, line in self.queue.lines.items() if line]
+        found += [one for one in left_s if one[0] > now]
         at_s, changed = min([one for one in found if one is not None], key=itemgetter(0), default=(math.inf, self.look))
         self._later_s = max(now, at_s) + HAIR_S
         if at_s < math.inf:
@@ -110,15 +117,16 @@ class Door:
         changed()
         self.look()
 
-    def _rooms(self, stage: Stage, need: Need) -> int:
-        """Where something has no room, what is no smaller has none, until somebody looks again."""
-        encodes = stage is Stage.ENCODE
+    def _rooms(self, stage: Stage, need: Need, enough: int) -> int:
+        """Where something has no room, what asks for no less has none, until somebody looks again."""
+        encodes, refused = stage is Stage.ENCODE, self._refused[stage]
         cost = max(need.items) if encodes else need.tokens
-        if cost >= self._refused[stage] or not self._is_open():
+        if not self._is_open() or (refused is not None and cost >= refused[0] and enough >= refused[1]):
             return 0
-        rooms = (encoders_with_room if encodes else heads_with_room)(self._credits_of, need, self._settings)
-        if not rooms:
-            self._refused[stage] = cost
+        rooms_of = encoders_with_room if encodes else heads_with_room
+        rooms = rooms_of(self._credits_of, need, self._settings, self._speeds(), enough)
+        if rooms < enough and (refused is None or enough <= refused[1]):
+            self._refused[stage] = cost, enough
         return rooms
 
     def _speeds(self) -> Speeds:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -258,7 +258,7 @@ class Fleet:
         self._heads = [  # for requests without items, and with some
             {path.head: path for path in paths(roles, multimodal=multimodal)} for multimodal in (False, True)
         ]
-        self.door.look()
+        self.door.renewed()
 
     def _meet(self) -> None:
         """Those of a host share what computes for its fronts and slow each other, those of a device more so."""
@@ -313,10 +313,10 @@ class Fleet:
         self._refresh(role)
         return list(self._known[role].values())
 
-    def credits(self, role: Role) -> Sequence[Credit]:
+    def credits(self, role: Role) -> Collection[Credit]:
         """The same as what they may be given goes by."""
         self._refresh(role)
-        return list(self._credits[role].values())
+        return self._credits[role].values()
 
     def _soonest(self, stage: Stage, credit_s: float) -> tuple[float, Callable[[], None]] | None:
         """See `Door`."""
@@ -361,18 +361,17 @@ class Fleet:
         one.looked_s = self.clock.now_s
         decodes, running, shared = role.decodes, stage.running, stage.shared_tokens
         held = max(one.prompts + one.answers, running + stage.waiting)
-        requests = held - (running - 1 if decodes and running else 0)
         rate, load = reported_rate(role, stage), self._load(one)
         neighbours_s = tuple([self._pending_s(other) for other in one.around]) if one.around else ()
-        at_once = (shared, requests) if shared else (0, 0)
+        shares = (shared, held - (running - 1 if decodes and running else 0)) if shared else (0, 0)
         self._known[role][stage.name] = Candidate(
-            stage.name, "1", load, one.last_pick, False, rate, False, neighbours_s, 0.0, *at_once
+            stage.name, "1", load, one.last_pick, False, rate, False, neighbours_s, 0.0, *shares
         )
         done = min(load - one.unseen, rate * stage.step_age_s)
         sequences = kv_tokens = math.inf
         if decodes:
             sequences, kv_tokens = seats(stage, held, stage.max_running), kv_room(stage, one.unseen_kv)
-        self._credits[role][stage.name] = Credit(role, load - done, rate, shared, requests, sequences, kv_tokens)
+        self._credits[role][stage.name] = Credit(role, load - done, rate, *shares, held, sequences, kv_tokens)
 
     def _load(self, one: VirtualInstance) -> float:
         return reported_pending(one.stage.role, one.stage, both_halves=one.plan.both) + one.unseen

@@ -266,7 +266,7 @@ class _Requests:
             self._generate(one)
         else:
             self._through_front(one.head, request.item_tokens, request.prompt_tokens, lambda: self._generate(one))
-        one.turn.leased()
+        one.turn.leased(Stage.SERVE)
 
     def _through_front(self, one: VirtualInstance, item_tokens: int, pending: float, then: Callable[[], None]) -> None:
         """HTTP and preprocessing, of which the stage's scheduler knows nothing yet."""
@@ -352,7 +352,7 @@ class _Requests:
                 self._through_front(
                     encoder, tokens, tokens, partial(self._encode_at, encoder, one, several, handed_over)
                 )
-        one.turn.leased()
+        one.turn.leased(Stage.ENCODE)
 
     def _encode_at(
         self, encoder: VirtualInstance, one: _Underway, items: Sequence[Item], handed_over: Callable[[], None]

@@ -122,20 +122,21 @@ def builtin_model_dir() -> Path:
     return _WEIGHTS
 
 
-def write_preset(directory: Path, preset: str, seed: int = 0) -> None:
+def write_preset(directory: Path, preset: str | RandomPreset, seed: int = 0) -> None:
     """Write a complete model folder that transformers and vLLM load.
 
     The folder appears whole or not at all. The same seed gives the same weights.
 
     Args:
         directory: must not exist, or be empty; parents are made.
-        preset: one of `PRESETS`.
+        preset: one of `PRESETS`, or sizes of the caller's own.
         seed: for the random weights; the `demo` preset ignores it.
 
     Raises:
         ConfigError: unknown preset, a directory in use, or torch/transformers missing for random weights.
     """
-    if preset not in PRESETS:
+    sizes = preset if isinstance(preset, RandomPreset) else RANDOM_PRESETS.get(preset)
+    if isinstance(preset, str) and preset not in PRESETS:
         near = difflib.get_close_matches(preset, PRESETS, n=1, cutoff=0.0)
         raise ConfigError(
             f"unknown preset {preset!r}: did you mean {near[0]!r}? (one of {', '.join(PRESETS)})", param="--preset"
@@ -147,13 +148,13 @@ def write_preset(directory: Path, preset: str, seed: int = 0) -> None:
         with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
             built = Path(scratch) / "model"
             shutil.copytree(_WEIGHTS if preset == "demo" else _BLANK, built)
-            if preset in RANDOM_PRESETS:
-                _write_configs(built, RANDOM_PRESETS[preset])
-                if RANDOM_PRESETS[preset].hollow:
+            if sizes is not None:
+                _write_configs(built, sizes)
+                if sizes.hollow:
                     _write_checkpoint(built, "hollow")
                 else:
                     _draw_weights(built, seed)
-            elif preset != "demo":
+            elif isinstance(preset, str) and preset != "demo":
                 _draw_weights(built, seed, write_family(built, preset))
             built.replace(directory)
     except OSError as error:

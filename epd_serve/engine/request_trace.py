@@ -23,7 +23,7 @@ from typing import Any
 
 from epd_serve.engine.argv import WIRING_ENV
 from epd_serve.engine.compat import media_connectors
-from epd_serve.engine.ec.request_facts import proxy_request_id
+from epd_serve.engine.ec.step import proxy_request_id
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 

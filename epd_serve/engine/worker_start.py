@@ -101,7 +101,7 @@ def _narrow(rank: int) -> None:
     """Called when the ranks have met. The process that opened the store's port closes it to other addresses."""
     import torch.distributed
 
-    from store.port_filter import narrow_port
+    from store.addresses import narrow_port
 
     if not torch.distributed.is_initialized():
         return

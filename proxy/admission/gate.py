@@ -8,9 +8,10 @@ through, and no time passes in its lines.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Self
@@ -18,7 +19,6 @@ from typing import Self
 from msgspec import field
 
 from epd_serve.errors import OverloadedError, RequestError
-from epd_serve.roles import Role
 from proxy.admission.queue import AdmissionQueue, Kind, Stage, Ticket
 from proxy.config.limits import KeyLimits
 from proxy.config.settings import ProxySettings
@@ -28,17 +28,14 @@ from proxy.records.record import Record
 from proxy.registry.table import InstanceTable
 from proxy.request.client import DeadlineUnreachable
 from proxy.request.parse import Endpoint, ParsedRequest
-from proxy.routing.credits import Credit, Need, Speeds, encoders_with_room, heads_with_room
+from proxy.routing.credits import Need, Speeds, encoders_with_room, heads_with_room
 
 RELOOK_S = 0.02
 """While somebody waits: what instances can have done since they reported wakes nobody, nor do other processes, and
 nobody waits for ever."""
 
-TRUST_S = 0.001
-"""For so long what is known of the instances is not worked out anew, unless something is given or given back."""
-
-SPEEDS_S = 1.0
-"""The same of how fast they are."""
+SPEEDS_S = 0.25
+"""For so long it is not worked out anew which instances there are, and how fast."""
 
 
 class Gate:
@@ -59,8 +56,8 @@ class Gate:
         self.waiters: dict[Ticket, asyncio.Future[bool]] = {}
         self._relook: asyncio.TimerHandle | None = None
         self._pumping = self._none_has_room = False
-        self._credits: dict[Role, list[Credit]] = {}
-        self._credits_at = self._known_at = 0.0
+        self._credits_of = partial(table.credits, unreported=settings.admission.sequences_per_instance)
+        self._known_at = 0.0
         self._known = Speeds(1.0, 1.0)
         self.waited_s = {}
         for kind in Kind:
@@ -70,11 +67,13 @@ class Gate:
                 self.waited_s[kind, stage] = metrics.queue_seconds.labels(kind.value, stage.value)
         for stage in Stage:
             metrics.queue_work_seconds.labels(stage.value).set_function(partial(queue.work_s.__getitem__, stage))
+        self.late = {stage: metrics.queue_late.labels(stage.value) for stage in Stage}
+        self.over_share = {stage: metrics.queue_over_share.labels(stage.value) for stage in Stage}
         metrics.queue_encoding.set_function(lambda: queue.encoding)
 
     def pump(self) -> None:
         """Let through whoever may go now: something was given back, or reported."""
-        self._credits_at, self._none_has_room = 0.0, False
+        self._none_has_room = False
         self._let_through()
 
     def stands(self, ticket: Ticket, turn: asyncio.Future[bool]) -> None:
@@ -106,23 +105,14 @@ class Gate:
                 _tell(turn, False)
         self.pump()
 
-    def _rooms(self, stage: Stage, need: Need) -> int:
-        now = time.monotonic()
-        if now > self._credits_at + TRUST_S:
-            self._credits, self._credits_at = {}, now
+    def _rooms(self, stage: Stage, need: Need, enough: int) -> int:
         rooms = encoders_with_room if stage is Stage.ENCODE else heads_with_room
-        return rooms(self._credits_of, need, self._settings)
-
-    def _credits_of(self, role: Role) -> Sequence[Credit]:
-        found = self._credits.get(role)
-        if found is None:
-            found = self._credits[role] = self._table.credits(role, self._settings.sequences_per_instance)
-        return found
+        return rooms(self._credits_of, need, self._settings, self._speeds(), enough)
 
     def _speeds(self) -> Speeds:
         now = time.monotonic()
         if now > self._known_at + SPEEDS_S:
-            self._known = Speeds.measured(partial(self._table.credits, unreported=0), self._settings)
+            self._known = Speeds.measured(self._credits_of, self._settings)
             self._known_at = now
         return self._known
 
@@ -222,14 +212,18 @@ class Pass(Ticket, kw_only=True):
         gate, begun = self.gate, time.monotonic()
         if (paused := bool(gate.pause.left_s)) or not self.goes_at_once(stage):
             self.enqueue(stage)
-            stand, now = self.stand, self.queue.now()
+            over_share = self.account in self.queue.shares.over(self.queue.lines[stage].keys())
+            if over_share:
+                gate.over_share[stage].inc()
             self.record.note(
                 "waits",
                 line=stage.value,
                 paused=paused,
                 before_s=self.before_s,
-                slack_s=stand.late_at - now,
-                over_share=self.account in self.queue.shares.over(self.queue.lines[stage].keys()),
+                slo_s=self.slo_s,
+                service_s=self.service_s,
+                slack_s=self.stand.late_at - self.queue.now() if self.stand.late_at < math.inf else None,
+                over_share=over_share,
                 **self._others(),
             )
             turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -239,6 +233,8 @@ class Pass(Ticket, kw_only=True):
                     raise self._overloaded(
                         "wait", f"a request with {self.kind} has waited {gate.max_wait_s:g} s in vain"
                     )
+                if self.stand.late_at < self.queue.now():
+                    gate.late[stage].inc()
             finally:
                 del gate.waiters[self]
                 self.step_back()  # what else the request began may take a while to end

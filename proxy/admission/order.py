@@ -130,6 +130,11 @@ class Line(Generic[W]):
         overdue = bisect_right(self._late, now, key=attrgetter("stand.turn"))
         return overdue + bisect_right(self._in_time, rank, key=attrgetter("stand.rank"))
 
+    def late(self, now: float) -> int:
+        """How many can no longer begin in time."""
+        self._settle(now)
+        return len(self._late)
+
     def _settle(self, now: float) -> None:
         """Of those in time, whoever is late by now is late. They are in the order in which they come to be."""
         while self._in_time and self._in_time[0].stand.late_at < now:

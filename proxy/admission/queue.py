@@ -12,7 +12,8 @@ place with the stages while its items are encoded, where nobody waits for one an
 
 Whose turn it is says the order (`proxy/admission/order.py`), but whoever is over its share of the stages goes after all
 others (`proxy/admission/shares.py`). Whether an instance has room for it says its credit (`proxy/routing/credits.py`).
-Where the first one has no room, others that have may overtake it, a bounded number of times. A place is given with the
+Where the first one has no room, others that have may overtake it, a bounded number of times; and long ones leave the
+last instance to short ones, as long as these come. A place is given with the
 turn, and what it takes of an instance is counted there a moment later, when its plan is made: until then it counts here
 (`Ticket.leased`).
 """
@@ -47,6 +48,13 @@ LOOKS = 8
 MOST_PASSED = 16
 """So many may overtake one that has no room."""
 
+LONG_S = 0.5
+"""One that keeps an instance for longer leaves some to short ones: a video takes nobody's image the last encoder."""
+
+SPARE, NOBODY_S, LAST_S = 1.25, 0.01, 1.0
+"""As many as short ones have used lately, times the first; none where that was less than the second, a second, or where
+the last of them went longer ago than the third: no instance idles for longer than that."""
+
 
 class Kind(StrEnum):
     TEXT = "text"
@@ -70,7 +78,8 @@ class Ticket(Struct, eq=False):
         need: what it takes of the stages. service: seconds of that; both estimated (`sized`).
         encoding: it has a place at the encoders. served: with the stages.
         ahead: it is served while its items are still being encoded, so nothing of it can be prefilled yet.
-        owes: it has had its turn, and what it takes of an instance is not counted there yet.
+        owes: of which stages it has had its turn, and what it takes of an instance is not counted there yet.
+        lease: of who prefills it, where it went ahead.
         line: in which it waits for its turn, since `queued_at`, at `stand`. passed: by how many it was overtaken there.
         served_at: when its turn to be served came, or last came; 0 before.
     """
@@ -90,7 +99,7 @@ class Ticket(Struct, eq=False):
     encoding: bool = False
     served: bool = False
     ahead: bool = False
-    owes: Stage | None = None
+    owes: frozenset[Stage] = frozenset()
     line: Stage | None = None
     stand: Stand = Stand(0.0, math.inf, math.inf, 0)
     passed: int = 0
@@ -117,7 +126,6 @@ class Ticket(Struct, eq=False):
         """
         if self.served or self.line is not None or self.queue.lines[stage] or not self.queue.has_room(self, stage):
             return False
-        self._stands(stage)
         self.go(stage, ahead=ahead)
         return True
 
@@ -144,32 +152,43 @@ class Ticket(Struct, eq=False):
     def go(self, stage: Stage, *, ahead: bool = False) -> None:
         """Its turn has come."""
         queue, now = self.queue, self.queue.now()
-        self.sized(self.need)  # by what is known now
-        queue.shares.charge(self.account, self.work_s(stage), self.weight)
+        if not self.is_long(stage):
+            queue.short[stage].add(self.work_s(stage), now)
+        if queue.anybody:  # else it is held against nobody
+            waiting = itertools.chain.from_iterable(queue.lines.values())
+            queue.shares.charge(self.account, self.work_s(stage), self.weight, waiting)
         if stage is Stage.ENCODE:
             self._hold(encoding=True)
         else:
             self.served_at = now
             self._hold(encoding=ahead and self.encoding, served=True, ahead=ahead)
-        self.owes = stage
+        self.owes |= {stage}
         queue.owed[stage] += 1
 
-    def leased(self, lease: Lease | None = None) -> None:
-        """What it takes is counted where it went, or will not be. `lease`: of who prefills it."""
-        self.lease = lease
-        if self.owes is not None:
-            self.queue.owed[self.owes] -= 1
-            self.owes = None
+    def leased(self, stage: Stage, lease: Lease | None = None) -> None:
+        """What it takes of this stage is counted where it went, or will not be. `lease`: of who prefills it."""
+        if lease is not None:
+            self.lease = lease
+        if stage in self.owes:
+            self.owes -= {stage}
+            self.queue.owed[stage] -= 1
             self.queue.room_made()
 
     def work_s(self, stage: Stage) -> float:
         """Of one instance's time."""
         return self.service.encode_work_s if stage is Stage.ENCODE else self.service.prefill_work_s
 
+    def is_long(self, stage: Stage) -> bool:
+        """Whether it keeps one instance for long: an item cannot be cut."""
+        service = self.service
+        return (service.longest_item_s if stage is Stage.ENCODE else service.prefill_work_s) > LONG_S
+
     def due(self) -> float:
-        """For the stages, where least is soonest, on the queue's clock: as it stands, and of a late one as of one that
-        has just come."""
+        """For the stages, where least is soonest, on the queue's clock: as it would stand in line, and of a late one as
+        of one that has just come."""
         now = self.queue.now()
+        if self.line is None:
+            self._stands(Stage.SERVE)
         return self.stand.rank if self.stand.late_at >= now else now + self.slo_s
 
     def encoded(self) -> None:
@@ -209,7 +228,10 @@ class Ticket(Struct, eq=False):
 
     def _free(self, **held: bool) -> None:
         self._hold(**held)
-        self.leased(self.lease)
+        if not self.encoding:
+            self.leased(Stage.ENCODE)
+        if not self.served:
+            self.leased(Stage.SERVE)
         self.queue.room_made()
 
     def _hold(self, *, encoding: bool = False, served: bool = False, ahead: bool = False) -> None:
@@ -227,6 +249,23 @@ class Use(Struct):
     waiting: int = 0
     encoding: int = 0
     served: int = 0
+
+
+class Recent:
+    """How much there was a second, of late.
+
+    Attributes:
+        at: when there was some last.
+    """
+
+    def __init__(self) -> None:
+        self._sum, self.at = 0.0, -math.inf
+
+    def add(self, amount: float, now: float) -> None:
+        self._sum, self.at = self.per_s(now) * HALF_LIFE_S / math.log(2) + amount, now
+
+    def per_s(self, now: float) -> float:
+        return float(self._sum * 0.5 ** ((now - self.at) / HALF_LIFE_S)) * math.log(2) / HALF_LIFE_S
 
 
 class Pace:
@@ -272,7 +311,7 @@ class AdmissionQueue:
 
     Args:
         now: the clock, in seconds.
-        rooms: how many instances of a stage may be given something that needs so much.
+        rooms: how many instances of a stage may be given something that needs so much, of as many as are enough.
         speeds: of the instances.
         processes: that share the encoders' places evenly.
 
@@ -281,7 +320,7 @@ class AdmissionQueue:
         owed: how many have had their turn and are not counted at an instance yet.
         arrived: how many requests of each kind have been let in.
         begun_s: how long after their turn the last answers of each kind began.
-        shares: what accounts have had.
+        shares: what accounts have had. short: seconds of instances that those took which are not long.
         room_made: called where somebody else may go now (`grants`).
     """
 
@@ -289,7 +328,7 @@ class AdmissionQueue:
         self,
         settings: AdmissionLimits,
         now: Callable[[], float],
-        rooms: Callable[[Stage, Need], int],
+        rooms: Callable[[Stage, Need, int], int],
         speeds: Callable[[], Speeds],
         *,
         processes: int = 1,
@@ -305,6 +344,7 @@ class AdmissionQueue:
         self.begun_s = {kind: deque[float](maxlen=REMEMBERED) for kind in Kind}
         self.use = {kind: Use() for kind in Kind}
         self.shares = Shares()
+        self.short = {stage: Recent() for stage in Stage}
         self.room_made: Callable[[], None] = lambda: None
         self._paces = {stage: Pace() for stage in Stage}
 
@@ -355,10 +395,24 @@ class AdmissionQueue:
         for stage in Stage:
             while (ticket := self._next(stage)) is not None:
                 ticket.step_back()
+                ticket.sized(ticket.need)  # by what is known now
                 if self.now() > ticket.queued_at:
                     self._paces[stage].granted()
                 ticket.go(stage)
                 yield ticket
+
+    def look(self) -> dict[str, dict[str, float]]:
+        """Of each line how many wait, are late, and are over their share; and the work of all of them in seconds of one
+        instance."""
+        now, seen = self.now(), {}
+        for stage, lines in self.lines.items():
+            seen[stage.value] = {
+                "waiting": sum(map(len, lines.values())),
+                "late": sum(line.late(now) for line in lines.values()),
+                "over_share": sum(len(lines[account]) for account in self.shares.over(lines.keys())),
+                "work_s": round(self.work_s[stage], 3),
+            }
+        return seen
 
     def keep_time(self) -> None:
         """A line has changed."""
@@ -372,7 +426,16 @@ class AdmissionQueue:
             places = self.settings.encodes_per_instance * self.speeds().encoders / self._processes
             if self.encoding >= max(1, math.ceil(places)):
                 return False
-        return self.rooms(stage, ticket.need) > self.owed[stage]
+        enough = 1 + self.owed[stage] + (self._kept(stage) if ticket.is_long(stage) else 0)
+        return self.rooms(stage, ticket.need, enough) == enough
+
+    def _kept(self, stage: Stage) -> int:
+        """Instances that are left to short ones: half of them at most, and one where prompts share steps anyway."""
+        short, now, instances = self.short[stage], self.now(), self.speeds().of(encode=stage is Stage.ENCODE)
+        used = short.per_s(now)
+        if used < NOBODY_S or now > short.at + LAST_S or instances < 2:
+            return 0
+        return 1 if stage is Stage.SERVE else min(math.ceil(SPARE * used), instances // 2)
 
     def _next(self, stage: Stage) -> Ticket | None:
         passed: list[Ticket] = []

@@ -14,7 +14,6 @@ from typing import Literal
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea, ImageTokens
 from epd_serve.key_files import read_key, stage_key
-from epd_serve.slo import parse_slos
 from epd_serve.suggestions import unknown
 from proxy.config.keys import ApiKeys
 from proxy.config.limits import (
@@ -40,6 +39,8 @@ FORMS = {
     "otlp_traces_endpoint": (re.compile(r"https?://[^/\s]+/\S*"), "URL, such as http://HOST:4318/v1/traces"),
 }
 """Settings that are text of a form, where they are anything."""
+
+MODEL_SLO = re.compile(r"([^,]+)=(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,15 @@ class ProxyOptions(Checked):
         """
         found = {}
         for text in self.model_slos:
-            name, _, limits = text.rpartition("=")
-            [one, *more] = parse_slos(limits)
-            if not name or more:
-                raise ConfigError(f"model_slos {text!r}: write NAME=TTFT:TPOT in milliseconds", param="model_slos")
-            found[name] = one.ttft_ms / 1e3, one.tpot_ms / 1e3
+            match = MODEL_SLO.fullmatch(text)
+            name, *limits_ms = match.groups() if match else ("", "0", "0")
+            ttft_s, tpot_s = (float(ms) / 1e3 for ms in limits_ms)
+            if not (ttft_s and tpot_s):
+                raise ConfigError(
+                    f"model_slos {text!r}: write NAME=TTFT:TPOT in milliseconds, as my-model=2000:50",
+                    param="model_slos",
+                )
+            found[name] = ttft_s, tpot_s
         return found
 
 
@@ -211,6 +216,9 @@ class ProxySettings(ProxyOptions):
         super().__post_init__()
         if not self.served_models:
             raise ConfigError("the proxy needs at least one served model name", param="served_models")
+        for name in self.slos_of_models():
+            if name not in self.served_models:
+                raise ConfigError(f"model_slos: {unknown('model', name, self.served_models)}", param="model_slos")
 
     def bearer_of_stages(self) -> str:
         """The token that the stages want, or "". Raises ConfigError where the key cannot be read."""

@@ -29,6 +29,7 @@ from typing import Any, Self
 from epd_serve.errors import DeadlineError, EpdError, StageError
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
+from proxy.admission.queue import Stage
 from proxy.context import RequestContext, Services
 from proxy.errors import StageDied, StageFault, most_telling
 from proxy.media.loader import LoadedItem
@@ -95,7 +96,7 @@ class Encoders:
         await ctx.passed.to_encoders()
         encoders = await self._available(order, tried)
         if isinstance(encoders, str):
-            ctx.passed.leased()
+            ctx.passed.leased(Stage.ENCODE)
             return self.give_up(ctx, len(items), encoders)
         costs = [item.tokens for item in items]
         each = share_of(costs, len(encoders))
@@ -109,7 +110,7 @@ class Encoders:
                 lease = self._table.acquire(encoders[worker].id, Work.ENCODE, sum(costs[index] for index in part))
                 leases.callback(lease.release)
                 works.append(self._encode_at(lease, order, [items[index] for index in part], tried))
-            ctx.passed.leased()
+            ctx.passed.leased(Stage.ENCODE)
             await together(works)
 
     async def _available(self, order: EncodeOrder, tried: Collection[IncarnationId]) -> Sequence[Candidate] | str:
@@ -131,7 +132,7 @@ class Encoders:
                 left_s = pause.left_s
             if left_s <= 0:
                 return "store_full" if untried else "encoder_failed" if tried else "no_encoder"
-            order.ctx.passed.leased()  # nobody else waits for it meanwhile
+            order.ctx.passed.leased(Stage.ENCODE)  # nobody else waits for it meanwhile
             if untried:
                 self._metrics.store_waits.inc()
                 if not waits:

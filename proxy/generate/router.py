@@ -19,6 +19,7 @@ from msgspec import Struct
 from epd_serve.errors import NoInstanceError
 from epd_serve.instances import IncarnationId, Instance
 from epd_serve.roles import Role
+from proxy.admission.queue import Stage
 from proxy.context import RequestContext, Services
 from proxy.registry.instance_state import Lease, Work
 from proxy.routing.plan import Path, Plan, Question, View, make_plan, ways
@@ -89,7 +90,7 @@ class Router:
         if plan is None or not self._stands(ctx, plan):
             plan = self.plan(ctx)
             if plan is None:
-                ctx.passed.leased()  # nobody else waits for it meanwhile
+                ctx.passed.leased(Stage.SERVE)  # nobody else waits for it meanwhile
                 plan = await self._awaited(ctx)
         return self._taken(ctx, plan)
 
@@ -167,7 +168,7 @@ class Router:
             prefix_tokens["decode",] += tail.cached
             prefill = table.acquire(head.id, Work.PREFILL, plan.left, ahead)
             decode = table.acquire(tail.id, Work.DECODE, 1.0, kv)
-        passed.leased(prefill or decode)
+        passed.leased(Stage.SERVE, prefill or decode)
         return Route(plan.path, prefill, decode, plan.decode_waits)
 
 

@@ -138,7 +138,7 @@ class Exchange:
             send,
             dict.fromkeys(("x-request-id", "request-id")[: 1 + endpoint.is_anthropic], named or request_id),
             record.headers if settings.explain and is_explained(headers) else dict,
-            gap_limit_s=settings.slo.limits_s[1],
+            gap_limit_s=self._pipeline.slo_s[1],
             content=DELTA if endpoint is Endpoint.RESPONSES else CHOICE,
             form=MessageForm() if endpoint.is_anthropic else None,
         )

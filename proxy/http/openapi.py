@@ -31,8 +31,8 @@ MODEL_ERRORS = {
     408: "The body came too slowly (`body_too_slow`).",
     413: "The body, a media item or what the request takes of the server's memory is too large.",
     422: "Instances died under this very body (`poisonous_request`); do not repeat it.",
-    429: "Too many requests wait (`overloaded`), or this key or tenant has its share (`rate_limit_exceeded`); try "
-    "again after `Retry-After` seconds.",
+    429: "Too many requests wait (`overloaded`), or this key or tenant has its share, or has used up its requests or "
+    "tokens per minute (`rate_limit_exceeded`); try again after `Retry-After` seconds.",
     502: "A stage failed, and so did the retries.",
     503: "No live instance of a role (`no_instance`), no room for what the request needs next (`memory_full`, "
     "`bodies_full`, `fetches_full`), or the server is coming to an end (`draining`); try again after `Retry-After` "

@@ -85,6 +85,7 @@ class Counts(Struct):
         running: requests that have not ended. waiting: those of them that no stage has been asked for yet.
         judged: streamed answers, and whatever else failed of this server. attained: those of them within `slo`.
         by_mean: those within its limits by their mean time per token, whatever its judge.
+        lines: those who wait in front of the stages now, by line (`AdmissionQueue.look`).
     """
 
     seconds: float = 0.0
@@ -105,6 +106,7 @@ class Counts(Struct):
     kinds: dict[str, KindCounts] = {}
     answered: int = 0
     serving: int = 0
+    lines: dict[str, dict[str, float]] = {}
 
     def summary(self) -> dict[str, Any]:
         """For people: rates per second, percentiles in ms, None where nothing was counted; of how many workers, where
@@ -121,6 +123,7 @@ class Counts(Struct):
             "seconds": round(self.seconds, 1),
             "running": self.running,
             "waiting": self.waiting,
+            "lines": self.lines,
             "requests": requests,
             "requests_per_s": round(requests / seconds, 2),
             "tokens_per_s": round(self.tokens / seconds, 1),

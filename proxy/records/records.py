@@ -187,6 +187,7 @@ class Records:
     Attributes:
         counts: what they add up to, which the process's metrics collect.
         ended: who takes records that have ended, in this order. One that fails costs the others nothing.
+        lines: tells who waits in front of the stages (`Counts.lines`).
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class Records:
         self._failed = failed
         self.counts = RequestCounts(time.monotonic(), slo, planned)
         self.ended: list[Sink] = [self.counts.ended, self._kept.add]
+        self.lines: Callable[[], dict[str, dict[str, float]]] = dict
 
     def begin(self, record: Record) -> None:
         """It has arrived."""
@@ -237,7 +239,7 @@ class Records:
         counts = None
         if question.window_s:
             counts = self.counts.counts(time.monotonic(), question.window_s)
-            counts.running = len(self._running)
+            counts.running, counts.lines = len(self._running), self.lines()
             counts.waiting = sum(not (one.attempts or one.encode) for one in self._running.values())
         told = report if question.id else summary
         return merged(question, [RecordsAnswer([told(record) for record in self._found(question)], counts)])

@@ -7,7 +7,7 @@ that has ended (`--trace-dir`): the lines that `epd_serve/phases` joins with tho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from proxy.records.record import Choice, Record
@@ -24,6 +24,10 @@ _TOLD = {
     "first_byte": ("stage",),
 }  # fmt: skip
 """Events that are stamps as they stand, and which of their details are."""
+
+LINES = {"encode": "an encoder", "serve": "prefill and decode"}
+"""What is waited for in each line (`proxy/admission/queue.py`)."""
+_OF_WAITS = ("paused", "before_s", "slo_s", "service_s", "slack_s", "over_share")
 
 
 def summary(record: Record) -> dict[str, Any]:
@@ -48,13 +52,48 @@ def report(record: Record) -> dict[str, Any]:
         "tokens": {"prompt": prompt, "completion": completion, "cached": cached, "counted": record.tokens_sent},
         "gaps": {"count": record.gaps, "within": record.gaps_within, "limit_s": record.gap_limit_s},
         "phases_ms": record.phases_ms(),
+        "waits": _waits(record),
         "choices": [_choice(one) for one in record.choices],
         "events": [
-            {"at_s": round(at_s, PLACES), "event": name, **{key: _rounded(value) for key, value in details.items()}}
+            {
+                "at_s": round(at_s, PLACES),
+                "event": name,
+                **{key: _rounded(value) for key, value in details.items() if key not in (*_OF_WAITS, "passed")},
+            }
             for at_s, name, details in record.events
         ],
         "left_out": record.lost,
     }
+
+
+def _waits(record: Record) -> list[dict[str, Any]]:
+    """Each wait in a line, with what was known when it began; `s` is None while it lasts."""
+    waits: list[dict[str, Any]] = []
+    for _, name, details in record.events:
+        if name == "waits" and "before_s" in details:
+            known = {key: _rounded(details[key]) for key in _OF_WAITS}
+            waits.append({"line": details["line"], "for": LINES[details["line"]], "s": None, **known, "passed": 0})
+        elif name == "queued" and waits:
+            waits[-1] |= {"s": _rounded(details["s"]), "passed": details["passed"]}
+    for one in waits:
+        one["why"] = "; ".join(_why_waits(one))
+    return waits
+
+
+def _why_waits(wait: Mapping[str, Any]) -> Iterator[str]:
+    if wait["paused"]:
+        yield "new requests were held back"
+    yield f"{wait['before_s']:.2f} s of work before it"
+    if (slack_s := wait["slack_s"]) is not None:
+        itself = f"its first token within {wait['slo_s']:.2f} s, of which it needs {wait['service_s']:.2f} s itself"
+        late = f"{-slack_s:.2f} s too late for that, so it lets those go first that are in time"
+        yield f"{itself}: {late if slack_s < 0 else f'{slack_s:.2f} s of slack left'}"
+        if wait["s"] is not None and wait["s"] > slack_s >= 0:
+            yield f"its turn came {wait['s'] - slack_s:.2f} s too late for that"
+    if wait["over_share"]:
+        yield "its account was over its share then, so others went first"
+    if wait["passed"]:
+        yield f"overtaken by {wait['passed']} that had room"
 
 
 def _choice(choice: Choice) -> dict[str, Any]:

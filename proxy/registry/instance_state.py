@@ -120,6 +120,10 @@ class Ledger:
         """Returns the same of all kinds of work together, but for what is counted aside."""
         return self._totals.get(incarnation_id, NO_TALLY)
 
+    def aside(self, incarnation_id: IncarnationId, work: Work) -> Tally:
+        """Returns the counts of one kind of work."""
+        return self.tallies(incarnation_id)[work]
+
     def forget(self, incarnation_id: IncarnationId) -> None:
         """Nothing is held of `incarnation_id` any more, by anybody, and this process will not acquire there again."""
         self._tallies.pop(incarnation_id, None)
@@ -180,12 +184,6 @@ class Reported(Protocol):
     def prompt_tokens_per_s(self) -> float: ...
     @property
     def item_tokens_per_s(self) -> float: ...
-    @property
-    def max_running(self) -> int: ...
-    @property
-    def kv_used(self) -> float: ...
-    @property
-    def kv_tokens(self) -> int: ...
 
 
 def reported_pending(role: Role, report: Reported, *, both_halves: bool = False) -> float:

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from epd_serve.instances import IncarnationId, Instance
@@ -204,7 +204,7 @@ class InstanceTable:
                 self._settle()
             case StageReport() if row.stage is None or report.seq > row.stage.seq:
                 given = self._ledger.total(row.instance.incarnation_id).acquired_weight
-                row.kv_given = self._ledger.tallies(row.instance.incarnation_id)[Work.KV].acquired_weight
+                row.kv_given = self._ledger.aside(row.instance.incarnation_id, Work.KV).acquired_weight
                 row.counted = row.given if now < row.stage_at + 2 * REPORT_EVERY_S else given
                 row.given, row.stage, row.stage_at = given, report, now
                 self._heard(row, now)
@@ -256,10 +256,10 @@ class InstanceTable:
             ]
         )
 
-    def credits(self, role: Role, unreported: int) -> list[Credit]:
+    def credits(self, role: Role, unreported: int) -> Iterator[Credit]:
         """Instances of `role` that are up, as what they may be given goes by. `unreported`: requests that one may have
         that reports nothing."""
-        return [self._credit(row, unreported) for row in self._serving().get(role, ())]
+        return (self._credit(row, unreported) for row in self._serving().get(role, ()))
 
     def silence_s(self, instance_id: str, incarnation: str) -> float:
         """Returns for how long this incarnation has reported nothing while others did; 0 for one that never reports. A
@@ -426,24 +426,22 @@ class InstanceTable:
         return report.shared_tokens, max(held, report.waiting + report.running) - decoding
 
     def _credit(self, row: InstanceRow, unreported: int) -> Credit:
-        role, report = row.instance.role, row.fresh
-        tallies = self._ledger.tallies(row.instance.incarnation_id)
-        held = sum(tally.held for work, tally in tallies.items() if not work.is_aside)
+        instance, report, ledger = row.instance, row.fresh, self._ledger
+        role, total = instance.role, ledger.total(instance.incarnation_id)
         if report is None:
-            return Credit(role, requests=held, sequences=max(0, unreported - held))
-        kv, ahead = tallies[Work.KV], tallies[Work.AHEAD].held_weight / PER_UNIT
-        pending = reported_pending(role, report, both_halves=row.instance.both_halves)
+            return Credit(role, requests=total.held, sequences=max(0, unreported - total.held))
+        pending = reported_pending(role, report, both_halves=instance.both_halves)
         done = min(pending, row.rate * (time.monotonic() - row.stage_at))
-        tokens = load(role, whole(tallies), report, row.counted, both_halves=row.instance.both_halves) - done - ahead
+        tokens = load(role, total, report, row.counted, both_halves=instance.both_halves) - done
+        if role.prefills:
+            tokens -= ledger.aside(instance.incarnation_id, Work.AHEAD).held_weight / PER_UNIT
+        requests = max(total.held, report.waiting + report.running)
+        credit = (role, max(0.0, tokens), row.rate, *self._shared(row, total.held), requests)
+        if not role.decodes:
+            return Credit(*credit)
+        kv = ledger.aside(instance.incarnation_id, Work.KV)
         unseen = min(kv.held_weight, kv.acquired_weight - row.kv_given) / PER_UNIT
-        return Credit(
-            role,
-            max(0.0, tokens),
-            row.rate,
-            *self._shared(row, held),
-            sequences=seats(report, held, unreported) if role.decodes else math.inf,
-            kv_tokens=kv_room(report, unseen) if role.decodes else math.inf,
-        )
+        return Credit(*credit, seats(report, total.held, unreported), kv_room(report, unseen))
 
     def _silence_s(self, row: InstanceRow) -> float:
         last = max(row.store_at, row.stage_at)

@@ -12,14 +12,14 @@ piece from the moment at which it was planned until it has ended, however it did
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Protocol
 
 from msgspec import Struct
 
 from epd_serve.roles import Role
-from proxy.config.limits import AdmissionLimits
-from proxy.registry.instance_state import Reported
-from proxy.routing.policy import UNMEASURED_RATE, share_of, usual_rate
+from proxy.routing.policy import share_of, usual_rate
 
 AHEAD = 1.25
 """Sequences with an instance per sequence that it can run: those being prefilled are about to be decoded."""
@@ -28,13 +28,39 @@ KV_FULL = 0.95
 """Of its blocks. Beyond it an instance preempts, or holds requests back, rather than runs more."""
 
 
+class CreditLimits(Protocol):
+    """What of the settings credits go by (`AdmissionLimits`, which is above this)."""
+
+    @property
+    def encode_s(self) -> float: ...
+    @property
+    def prefill_s(self) -> float: ...
+    @property
+    def prefill_tokens(self) -> int: ...
+
+
+class Holds(Protocol):
+    """What of a `StageReport` says how much who decodes may have more; a simulated stage has it without a report."""
+
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def max_running(self) -> int: ...
+    @property
+    def kv_used(self) -> float: ...
+    @property
+    def kv_tokens(self) -> int: ...
+
+
 class Credit(Struct, frozen=True):
     """One instance, as far as it matters for what it may be given.
 
     Attributes:
         role: what it is. tokens: of its kind of work that it could compute now and has not: of prompts, or of items.
         rate: of those it computes a second; 0 while unknown.
-        shared_tokens: of a step, where requests share it (`StageReport`).
+        shared_tokens: of a step, where requests share it (`StageReport`). prompts: of how many that may be.
         requests: that it has.
         sequences: that it may have more of; infinite where it does not decode.
         kv_tokens: for whose KV it has room; infinite where nobody knows.
@@ -44,6 +70,7 @@ class Credit(Struct, frozen=True):
     tokens: float = 0.0
     rate: float = 0.0
     shared_tokens: int = 0
+    prompts: int = 0
     requests: int = 0
     sequences: float = math.inf
     kv_tokens: float = math.inf
@@ -51,7 +78,7 @@ class Credit(Struct, frozen=True):
     def before_s(self, cost: float, usual: float) -> float:
         """Seconds that are before work of so many tokens: nothing where it has its part of the next step, beside all
         that are there. `usual`: rate of its kind."""
-        if self.requests * cost <= self.shared_tokens:
+        if self.shared_tokens and self.prompts * cost <= self.shared_tokens:
             return 0.0
         return self.tokens / (self.rate or usual)
 
@@ -70,35 +97,35 @@ class Need(Struct, frozen=True):
     fused: bool = False
 
 
-Credits = Callable[[Role], Sequence[Credit]]
-"""Of the live instances of a role."""
+Credits = Callable[[Role], Iterable[Credit]]
+"""Of the live instances of a role. Each is worked out when it is looked at."""
 
 
-def encoders_with_room(credits_of: Credits, need: Need, settings: AdmissionLimits) -> int:
-    """How many encoders may be given an item now; at least one where there is none, so that the request is told so."""
-    encoders = credits_of(Role.E)
+def encoders_with_room(credits_of: Credits, need: Need, settings: CreditLimits, speeds: Speeds, enough: int) -> int:
+    """How many encoders may be given an item now, of as many as are `enough`; all of these where there is none at all,
+    so that the request is told so."""
+    if not speeds.encoders_there:
+        return enough
     item = max(need.items, default=1.0)
-    return _count(encoders, item, settings.encode_s, UNMEASURED_RATE) if encoders else 1
+    return _count(credits_of(Role.E), item, settings.encode_s, speeds.encode, enough)
 
 
-def heads_with_room(credits_of: Credits, need: Need, settings: AdmissionLimits) -> int:
-    """How many instances may be given its prompt now, whose answer has a place where it is decoded. At least one where
-    there is none at all, so that the request is told so."""
-    whole = [*credits_of(Role.PD), *credits_of(Role.EPD)]
-    first = [*credits_of(Role.P), *credits_of(Role.EP)]
-    tails = credits_of(Role.D) if first else ()
-    alone = first if need.fused and not whole else ()
-    if not (whole or alone or (tails and first)):
-        return 1
-    heads = [one for one in whole if _may_decode(one, need)] if whole else list(alone)
-    if not need.fused and any(_may_decode(one, need) for one in tails):
-        heads += first
-    return _count(heads, need.tokens, settings.prefill_s, settings.prefill_tokens / settings.prefill_s)
+def heads_with_room(credits_of: Credits, need: Need, settings: CreditLimits, speeds: Speeds, enough: int) -> int:
+    """How many instances may be given its prompt now, whose answer has a place where it is decoded. `enough` as of
+    encoders."""
+    if not speeds.paths_there:
+        return enough
+    whole = (one for role in (Role.PD, Role.EPD) for one in credits_of(role) if _may_decode(one, need))
+    rooms = _count(whole, need.tokens, settings.prefill_s, speeds.prefill, enough)
+    if rooms < enough and (speeds.fused_alone or not need.fused):
+        alone = need.fused or any(_may_decode(one, need) for one in credits_of(Role.D))
+        first = (one for role in (Role.P, Role.EP) for one in credits_of(role)) if alone else ()
+        rooms += _count(first, need.tokens, settings.prefill_s, speeds.prefill, enough - rooms)
+    return rooms
 
 
-def _count(instances: Sequence[Credit], cost: float, credit_s: float, unmeasured: float) -> int:
-    usual = usual_rate([one.rate for one in instances], unmeasured)
-    return sum(one.before_s(cost, usual) <= credit_s for one in instances)
+def _count(instances: Iterable[Credit], cost: float, credit_s: float, usual: float, enough: int) -> int:
+    return sum(1 for _ in islice((one for one in instances if one.before_s(cost, usual) <= credit_s), enough))
 
 
 def _may_decode(one: Credit, need: Need) -> bool:
@@ -107,34 +134,47 @@ def _may_decode(one: Credit, need: Need) -> bool:
 
 
 class Service(Struct, frozen=True):
-    """Seconds that a request needs of the stages by itself, and of one instance's time: encode, then prefill."""
+    """Seconds that a request needs of the stages by itself, and of one instance's time: encode, then prefill.
+    `longest_item_s`: of its items, the one that takes longest."""
 
     encode_s: float = 0.0
     prefill_s: float = 0.0
     encode_work_s: float = 0.0
     prefill_work_s: float = 0.0
+    longest_item_s: float = 0.0
 
 
 class Speeds(Struct, frozen=True):
-    """What is known of how fast the instances are.
+    """What is known of how fast the instances are, and which there are.
 
     Attributes:
         encode, prefill: tokens a second of a usual one. encoders, heads: how many there are, at least one each.
+        encoders_there: there is one. paths_there: a prompt has a way. fused_alone: one that needs both halves of an
+            answer at one instance has it from one that only prefills.
     """
 
     encode: float
     prefill: float
     encoders: int = 1
     heads: int = 1
+    encoders_there: bool = False
+    paths_there: bool = False
+    fused_alone: bool = False
 
     @classmethod
-    def measured(cls, credits_of: Credits, settings: AdmissionLimits) -> Speeds:
-        encoders, heads = credits_of(Role.E), [one for role in Role if role.prefills for one in credits_of(role)]
+    def measured(cls, credits_of: Credits, settings: CreditLimits) -> Speeds:
+        by_role = {role: [*credits_of(role)] for role in Role}
+        encoders, whole = by_role[Role.E], by_role[Role.PD] + by_role[Role.EPD]
+        first, tails = by_role[Role.P] + by_role[Role.EP], by_role[Role.D]
+        heads = whole + first
         return cls(
             usual_rate([one.rate for one in encoders or heads]),
             usual_rate([one.rate for one in heads], settings.prefill_tokens / settings.prefill_s),
             max(1, len(encoders)),
             max(1, len(heads)),
+            bool(encoders),
+            bool(whole or (first and tails)),
+            bool(first) and not whole,
         )
 
     def of(self, *, encode: bool) -> int:
@@ -147,10 +187,11 @@ class Speeds(Struct, frozen=True):
         if not need.items:
             return Service(prefill_s=prefill_s, prefill_work_s=prefill_s)
         share = share_of(need.items, self.encoders)
-        return Service(share / self.encode, prefill_s, sum(need.items) / self.encode, prefill_s)
+        longest_s = max(need.items) / self.encode
+        return Service(share / self.encode, prefill_s, sum(need.items) / self.encode, prefill_s, longest_s)
 
 
-def seats(report: Reported, held: int, otherwise: int) -> int:
+def seats(report: Holds, held: int, otherwise: int) -> int:
     """Sequences that an instance which decodes may have more of.
 
     Args:
@@ -162,6 +203,6 @@ def seats(report: Reported, held: int, otherwise: int) -> int:
     return max(0, can - max(held, report.running + report.waiting))
 
 
-def kv_room(report: Reported, unseen_tokens: float) -> float:
+def kv_room(report: Holds, unseen_tokens: float) -> float:
     """Tokens for whose KV there is room, beside those that it does not know of yet; infinite where it does not say."""
     return max(0.0, (KV_FULL - report.kv_used) * report.kv_tokens - unseen_tokens) if report.kv_tokens else math.inf

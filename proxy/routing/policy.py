@@ -227,12 +227,13 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
     seconds at the workers' speeds. That begins at what no schedule does better than by much,
 
         max(TOLERANCE x the costliest item where it is done soonest,
-            SLACK x mean present load + TOLERANCE x mean share of the items)
+            min(SLACK x mean present load + TOLERANCE x mean share of the items,
+                the costliest item where it is done soonest + as long as it takes by itself))
 
-    and grows until all items fit, at last by filling gaps, whoever owns what (multifit: Coffman, Garey and Johnson,
-    1978). So a single item meets its owner unless
-    that one is slow or has more to do than others, and items of a request do not queue behind each other while a worker
-    is idle.
+    (an owner makes nobody wait for longer than it would take to encode the item twice) and grows until all items fit,
+    at last by filling gaps, whoever owns what (multifit: Coffman, Garey and Johnson, 1978). So a single item meets its
+    owner unless that one is slow or has more to do than others, and items of a request do not queue behind each other
+    while a worker is idle.
 
     Args:
         keys, costs: of the items; keys differ.
@@ -247,7 +248,8 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
     loads = [worker.load for worker in workers]
     ranks = [owners(key, [worker.id for worker in workers]) for key in keys]
     longest_s = min((load + max(costs, default=0.0)) / speed for load, speed in zip(loads, speeds, strict=True))
-    bound_s = max(TOLERANCE * longest_s, (SLACK * sum(loads) + TOLERANCE * sum(costs)) / sum(speeds))
+    evenly_s = (SLACK * sum(loads) + TOLERANCE * sum(costs)) / sum(speeds)
+    bound_s = max(TOLERANCE * longest_s, min(evenly_s, longest_s + max(costs, default=0.0) / max(speeds)))
 
     def fitted(*, tight: bool) -> list[list[int]] | None:
         """Each item at the first of its owners that is done within the bound, or, `tight`, at the one that is done

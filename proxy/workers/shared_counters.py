@@ -191,6 +191,11 @@ class SharedLedger(Ledger):
         a, r, aw, rw, b, s, bw, sw, c, t, cw, tw, *_ = self._counters.sums(slot)  # of encode, prefill, decode
         return _tally((a + b + c, r + s + t, aw + bw + cw, rw + sw + tw))
 
+    def aside(self, incarnation_id: IncarnationId, work: Work) -> Tally:
+        if (slot := self._slots.get(incarnation_id)) is None:
+            return NO_TALLY
+        return _tally(self._counters.sums(slot)[_AT[work] : _AT[work] + _CELLS])
+
     def forget(self, incarnation_id: IncarnationId) -> None:
         self._slots.pop(incarnation_id, None)
 

@@ -1,6 +1,7 @@
 """Tier 1 of the MM Store: one shared-memory file per host holds the features of all its processes.
 
-Owns the order of things: room is taken and given under the arena's lock, bytes are copied and checked outside it.
+Owns the order of things: room is taken and features are pinned under the arena's lock, bytes are copied and checked
+outside it, and what a process gives back it gives back without it: nobody else writes to its row and its rooms.
 A key names one content for ever, so nothing is ever overwritten. A feature is readable only when its bytes and checksum
 are complete; a process that dies at any point leaves nothing readable that is not whole, and what it held is taken back
 when room is needed.
@@ -12,23 +13,24 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import xxhash
 
 from store.arena.file import (
+    ALIGNMENT,
     H_CAPACITY,
     H_CORRUPT,
-    H_EVICTIONS,
     H_HITS,
     H_MISSES,
     H_PUTS,
     H_RECLAIMED,
+    HEADER_WORDS,
+    WORD,
     ArenaLocks,
     Geometry,
     align_up,
@@ -38,14 +40,24 @@ from store.arena.file import (
     open_file,
 )
 from store.arena.table import SlotTable
-from store.checksum import Buffer, Bytes, as_bytes, copy, copy_with_checksum, verify_payload
 from store.errors import CorruptFeatureError, StoreError
-from store.feature import FeatureEntry, FeatureMeta, StoreStats, checked_key
+from store.feature import (
+    Buffer,
+    Bytes,
+    FeatureEntry,
+    FeatureMeta,
+    StoreStats,
+    as_bytes,
+    checked_key,
+    copy,
+    copy_with_checksum,
+    verify_payload,
+)
+from store.keys import tenant_of
 
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 5.0
-OVERDUE_S = 0.02
 
 
 class Lease:
@@ -58,13 +70,13 @@ class Lease:
         nbytes: its size.
     """
 
-    __slots__ = ("_arena", "_ended", "_incarnation", "_released", "meta", "nbytes", "offset", "slot")
+    __slots__ = ("_arena", "_incarnation", "_released", "_spared", "meta", "nbytes", "offset", "slot")
 
-    def __init__(self, arena: Arena, slot: int, offset: int, meta: FeatureMeta) -> None:
+    def __init__(self, arena: Arena, slot: int, offset: int, meta: FeatureMeta, *, spared: bool = True) -> None:
         """For `Arena` only."""
-        self._arena = arena
+        self._arena, self._spared = arena, spared
         self._incarnation = arena._incarnation
-        self._released = self._ended = False
+        self._released = False
         self.slot = slot
         self.meta = meta
         self.offset = offset
@@ -81,18 +93,18 @@ class Lease:
         return self._arena.view(self.offset, self.nbytes)
 
     def release(self) -> None:
-        """Ends the pin. Any number of calls, from any thread; never waits, and never fails: where the arena's lock is
-        not to be had at once, the pin ends a moment later. Does nothing in a forked child."""
-        if not self._released:
+        """Ends the pin. Any number of calls, from any thread; never waits, and never fails. Does nothing in a forked
+        child."""
+        arena = self._arena
+        with arena._own:
+            if not self._released and self._incarnation is arena._incarnation:  # else closed, or a fork since
+                arena._table.unpin(self.slot, arena._row(), spared=self._spared)
             self._released = True
-            self._arena._soon(partial(self._arena._end, self))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -107,8 +119,6 @@ class Reservation:
         address: where they lie in this process.
     """
 
-    __slots__ = ("_arena", "_detached", "_ended", "_incarnation", "_offset", "_slot", "data", "key")
-
     def __init__(self, arena: Arena, slot: int, offset: int, key: str, data: Bytes) -> None:
         """For `Arena` only."""
         self._arena = arena
@@ -116,16 +126,8 @@ class Reservation:
         self._slot = slot
         self._offset = offset
         self._ended = self._detached = False
-        self.key = key
-        self.data = data
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
-
-    @property
-    def address(self) -> int:
-        return self.data.ctypes.data
+        self.key, self.data = key, data
+        self.nbytes, self.address = data.nbytes, data.ctypes.data
 
     def commit(self, meta: FeatureMeta) -> Lease:
         """The bytes are complete: readable by all from now on, and leased by the caller.
@@ -133,21 +135,44 @@ class Reservation:
         Raises:
             StoreError: `meta` is of another key or size, or the reservation has ended.
         """
-        lease = self._arena._commit(self, meta, leased=True)
-        assert lease is not None, "asked for"
-        return lease
+        with self._arena._index() as table, self._arena._own:
+            self._commit(table, meta)
+            table.pin(self._slot, self._arena._row())
+            return Lease(self._arena, self._slot, self._offset, meta)
 
     def abandon(self) -> None:
         """Gives the room back, as `Lease.release` does. Only when nothing writes to it any more. Any number of calls;
         none after `commit`."""
-        self._arena._soon(partial(self._arena._free, self))
+        with self._arena._own:
+            if self._end():
+                self._arena._table.free(self._slot)
 
     def detach(self) -> None:
         """Lets others store the key elsewhere, while a write that cannot be stopped may still land here.
 
         The room stays taken until `abandon`, and can no longer be committed.
         """
-        self._arena._detach(self)
+        with self._arena._index() as table, self._arena._own:
+            if not self._ended and self._incarnation is self._arena._incarnation:
+                table.disown(self._slot)
+                self._detached = True
+
+    def _commit(self, table: SlotTable, meta: FeatureMeta) -> None:
+        """Locked, the arena and `_own`."""
+        if meta.key != self.key or meta.nbytes != self.nbytes:
+            raise StoreError(f"room for {self.nbytes} bytes of {self.key}, not for {meta.nbytes} of {meta.key}")
+        if self._detached or not self._end():
+            raise StoreError(f"room for {self.key}: its reservation has ended")
+        table.commit(self._slot, meta)
+        table.header[H_PUTS] += 1
+
+    def _end(self) -> bool:
+        """Whether it had not ended yet, nor all of its arena's. Locked (`_own`)."""
+        if self._ended or self._incarnation is not self._arena._incarnation:
+            return False
+        self._ended = True
+        self._arena._writing -= 1
+        return True
 
 
 class Arena:
@@ -163,12 +188,12 @@ class Arena:
             own = open_anew(fd)
         finally:
             os.close(fd)
-        self._table = SlotTable(file, geometry, self._is_alive, spare_s=spare_s)
         try:
-            self._lock = ArenaLocks(own, self._table.header)
+            self._lock = ArenaLocks(own, file[: HEADER_WORDS * WORD].cast("Q"))
         except BaseException:
             os.close(own)
             raise
+        self._table = SlotTable(file, geometry, self._lock.is_alive, spare_s=spare_s)
         self._owners = geometry.owners
         self._lock_timeout_s = lock_timeout_s
         self._features = file[geometry.data_byte :]
@@ -177,8 +202,8 @@ class Arena:
 
     def _begin_incarnation(self) -> None:
         self._incarnation: object = object()  # leases of another incarnation (before a fork, before close) are over
+        self._own = threading.Lock()  # of our counts of leases, and of what follows; never held for long
         self._writing = 0  # rooms that are neither readable nor given back yet
-        self._overdue: list[Callable[[], object]] = []  # what could not be done for want of the lock
 
     @classmethod
     def create(
@@ -188,7 +213,6 @@ class Arena:
         *,
         slots: int = 4096,
         owners: int = 128,
-        alignment: int = 4096,
         prefault: bool = True,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> Self:
@@ -196,17 +220,16 @@ class Arena:
 
         Args:
             path: a file that does not exist yet, under /dev/shm.
-            capacity_bytes: room for features, rounded up to `alignment`.
+            capacity_bytes: room for features, rounded up to whole pages.
             slots: most features at one time.
             owners: most processes at one time.
-            alignment: every feature starts at a multiple of it, in bytes; a power of two.
             prefault: fill this process's page tables now.
             lock_timeout_s: longest wait for the index.
 
         Raises:
             StoreError: the file exists, or the memory is not there.
         """
-        make_file(Path(path), Geometry(align_up(capacity_bytes, alignment), slots, owners, alignment))
+        make_file(Path(path), Geometry(align_up(capacity_bytes, ALIGNMENT), slots, owners))
         try:
             return cls.attach(path, prefault=prefault, lock_timeout_s=lock_timeout_s)
         except BaseException:
@@ -247,13 +270,14 @@ class Arena:
             StoreError: empty data, a key or shape beyond the limits, or the arena does not answer.
         """
         source = as_bytes(data, "data")
-        FeatureMeta(key, tuple(shape), dtype, source.nbytes)
+        meta = FeatureMeta(key, tuple(shape), dtype, source.nbytes)
         room = self.reserve(key, source.nbytes)
         if room is None:
             return False
         try:
-            digest = copy_with_checksum(room.data, source)
-            self._commit(room, FeatureMeta(key, tuple(shape), dtype, source.nbytes, digest), leased=False)
+            meta = replace(meta, checksum=copy_with_checksum(room.data, source))
+            with self._index() as table, self._own:
+                room._commit(table, meta)
         except BaseException:
             room.abandon()
             raise
@@ -270,10 +294,11 @@ class Arena:
         """
         name = _digest(FeatureMeta(key, (), "", nbytes).key)
         with self._index() as table:
-            slot = table.reserve(name, nbytes, self._row())
+            slot = table.reserve(name, nbytes, self._row(), tenant_of(key))
             if slot is None:
                 return None
-            self._writing += 1
+            with self._own:
+                self._writing += 1
             offset = table.offset[slot]
             return Reservation(self, slot, offset, key, self.memory()[offset : offset + nbytes])
 
@@ -290,26 +315,25 @@ class Arena:
             CorruptFeatureError: the checksum does not match; the feature is dropped.
             StoreError: the arena does not answer.
         """
-        name = _digest(key)
-        with self._index() as table:
-            slot = table.find_ready(name)
-            table.header[H_MISSES if slot is None else H_HITS] += 1
-            if slot is None:
-                return None
-            table.pin(slot, self._row())
-            lease = Lease(self, slot, table.offset[slot], table.meta(slot, key))
-            stored = self.memory()[lease.offset : lease.offset + lease.nbytes]
+        found = self.lease_all([key])
+        if found is None:
+            return None
+        (lease,) = found
+        lease._spared = True  # it was looked at, and will be needed
         if verify:
             try:
-                verify_payload(lease.meta, stored)
+                verify_payload(lease.meta, as_bytes(lease.view(), key))
             except BaseException as error:
-                self._soon(partial(self._end, lease, corrupt=isinstance(error, CorruptFeatureError)))
+                if isinstance(error, CorruptFeatureError):  # leased by us it stays where it is: no lock is needed
+                    self._table.header[H_CORRUPT] += self._table.drop(lease.slot)
+                lease.release()
                 raise
         return lease
 
     def lease_all(self, keys: Collection[str], *, timeout_s: float | None = None) -> list[Lease] | None:
-        """Pins all of these features, or none where one of them is missing. Their checksums are not looked at.
-        `timeout_s`: longest wait for the index, if not the arena's.
+        """Pins all of these features, or none where one of them is missing. Their checksums are not looked at. When the
+        leases end they have served: they are not spared (`attach`) any more, or room would come back at the pace of
+        that time, not of those who use them. `timeout_s`: longest wait for the index, if not the arena's.
 
         Raises:
             StoreError: the arena does not answer.
@@ -321,9 +345,10 @@ class Arena:
                 table.header[H_MISSES] += 1
                 return None
             table.header[H_HITS] += len(slots)
-            for _, slot in slots:
-                table.pin(slot, self._row())
-            return [Lease(self, slot, table.offset[slot], table.meta(slot, key)) for key, slot in slots]
+            with self._own:
+                for _, slot in slots:
+                    table.pin(slot, self._row())
+            return [Lease(self, slot, table.offset[slot], table.meta(slot, key), spared=False) for key, slot in slots]
 
     def touch(self, keys: Iterable[str]) -> None:
         """Counts as a use of those of these features that are there: they are evicted last.
@@ -336,28 +361,6 @@ class Arena:
             for name in names:
                 if (slot := table.find_ready(name)) is not None:
                     table.touch(slot)
-
-    def get_into(self, key: str, dest: Buffer, *, verify: bool = True) -> FeatureMeta | None:
-        """Copies the feature to the start of `dest`; None when it is missing. `dest` is untouched unless it succeeds.
-
-        Raises:
-            CorruptFeatureError: the checksum does not match; the feature is dropped.
-            StoreError: `dest` is too small or read-only, or the arena does not answer.
-        """
-        target = as_bytes(dest, "dest")
-        if not target.flags.writeable:
-            raise StoreError("dest is read-only")
-        lease = self.lease(key, verify=verify)
-        if lease is None:
-            return None
-        with lease:
-            if target.nbytes < lease.nbytes:
-                raise StoreError(f"dest of {target.nbytes} bytes for a feature of {lease.nbytes}")
-            stored = self.memory()[lease.offset : lease.offset + lease.nbytes]
-            copy(target[: lease.nbytes], stored)
-            if lease._incarnation is not self._incarnation:
-                raise StoreError("arena: closed during the copy")
-            return lease.meta
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of a feature that *this* process leases (`Lease.offset`, `Lease.nbytes`), read-only and uncopied.
@@ -402,17 +405,7 @@ class Arena:
     def stats(self) -> StoreStats:
         """Counters of all processes together."""
         with self._index() as table:
-            header = table.header
-            return StoreStats(
-                capacity_bytes=header[H_CAPACITY],
-                **table.totals(),
-                puts=header[H_PUTS],
-                hits=header[H_HITS],
-                misses=header[H_MISSES],
-                evictions=header[H_EVICTIONS],
-                corrupt=header[H_CORRUPT],
-                reclaimed=header[H_RECLAIMED],
-            )
+            return StoreStats(table.header[H_CAPACITY], *table.totals(), *table.header[H_PUTS : H_RECLAIMED + 1])
 
     def entries(self) -> list[FeatureEntry]:
         """Every readable feature, the least recently used first."""
@@ -427,7 +420,7 @@ class Arena:
         if self not in _open_arenas:
             return
         try:
-            with self._index() as table:
+            with self._index() as table, self._own:
                 if self._lock.row is not None:
                     table.leave(self._lock.row)
                 self._lock.close(keep_row=self._writing > 0)  # another thread still writes there
@@ -437,9 +430,6 @@ class Arena:
                 _open_arenas.discard(self)
         except StoreError as error:  # raised, it would keep whoever shuts down from closing the rest
             logger.warning("%s stays open until this process ends: %s", self.path, error)
-
-    def _is_alive(self, row: int) -> bool:
-        return self._lock.is_alive(row)
 
     def _row(self) -> int:
         """Our owner row, taken with the first room or lease. Locked."""
@@ -451,72 +441,14 @@ class Arena:
             return row
         return self._lock.row
 
-    def _end(self, lease: Lease, *, corrupt: bool = False) -> None:
-        """Locked."""
-        if lease._ended or lease._incarnation is not self._incarnation:  # closed, or a fork since: it is over
-            return
-        lease._released = lease._ended = True
-        if corrupt and self._table.drop(lease.slot):
-            self._table.header[H_CORRUPT] += 1
-        self._table.unpin(lease.slot, self._row())
-
-    def _commit(self, room: Reservation, meta: FeatureMeta, *, leased: bool) -> Lease | None:
-        if meta.key != room.key or meta.nbytes != room.nbytes:
-            raise StoreError(f"room for {room.nbytes} bytes of {room.key}, not for {meta.nbytes} of {meta.key}")
-        with self._index() as table:
-            if room._incarnation is not self._incarnation or room._ended or room._detached:
-                raise StoreError(f"room for {room.key}: its reservation has ended")
-            if leased:
-                table.pin(room._slot, self._row())
-            table.commit(room._slot, meta)
-            table.header[H_PUTS] += 1
-            room._ended = True
-            self._writing -= 1
-            return Lease(self, room._slot, room._offset, meta) if leased else None
-
-    def _free(self, room: Reservation) -> None:
-        """Locked."""
-        if room._incarnation is self._incarnation and not room._ended:
-            room._ended = True
-            self._writing -= 1
-            self._table.free(room._slot)
-
-    def _detach(self, room: Reservation) -> None:
-        with self._index() as table:
-            if not room._ended and not room._detached and room._incarnation is self._incarnation:
-                table.disown(room._slot)
-                room._detached = True
-
-    def _soon(self, change: Callable[[], object]) -> None:
-        """Make a change now, or, where the lock is not to be had at once, a moment later."""
-        self._overdue.append(change)
-        try:
-            with self._index(timeout_s=0.0):
-                pass  # which makes it
-        except StoreError:
-            later = threading.Timer(OVERDUE_S, self._settle)
-            later.daemon = True
-            later.start()
-
-    def _settle(self) -> None:
-        while self._overdue and self in _open_arenas:
-            with suppress(StoreError), self._index():
-                break
-
     @contextmanager
     def _index(self, timeout_s: float | None = None) -> Iterator[SlotTable]:
         """The table, locked. Raises StoreError where the lock is not had in time, or the arena is closed."""
         self._lock.acquire(self._lock_timeout_s if timeout_s is None else timeout_s)
         try:
-            self._do_overdue()
             yield self._table
         finally:
             self._lock.release()
-
-    def _do_overdue(self) -> None:
-        """Locked."""
-        while self._overdue:
-            self._overdue.pop()()
 
 
 def _digest(key: str) -> bytes:

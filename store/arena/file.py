@@ -17,19 +17,23 @@ import os
 import struct
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from store.errors import StoreError
 from store.feature import RECORD_BYTES
 
 MAGIC = int.from_bytes(b"EPDarena", "little")
-VERSION = 3
-PAGE, WORD = 4096, 8
+VERSION = 5
+ALIGNMENT = PAGE = 4096  # every feature starts a page
+WORD = 8
 
-# Words of the header. The first six fix the layout. HOLDER: pid of whoever has the lock, for people.
-H_MAGIC, H_VERSION, H_CAPACITY, H_SLOTS, H_OWNERS, H_ALIGNMENT, H_HOLDER = range(7)
+# Words of the header. The first five fix the layout. HOLDER: pid of whoever has the lock, for people.
+H_MAGIC, H_VERSION, H_CAPACITY, H_SLOTS, H_OWNERS, H_HOLDER = range(6)
+# Counts, in the order of `StoreStats`.
 H_PUTS, H_HITS, H_MISSES, H_EVICTIONS, H_CORRUPT, H_RECLAIMED = range(8, 14)
 H_SLOTS_USED, H_ROWS_USED = 14, 15  # slots and owner rows behind these were never used
 HEADER_WORDS = 64
@@ -41,7 +45,17 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence,
 
 
 Format: TypeAlias = Literal["B", "Q", "I"]
-Column: TypeAlias = tuple[Format, int]
+_COLUMNS: tuple[tuple[str, Format, int], ...] = (
+    ("state", "B", 1),
+    ("digest", "B", 16),
+    ("offset", "Q", 1),
+    ("nbytes", "Q", 1),
+    ("owner", "Q", 1),
+    ("tenant", "Q", 1),
+    ("tick", "Q", 1),
+    ("record", "B", RECORD_BYTES),
+)
+"""The format of a value, and how many a slot has."""
 
 
 def align_up(value: int, alignment: int) -> int:
@@ -54,42 +68,24 @@ class Geometry:
     """The sizes that fix a file's layout: header | columns of the slot table | features.
 
     Attributes:
-        capacity_bytes: room for features, a multiple of `alignment`.
+        capacity_bytes: room for features, whole pages.
         slots: most features at one time.
         owners: most processes at one time.
-        alignment: every feature starts at a multiple of it, in bytes.
     """
 
     capacity_bytes: int
     slots: int
     owners: int
-    alignment: int
-
-    COLUMNS: ClassVar[dict[str, Column]] = {
-        "state": ("B", 1),
-        "digest": ("B", 16),
-        "offset": ("Q", 1),
-        "nbytes": ("Q", 1),
-        "owner": ("Q", 1),
-        "tick": ("Q", 1),
-        "record": ("B", RECORD_BYTES),
-    }
-    """Of the slot table (`store.arena.table`): the format of a value, and how many a slot has."""
 
     def __post_init__(self) -> None:
-        if self.alignment < 64 or self.alignment & (self.alignment - 1):
-            raise StoreError(f"arena: alignment {self.alignment} is not a power of two of at least 64")
-        if self.capacity_bytes < self.alignment or self.capacity_bytes % self.alignment:
-            raise StoreError(f"arena: capacity {self.capacity_bytes} is not a positive multiple of {self.alignment}")
-        if not 1 <= self.slots <= 1 << 20 or not 1 <= self.owners <= 1 << 12:
-            raise StoreError(f"arena: {self.slots} slots or {self.owners} processes is out of range")
+        if self.capacity_bytes < ALIGNMENT or self.capacity_bytes % ALIGNMENT:
+            raise StoreError(f"arena: capacity {self.capacity_bytes} is not a positive multiple of {ALIGNMENT}")
 
     def columns(self) -> dict[str, tuple[int, int, Format]]:
-        """Where each column starts, how many bytes it has, and the format of its values."""
+        """Of the slot table (`store.arena.table`): where each column starts, its bytes, its values' format."""
         found: dict[str, tuple[int, int, Format]] = {}
         start = HEADER_WORDS * WORD
-        leases: dict[str, Column] = {"leases": ("I", self.owners)}
-        for name, (form, count) in (self.COLUMNS | leases).items():
+        for name, form, count in (*_COLUMNS, ("leases", "I", self.owners)):
             nbytes = self.slots * count * struct.calcsize(form)
             found[name] = (start, nbytes, form)
             start = align_up(start + nbytes, 64)
@@ -99,11 +95,20 @@ class Geometry:
     def data_byte(self) -> int:
         """Where the features start."""
         start, nbytes, _ = self.columns()["leases"]
-        return align_up(start + nbytes, max(self.alignment, PAGE))
+        return align_up(start + nbytes, PAGE)
 
     @property
     def file_bytes(self) -> int:
         return self.data_byte + self.capacity_bytes
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """The kernel's refusals as StoreErrors."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{what}: {error.strerror}") from error
 
 
 def make_file(path: Path, geometry: Geometry) -> None:
@@ -112,18 +117,16 @@ def make_file(path: Path, geometry: Geometry) -> None:
     Raises:
         StoreError: it exists, or there is no room for it.
     """
-    try:
+    with _named(f"arena {path}"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise StoreError(f"arena {path}: {error.strerror}") from error
     try:
-        os.posix_fallocate(fd, 0, geometry.file_bytes)
-        sizes = (geometry.capacity_bytes, geometry.slots, geometry.owners, geometry.alignment)
-        os.pwrite(fd, struct.pack("=5Q", VERSION, *sizes), WORD * H_VERSION)
-        os.pwrite(fd, struct.pack("=Q", MAGIC), WORD * H_MAGIC)  # last: before it, nobody takes this for an arena
-    except OSError as error:
+        with _named(f"arena {path}: {geometry.file_bytes} bytes"):
+            os.posix_fallocate(fd, 0, geometry.file_bytes)
+            os.pwrite(fd, struct.pack("=4Q", VERSION, *astuple(geometry)), WORD * H_VERSION)
+            os.pwrite(fd, struct.pack("=Q", MAGIC), WORD * H_MAGIC)  # last: before it, nobody takes this for an arena
+    except StoreError:
         path.unlink(missing_ok=True)
-        raise StoreError(f"arena {path}: {geometry.file_bytes} bytes: {error.strerror}") from error
+        raise
     finally:
         os.close(fd)
 
@@ -134,28 +137,23 @@ def open_file(path: Path) -> tuple[int, Geometry]:
     Raises:
         StoreError: no such file, or it is no arena of this version.
     """
-    try:
+    if not path.exists():
+        raise StoreError(f"arena {path}: not there; containers that share it need one /dev/shm (--ipc)")
+    with _named(f"arena {path}"):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError as error:
-        raise StoreError(f"arena {path}: not there; containers that share it need one /dev/shm (--ipc)") from error
-    except OSError as error:
-        raise StoreError(f"arena {path}: {error.strerror}") from error
     try:
-        return fd, _read_geometry(fd, path)
+        with _named(f"arena {path}"):
+            return fd, _read_geometry(fd, path)
     except BaseException:
         os.close(fd)
         raise
 
 
 def _read_geometry(fd: int, path: Path) -> Geometry:
-    try:
-        header = os.pread(fd, HEADER_WORDS * WORD, 0)
-        size = os.fstat(fd).st_size
-    except OSError as error:
-        raise StoreError(f"arena {path}: {error.strerror}") from error
+    header, size = os.pread(fd, HEADER_WORDS * WORD, 0), os.fstat(fd).st_size
     if len(header) < HEADER_WORDS * WORD:
         raise StoreError(f"{path} is not an arena: {len(header)} bytes")
-    magic, version, *sizes = struct.unpack_from("=6Q", header)
+    magic, version, *sizes = struct.unpack_from("=5Q", header)
     if magic != MAGIC:
         raise StoreError(f"{path} is not an arena")
     if version != VERSION:
@@ -172,12 +170,10 @@ def map_file(fd: int, geometry: Geometry, *, prefault: bool) -> memoryview:
     Raises:
         StoreError: no address space, or no memory to prefault.
     """
-    try:
+    with _named(f"arena: mapping {geometry.file_bytes} bytes"):
         mapping = mmap.mmap(fd, geometry.file_bytes)
         if prefault:
             _populate(mapping)
-    except OSError as error:
-        raise StoreError(f"arena: mapping {geometry.file_bytes} bytes: {error.strerror}") from error
     return memoryview(mapping)
 
 

@@ -5,6 +5,11 @@ how many leases each process has on it. What follows from these (free room, who 
 when it is asked for, over the slots that were ever used. So every change is whole after each single store, a process
 may die between any two of them, and there is nothing to repair.
 
+Tenants have equal shares of the room; what one leaves, the others have, so one alone has all of it. When room is
+needed, whoever holds more than its share gives first. Shares are worked out then, too, and need no configuration:
+whoever holds something counts. They are shares of what lies idle: it gives way to what is in use, whoever's that is, so
+that no put has to wait for shares, and nobody for such a put (`docs/waiting.md`).
+
 Lookups need no numpy: whoever only asks what there is does without its 13 MiB.
 """
 
@@ -15,6 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from store.arena.file import (
+    ALIGNMENT,
     H_EVICTIONS,
     H_RECLAIMED,
     H_ROWS_USED,
@@ -26,6 +32,7 @@ from store.arena.file import (
 )
 from store.errors import StoreFullError
 from store.feature import RECORD_BYTES, FeatureMeta, decoded, encoded
+from store.keys import TENANTS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,9 +41,13 @@ if TYPE_CHECKING:
 FREE = 0
 ALLOCATED = 1  # room taken, being written, not readable
 READY = 2
-DROPPED = 3  # removed or corrupt while leased: unreadable, its room returns with the last lease
+DROPPED = 3  # removed or corrupt while leased: unreadable, its room is free (`reap`) after the last lease
 
 DIGEST_BYTES = 16
+
+FORGOTTEN_NS = 600 * 10**9
+"""What nobody has used for so long counts for no share: it goes first, whoever's it is. Else tenants that are gone
+would keep theirs for ever."""
 
 
 class SlotTable:
@@ -44,8 +55,9 @@ class SlotTable:
 
     Attributes:
         header: words of the file (`store.arena.file`).
-        state, digest, offset, nbytes, owner, tick, record: columns, a value or a stretch of bytes for each slot. Owner:
-            row of its writer. Tick: CLOCK_MONOTONIC ns of its last use.
+        state, digest, offset, nbytes, owner, tenant, tick, record: columns, a value or a stretch of bytes for each
+            slot. Owner: row of its writer. Tenant: whose share it takes (`store.keys.tenant_of`). Tick: CLOCK_MONOTONIC
+            ns of its last use.
         leases: a row of counts for each process.
     """
 
@@ -61,7 +73,7 @@ class SlotTable:
         columns = {name: file[start : start + n].cast(form) for name, (start, n, form) in geometry.columns().items()}
         self.state, self.digest, self.record = columns["state"], columns["digest"], columns["record"]
         self.offset, self.nbytes = columns["offset"], columns["nbytes"]
-        self.owner, self.tick = columns["owner"], columns["tick"]
+        self.owner, self.tenant, self.tick = columns["owner"], columns["tenant"], columns["tick"]
         self.leases = columns["leases"]
         self._geometry = geometry
         self._is_alive = is_alive
@@ -83,7 +95,7 @@ class SlotTable:
         slot = self.find(digest)
         return slot if slot is not None and self.state[slot] == READY else None
 
-    def reserve(self, digest: bytes, nbytes: int, owner: int) -> int | None:
+    def reserve(self, digest: bytes, nbytes: int, owner: int, tenant: int) -> int | None:
         """Takes a slot and room for a new feature, evicting as needed; None when it is there or being written.
 
         Raises:
@@ -98,9 +110,10 @@ class SlotTable:
                 return None
             self.header[H_RECLAIMED] += 1
             self.state[slot] = FREE
-        slot, offset = self._make_room(nbytes)
+        slot, offset = self._make_room(nbytes, tenant)
         self.digest[DIGEST_BYTES * slot : DIGEST_BYTES * (slot + 1)] = digest
-        self.offset[slot], self.nbytes[slot], self.owner[slot] = offset, nbytes, owner
+        self.offset[slot], self.nbytes[slot] = offset, nbytes
+        self.owner[slot], self.tenant[slot] = owner, tenant
         self.header[H_SLOTS_USED] = max(self.header[H_SLOTS_USED], slot + 1)
         self.state[slot] = ALLOCATED
         return slot
@@ -130,12 +143,11 @@ class SlotTable:
     def pin(self, slot: int, owner: int) -> None:
         self.leases[owner * self._geometry.slots + slot] += 1
 
-    def unpin(self, slot: int, owner: int) -> None:
-        """Ends a lease; the last one makes the feature evictable, or frees it if it was dropped."""
-        self.tick[slot] = time.monotonic_ns()
+    def unpin(self, slot: int, owner: int, *, spared: bool) -> None:
+        """Ends a lease; the last one makes the feature evictable, and its room free if it was dropped. Not `spared`: at
+        once, though after what was used longer ago. Needs no lock but the process's: nobody else writes to its row."""
+        self.tick[slot] = time.monotonic_ns() - (0 if spared else self._spare_ns)
         self.leases[owner * self._geometry.slots + slot] -= 1
-        if self.state[slot] == DROPPED and not self.is_leased(slot):
-            self.state[slot] = FREE
 
     def is_leased(self, slot: int) -> bool:
         of_slot = slice(slot, self.header[H_ROWS_USED] * self._geometry.slots, self._geometry.slots)
@@ -168,14 +180,22 @@ class SlotTable:
         held = self._leases()[owner].nonzero()[0]
         self._array(self.tick)[held] = time.monotonic_ns()
         self._leases()[owner, held] = 0
-        state = self._array(self.state)
-        state[(state == DROPPED) & ~self._leased()] = FREE
 
-    def reap(self) -> None:
-        """Takes back what dead processes hold."""
-        for row in range(self.header[H_ROWS_USED]):
-            if not self._is_alive(row):
-                self._take_back(row)
+    def reap(self) -> bool:
+        """Takes back what dead processes hold, and the room of dropped features that nobody leases any more. False:
+        there is neither."""
+        dead = [row for row in range(self.header[H_ROWS_USED]) if not self._is_alive(row)]
+        for row in dead:
+            self._take_back(row)
+        return self._sweep() or bool(dead)
+
+    def _sweep(self) -> bool:
+        state = self._array(self.state)
+        if DROPPED not in state:
+            return False
+        free = (state == DROPPED) & ~self._leased()
+        state[free] = FREE
+        return bool(free.any())
 
     def _take_back(self, owner: int) -> None:
         """The half-written features and the leases of a process that is gone."""
@@ -185,14 +205,12 @@ class SlotTable:
         self.leave(owner)
         state[half] = FREE
 
-    def totals(self) -> dict[str, int]:
-        """Readable features, those that are leased, dropped ones included, and the bytes that all take."""
+    def totals(self) -> tuple[int, int, int]:
+        """The bytes that all take, readable features, and those that are leased, dropped ones included."""
+        self._sweep()
         state = self._array(self.state)
-        return {
-            "features": int((state == READY).sum()),
-            "leased": int(self._leased().sum()),
-            "used_bytes": int(self._spans()[state != FREE].sum()),
-        }
+        used = self._spans()[state != FREE].sum()
+        return int(used), int((state == READY).sum()), int(self._leased().sum())
 
     def by_use(self) -> list[tuple[int, int, float]]:
         """Of every readable feature its slot, its leases, and the seconds since its last use; the oldest first."""
@@ -203,25 +221,47 @@ class SlotTable:
             for slot in sorted(ready, key=self.tick.__getitem__)
         ]
 
-    def _make_room(self, nbytes: int) -> tuple[int, int]:
+    def _make_room(self, nbytes: int, tenant: int) -> tuple[int, int]:
         """A free slot, and the offset of room of so many bytes. What the dead hold goes first, then what was used least
-        recently."""
-        span = align_up(nbytes, self._geometry.alignment)
+        recently of whoever has to give (`_evictable_for`)."""
+        span = align_up(nbytes, ALIGNMENT)
         if span > self._geometry.capacity_bytes:
             raise StoreFullError(f"feature of {nbytes} bytes in an arena of {self._geometry.capacity_bytes}")
         place = self._place(span)
-        if place is None:
-            self.reap()
+        if place is None and self.reap():
             place = self._place(span)
         while place is None:
-            old = self._array(self.tick) <= time.monotonic_ns() - self._spare_ns
+            now, tick = time.monotonic_ns(), self._array(self.tick)
+            old = tick <= now - self._spare_ns
             idle = ((self._array(self.state) == READY) & ~self._leased() & old).nonzero()[0]
+            if len(idle) and tick[idle].min() > now - FORGOTTEN_NS:
+                idle = self._evictable_for(idle, tenant, span)
             if not len(idle):
                 raise StoreFullError(f"arena: no {span} bytes free, all is leased, being written or just used")
-            self.state[idle[self._array(self.tick)[idle].argmin()]] = FREE
+            self.state[idle[tick[idle].argmin()]] = FREE
             self.header[H_EVICTIONS] += 1
             place = self._place(span)
         return place
+
+    def _evictable_for(self, idle: npt.NDArray[np.int64], tenant: int, span: int) -> npt.NDArray[np.int64]:
+        """Those of the idle slots that may go for room of so many bytes that a tenant asks for.
+
+        Of the tenants that hold more than their share, this room included, the one that holds most gives. Where none of
+        them has anything idle, or room is only too cut up, the tenant itself gives; if it has nothing idle either, all.
+        """
+        import numpy as np
+
+        tenants, capacity = self._array(self.tenant), self._geometry.capacity_bytes
+        if (tenants == tenant).all():
+            return idle
+        slot_bytes = capacity / self._geometry.slots  # slots run out, too: the smallest feature counts as one
+        room = (self._array(self.state) != FREE) * np.maximum(self._spans(), slot_bytes)
+        by_tenant = np.bincount(tenants, weights=room, minlength=TENANTS)
+        by_tenant[tenant] += max(span, slot_bytes)
+        share, whose = capacity / np.count_nonzero(by_tenant), tenants[idle]
+        held: npt.NDArray[np.float64] = by_tenant[whose]
+        gives = held == held.max() if held.max() > share else whose == tenant
+        return idle[gives] if np.any(gives) else idle
 
     def _place(self, span: int) -> tuple[int, int] | None:
         """The first free slot, and the start of the first gap of `span` bytes, where there are such."""
@@ -246,7 +286,7 @@ class SlotTable:
 
     def _spans(self) -> npt.NDArray[np.int64]:
         """The bytes of room that each feature takes."""
-        return (self._array(self.nbytes) + self._geometry.alignment - 1) & -self._geometry.alignment
+        return (self._array(self.nbytes) + ALIGNMENT - 1) & -ALIGNMENT
 
     def _leases(self) -> npt.NDArray[np.uint32]:
         """[rows, slots]"""

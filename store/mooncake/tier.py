@@ -1,39 +1,49 @@
 """Tier 2 of the MM Store: a Mooncake Store, which joins hosts.
 
-Owns what a transfer may touch for how long, what answers mean, and this process's connection: begun in the background,
-given up when calls hang (`store.mooncake.breaker`), regained by itself. What a value is: `store.mooncake.values`; what
-Mooncake is told: `store.mooncake.client`.
+Owns what a value is, what a transfer may touch for how long, and this process's connection: begun in the background,
+given up when calls hang (`store.mooncake.breaker`), regained by itself. What Mooncake is told: `store.mooncake.client`.
+
+A value is a feature's payload and then its record. A put is read back before it counts: Mooncake's put also says 0, and
+stores nothing, where the value of a dead owner or of an unfinished writer lies.
+
+`python -m store.mooncake.tier HOST:PORT` removes values, leased or not; their keys come by stdin. A process of its own,
+because whoever asks (the command line) loads no Mooncake and can end this one when it hangs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from store.checksum import Bytes
-from store.errors import CorruptFeatureError, StoreError, StoreUnavailableError
-from store.feature import RECORD_BYTES, FeatureMeta, checked_key
+from store.errors import CorruptFeatureError, StoreError, StoreFullError, StoreUnavailableError
+from store.feature import RECORD_BYTES, Bytes, FeatureMeta, checked_key, decoded, encoded
 from store.mooncake.breaker import Guard, State
-from store.mooncake.client import MooncakeClient, MooncakeConfig, Outcome, load_mooncake
-from store.mooncake.values import Scratch, load_value, store_value
+from store.mooncake.client import MooncakeClient, MooncakeConfig, Outcome, Part, load_mooncake
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Call: TypeAlias = Callable[[MooncakeClient, str], T]
 """What asks a Mooncake Store something about the value of this name."""
 
+_FULL_RETRIES, _FULL_NAP_S = 10, 0.02  # the master evicts in the background, a moment after it refused
+_UNFINISHED_NAP_S, _RETRY_NAP_S = 0.005, 0.1
+_LEAVE_S = 30.0
+
 
 class MooncakeStore:
-    """The transfers in place that `store.feature_pool` is made of. Thread-safe.
+    """The transfers that `store.feature_pool` is made of. Thread-safe.
 
-    They copy nothing: their memory is registered (`register`), and must not be reused before they end, which may be
-    long after they have raised: `on_failure` says when. Until it is connected every call raises StoreUnavailableError.
+    Their memory is registered (`register`), or copied from and to memory of the device (`MooncakeConfig.host_memory`).
+    Either way it must not be reused before they end, which may be long after they have raised: `on_failure` says when.
+    Until it is connected every call raises StoreUnavailableError.
 
     Attributes:
         guard: its breaker. client: None until it has connected for the first time, and after `close`.
@@ -49,14 +59,14 @@ class MooncakeStore:
         self.config = config
         self.client: MooncakeClient | None = None
         self._lock = threading.Lock()
-        self._scratch = Scratch(config.threads)
-        self._probing: Bytes = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=np.uint8)
-        self._registered = [(place.ctypes.data, place.nbytes) for place in (self._scratch.memory, self._probing)]
+        self._staged = config.host_memory is not None
+        self._own = threading.local()  # `place`: registered memory of the thread that transfers; a stuck one keeps it
+        self._registered: list[Part] = []
         self._suspect = ""  # read by the probe: the value whose transfer was given up last
+        self._probing: Bytes  # where to
         self.guard = Guard(
             f"Mooncake at {config.master}",
             self._probe,
-            timeout_s=config.timeout_s,
             threads=config.threads,
             failures_to_open=config.failures_to_open,
             probe_after_s=config.probe_after_s,
@@ -87,6 +97,8 @@ class MooncakeStore:
 
     def register(self, address: int, nbytes: int) -> None:
         """Makes memory usable in `put_from` and `fetch_into`. It stays mapped until `close` has returned."""
+        if self._staged:
+            return
         with self._lock:
             if self.client is not None:
                 self.client.register(address, nbytes)
@@ -101,10 +113,12 @@ class MooncakeStore:
             StoreUnavailableError: no answer in time, or another writer of this key has not finished.
             StoreFullError: no room.
         """
-        patience_s = self.config.timeout_s / 2
 
         def store(client: MooncakeClient, name: str) -> Outcome:
-            return store_value(client, name, meta, address, self._scratch, patience_s)
+            parts, record = self._parts(client, address, meta.nbytes)
+            if self._staged:
+                ctypes.memmove(parts[0][0], address, meta.nbytes)
+            return self._put(client, name, meta, parts, record)
 
         stored = self._call(store, meta.key, meta.nbytes, on_failure)
         if stored is Outcome.UNFINISHED:
@@ -128,7 +142,7 @@ class MooncakeStore:
     def fetch_into(self, key: str, address: int, nbytes: int, *, on_failure: Callable[[], None]) -> FeatureMeta | None:
         """Reads a feature of `nbytes` (`size`) into `address`; None when it is missing, or its bytes are lost.
 
-        The payload is *not* checked against `FeatureMeta.checksum` yet: `store.checksum.verify_payload`, and
+        The payload is *not* checked against `FeatureMeta.checksum` yet: `store.feature.verify_payload`, and
         `drop_corrupt` if that fails. Until this returns or `on_failure` is called, anything may be written there.
 
         Raises:
@@ -137,17 +151,21 @@ class MooncakeStore:
         """
 
         def load(client: MooncakeClient, name: str) -> FeatureMeta | None:
-            return load_value(client, name, key, address, nbytes, self._scratch)
+            parts, record = self._parts(client, address, nbytes)
+            outcome = client.get(name, parts)
+            if outcome is Outcome.LOST:
+                client.remove(name)  # so that it is missing for all, and can be put anew
+            if outcome is not Outcome.DONE:
+                return None
+            if self._staged:
+                ctypes.memmove(address, parts[0][0], nbytes)
+            return decoded(record.tobytes(), key, nbytes)
 
         try:
             return self._call(load, key, nbytes, on_failure)
         except CorruptFeatureError:
             self.drop_corrupt(key)
             raise
-
-    def contains(self, key: str) -> bool:
-        """Whether there is such a value. True also for one whose owner has just died."""
-        return self._call(MooncakeClient.exists, key)
 
     def remove(self, key: str) -> bool:
         """Whether it was there. At once, also under a reader: it will find the bytes corrupt."""
@@ -167,41 +185,92 @@ class MooncakeStore:
             return
         with self._lock:
             client, self.client = self.client, None
-        if client is not None:
+        if client is not None:  # not in the caller's thread, which may be the model's: its stream is not to be changed
+            leaving = threading.Thread(target=self._leave, args=(client,), name="Mooncake leaves", daemon=True)
+            leaving.start()
+            leaving.join(_LEAVE_S)
+
+    def _leave(self, client: MooncakeClient) -> None:
+        try:
+            self.config.begin_thread()
             client.close()
+        except StoreError as error:
+            log.warning("%s was not left: %s", self.guard.name, error)
 
     def _call(self, fn: Call[T], key: str, nbytes: int = 0, on_failure: Callable[[], None] = lambda: None) -> T:
         """`fn` with the client and the key's name, on a thread of the guard, whose deadline follows from the bytes that
         it moves; 0 for a question to the master."""
-        name, late_calls = self._name(key), self.guard.late_calls
+        checked_key(key)
+        name, late_calls = self.config.namespace + key, self.guard.late_calls
+
+        def begun() -> T:
+            self.config.begin_thread()
+            if self.client is None:
+                raise StoreUnavailableError(f"{self.guard.name}: not connected")
+            return fn(self.client, name)
+
         try:
             # The master alone answers calls that move no bytes: they say nothing of the owners.
-            return self.guard.call(
-                lambda: fn(self._connected(), name),
-                timeout_s=self.deadline_s(nbytes),
-                on_failure=on_failure,
-                proof=nbytes > 0,
-            )
+            return self.guard.call(begun, timeout_s=self.deadline_s(nbytes), on_failure=on_failure, proof=nbytes > 0)
         except StoreUnavailableError:
             if nbytes and self.guard.late_calls != late_calls:
                 self._suspect = name
             raise
 
-    def _name(self, key: str) -> str:
-        checked_key(key)
-        return self.config.namespace + key
+    def _parts(self, client: MooncakeClient, address: int, nbytes: int) -> tuple[Sequence[Part], Bytes]:
+        """What the calling thread transfers, payload and record in one, and the record: the payload at `address`, or in
+        memory of this thread."""
+        payload_bytes = nbytes if self._staged else 0
+        place: Bytes | None = getattr(self._own, "place", None)
+        if place is None or place.nbytes < payload_bytes + RECORD_BYTES:
+            self._own.place = None
+            if place is not None:
+                client.unregister(place.ctypes.data)
+            place = self._memory(payload_bytes + RECORD_BYTES)
+            client.register(place.ctypes.data, place.nbytes)
+            self._own.place = place
+        record = place[payload_bytes : payload_bytes + RECORD_BYTES]
+        start = place.ctypes.data if self._staged else address
+        return [(start, nbytes), (record.ctypes.data, RECORD_BYTES)], record
 
-    def _connected(self) -> MooncakeClient:
-        client = self.client
-        if client is None:
-            raise StoreUnavailableError(f"{self.guard.name}: not connected")
-        return client
+    def _memory(self, nbytes: int) -> Bytes:
+        """So many bytes or more, doubled from place to place."""
+        most = max(1 << (nbytes - 1).bit_length(), mmap.PAGESIZE)
+        make = self.config.host_memory
+        return np.frombuffer(mmap.mmap(-1, most), dtype=np.uint8) if make is None else make(most)
+
+    def _put(
+        self, client: MooncakeClient, name: str, meta: FeatureMeta, parts: Sequence[Part], record: Bytes
+    ) -> Outcome:
+        """`DONE`: a value of this feature can be read back, ours or another's. `UNFINISHED`: another writer of the name
+        has not finished in time. `LOST`: it went to memory whose owner is gone, and the master does not know yet."""
+        deadline = time.monotonic() + self.config.timeout_s / 2
+        full = 0
+        while True:
+            record[:] = np.frombuffer(encoded(meta), dtype=np.uint8)
+            put = client.put(name, parts)
+            if put is Outcome.FULL:
+                full += 1
+                if full > _FULL_RETRIES:
+                    raise StoreFullError(f"{meta.key}: no room for {meta.nbytes} bytes in the second tier")
+                time.sleep(_FULL_NAP_S)
+                continue
+            while (read := _read_back(client, name, meta, record)) is Outcome.UNFINISHED:
+                if time.monotonic() > deadline:
+                    return read
+                time.sleep(_UNFINISHED_NAP_S)
+            if read is Outcome.DONE:
+                return read
+            if time.monotonic() > deadline:
+                return Outcome.LOST
+            client.remove(name)  # of an owner that is gone, or not what it should be
+            if put is not Outcome.DONE:
+                time.sleep(_RETRY_NAP_S)  # its memory is still offered by the master
 
     def _probe(self) -> None:
         """Runs while the breaker is open: connects if need be, then asks for what was not answered last."""
-        client = self.client
-        if client is None:
-            client = self._connect()
+        self.config.begin_thread()
+        client = self.client or self._connect()
         client.exists(self.config.namespace + "probe")
         if self._suspect:
             started = time.monotonic()
@@ -214,10 +283,43 @@ class MooncakeStore:
         client = MooncakeClient(self.config)
         with self._lock:
             try:
-                for address, nbytes in self._registered:
+                self._probing = self._memory(1)
+                for address, nbytes in (*self._registered, (self._probing.ctypes.data, self._probing.nbytes)):
                     client.register(address, nbytes)
             except StoreError:
                 client.close()
                 raise
             self.client = client
         return client
+
+
+def _read_back(client: MooncakeClient, name: str, meta: FeatureMeta, record: Bytes) -> Outcome:
+    """`DONE` when a value of this feature is there and its owner answers. Reads the record only."""
+    record[:] = 0
+    outcome = client.get_range(name, meta.nbytes, (record.ctypes.data, RECORD_BYTES))
+    if outcome is Outcome.DONE:
+        try:
+            decoded(record.tobytes(), meta.key, meta.nbytes)
+        except CorruptFeatureError:
+            return Outcome.LOST
+    return outcome
+
+
+def remove_all(master: str, keys: Sequence[str]) -> int:
+    """How many of the keys were there.
+
+    Raises:
+        StoreError: Mooncake does not load, or its master does not answer in time.
+    """
+    store = MooncakeStore.connect(MooncakeConfig(master=master))
+    try:
+        return sum(store.remove(key) for key in keys)
+    finally:
+        store.close()
+
+
+if __name__ == "__main__":
+    try:
+        print(remove_all(sys.argv[1], sys.stdin.read().split()))
+    except StoreError as error:
+        sys.exit(str(error))

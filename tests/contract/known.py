@@ -22,9 +22,9 @@ class Known:
 
 _NPU = "mooncake-transfer-engine-npu 0.3.11.post1"
 _CALLS = (
-    "Its client keeps limits of its own, and NPUs have no second tier that would use it. Elsewhere an older client is "
-    "warned of: our deadline and breaker (`store/mooncake/breaker.py`) end the call for whoever waits; the memory that "
-    "it was given may stay taken for up to 30 s."
+    "Its client keeps limits of its own, and the start warns of it where features use it: our deadline and breaker "
+    "(`store/mooncake/breaker.py`) end the call for whoever waits; the memory that it was given may stay taken for up "
+    "to 30 s."
 )
 _QUEUES = (
     "TCP only, and Ascend's protocol is another one. Over TCP a write of 200 MB may fail with this release: warned of "
@@ -42,7 +42,7 @@ KNOWN: tuple[Known, ...] = (
         _NPU,
         "store/mooncake/master.py",
         "--metrics_host",
-        "Its `mooncake_master` ends at once with `unknown command line flag`. It is never started: NPUs have no second "
-        "tier (`deploy/options/mooncake.py`).",
+        "Its `mooncake_master` ends at once with `unknown command line flag`. It is never started: `what_is_missing` "
+        "(`deploy/options/mooncake.py`) refuses it by its version.",
     ),
 )

@@ -37,9 +37,10 @@ ORIGINS = (
     Origin("npu_ops/core_limits.py", "limit_at_set_device", "npu", "module torch_npu.npu"),
     Origin("npu_ops/core_limits.py", "limit_npu", "npu", "module torch_npu.npu"),
     Origin("npu_ops/fences.py", "EventFence.__init__", "module", "module torch_npu.npu"),
-    Origin("npu_ops/fences.py", "fence", "module", "module torch_npu.npu"),
     Origin("npu_ops/torch_memory.py", "_StreamMemory.__init__", "module", "module torch_npu.npu"),
+    Origin("store/mooncake/client.py", "MooncakeClient.__init__", "engine", "mooncake.engine.TransferEngine"),
     Origin("store/mooncake/client.py", "MooncakeClient.__init__", "module", "module mooncake.store"),
+    Origin("store/mooncake/client.py", "begin_engine", "engine", "mooncake.engine.TransferEngine"),
 )  # fmt: skip
 
 # Protocols that stand for a class: whatever they name, the class must have.

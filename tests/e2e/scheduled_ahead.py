@@ -8,32 +8,21 @@ runner has all of it; streams and events are stood in for, as a CPU has nothing 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.e2e.vllm_plugin import plugin
+
 SAID = "steps are scheduled ahead: {} batches in flight"
 
 
 @contextlib.contextmanager
 def scheduled_ahead(folder: Path) -> Iterator[None]:
     """Stages that are started meanwhile load the plugin; plain vLLM (`tests.e2e.serving.plain_vllm`) does not."""
-    metadata = folder / "epd_test_scheduled_ahead.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: epd-test-scheduled-ahead\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text(f"[vllm.general_plugins]\nscheduled_ahead = {__name__}:register\n")
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), str(ROOT), before)))
-    try:
+    with plugin(folder, __name__):
         yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
 
 
 class _Event:

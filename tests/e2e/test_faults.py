@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -217,6 +218,32 @@ def test_a_request_outlives_the_death_of_the_stage_that_held_it(launch: Serving,
     assert answers == [solo_answer(body)]
 
 
+@epd
+@pytest.mark.slow
+@pytest.mark.promise("recomputed")
+@pytest.mark.parametrize("killed", ["E0", "P0", "D0"])
+def test_requests_for_one_image_outlive_the_death_of_a_stage_that_held_them(
+    launch: Serving, solo_answer: Solo, killed: str
+) -> None:
+    """E dies before it has made the feature, P and D when it is stored and they have the requests."""
+    body = fresh({"E0": 416, "P0": 417, "D0": 418}[killed])
+    bodies = [{**body, "max_tokens": tokens} for tokens in (5, 6, 7, 8)]
+    alone = [solo_answer(one) for one in bodies]
+    encoded = launch.settled_counters("E0").get("encoded", 0)
+    os.kill(launch.api_server_pid(killed), signal.SIGSTOP)
+    with ThreadPoolExecutor(4) as pool:
+        answers = pool.map(lambda one: ask(launch, one), bodies)
+        if killed == "E0":
+            wait_for(lambda: launch.instances()["E0"]["in_flight"]["encode"] > 0, "E to be asked", 10)
+        else:
+            part = {"P0": "prefill", "D0": "decode"}[killed]
+            wait_for(lambda: launch.instances()[killed]["in_flight"][part] > 0, f"{killed} to be asked", 10)
+            wait_for(lambda: launch.counters("E0").get("encoded", 0) == encoded + 1, "E to have encoded it", 10)
+        os.kill(launch.api_server_pid(killed), signal.SIGKILL)
+        assert list(answers) == alone
+    wait_for(launch.healthy, f"{killed} to be back", 180)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launch",
@@ -227,8 +254,6 @@ def test_a_request_outlives_the_death_of_the_stage_that_held_it(launch: Serving,
 )  # fmt: skip
 class TestTinyKv:
     def test_fifty_requests_finish_without_a_lease_firing(self, launch: Serving, solo_answer: Solo) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
         bodies = [about(PAIRWISE_DIFFERENT[number % len(PAIRWISE_DIFFERENT)]) for number in range(25)]
         turns = (6, 7, 8, 9, 12, 18, 19, 20, 21, 22)  # prompts of up to 503 tokens, 16 of the 40 blocks
         bodies += [conversation(turn, png(PAIRWISE_DIFFERENT[turn % 12].picture())) for turn in turns] * 2

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from tests.e2e.scheduled_ahead import ROOT
+from tests.e2e.vllm_plugin import ROOT
 
 # As CPUModelRunner makes the stream, and sample_tokens the output.
 SAMPLED = """

@@ -17,7 +17,7 @@ import jinja2
 import pytest
 
 from epd_serve.demo.families import family_names, read_family, write_family
-from epd_serve.demo.presets import PRESETS, builtin_model_dir, write_preset
+from epd_serve.demo.presets import PRESETS, RandomPreset, builtin_model_dir, write_preset
 from epd_serve.errors import ConfigError
 from epd_serve.model_weights import read_model_weights
 
@@ -120,6 +120,16 @@ def test_the_shape_of_an_8b_model_takes_no_disk_and_tells_the_sizes_of_its_weigh
     assert without_layer_numbers(tensor_shapes(tmp_path / "model")) == without_layer_numbers(
         tensor_shapes(builtin_model_dir())
     )
+
+
+@needs_transformers
+def test_a_model_may_have_sizes_of_the_caller_s_own(tmp_path):
+    sizes = RandomPreset(text={"hidden_size": 64}, vision={"out_hidden_size": 64}, max_pixels=65_536, hollow=True)
+    write_preset(tmp_path / "model", sizes)
+    shapes = tensor_shapes(tmp_path / "model")
+
+    assert {shape[-1] for name, shape in shapes.items() if name.endswith("embed_tokens.weight")} == {64}
+    assert json.loads((tmp_path / "model" / "preprocessor_config.json").read_text())["size"]["longest_edge"] == 65_536
 
 
 @pytest.mark.slow

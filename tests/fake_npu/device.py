@@ -135,6 +135,7 @@ class FakeDevice:
         self._capturing: threading.Thread | None = None
         self._bound = threading.local()
         self._blocks: list[DeviceBlock] = []
+        self._host: list[torch.Tensor] = []
 
     def enter_thread(self) -> None:
         self._begin("enter_thread")
@@ -212,7 +213,12 @@ class FakeDevice:
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         self._stream("host_buffer")
         raw = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+        self._host.append(raw)
         return raw[-raw.data_ptr() % PAGE :][:nbytes].fill_(_POISON)
+
+    def owns_host(self, address: int, nbytes: int) -> bool:
+        """Whether these bytes of the host are page-locked memory that was allocated here."""
+        return any(raw.data_ptr() <= address and address + nbytes <= raw.data_ptr() + raw.numel() for raw in self._host)
 
     def register_host(self, memory: torch.Tensor) -> Callable[[], None]:
         self._stream("register_host")

@@ -22,11 +22,11 @@ from starlette.types import Receive, Scope, Send
 
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
-from proxy.admission.gate import Gate
-from proxy.admission.queue import Capacity, Kind
+from proxy.admission.gate import Gate, Pass
+from proxy.admission.queue import Kind
 from proxy.background import Background
 from proxy.config.keys import ApiKey, ApiKeys, digest
-from proxy.config.limits import AdmissionLimits, MediaLimits, MigrationLimits, PoisonLimits, RetryLimits, Timeouts
+from proxy.config.limits import MediaLimits, MigrationLimits, PoisonLimits, RetryLimits, Timeouts
 from proxy.config.settings import ModelIdentity, ProxySettings
 from proxy.context import RequestContext, Services
 from proxy.http.app import create_app
@@ -35,7 +35,7 @@ from proxy.metrics import Metrics
 from proxy.pipeline import Pipeline
 from proxy.records.record import Record
 from proxy.registry.feature_directory import FeatureDirectory
-from proxy.registry.table import InstanceTable, Pause
+from proxy.registry.table import InstanceTable
 from proxy.request.client import ClientSink
 from proxy.request.parse import ParsedRequest
 from proxy.stages.circuits import Circuits, RetryBudget, StallWatchdog
@@ -290,8 +290,12 @@ class Cluster:
     async def idle(self) -> None:
         """Wait until nothing is in flight anywhere; fails after a while, naming what is left."""
         async with asyncio.timeout(PATIENCE_S):
-            while in_flight(self.table) or self.metric("epd_proxy_in_flight"):
+            while counted(self.table) or self.metric("epd_proxy_in_flight"):
                 await asyncio.sleep(0.005)
+        queue = self.pipeline.gate.queue
+        assert not queue.anybody and not any(queue.owed.values()) and not any(queue.work_s.values()), "in the lines"
+        assert not self.pipeline.gate.waiters
+        assert all((use.waiting, use.encoding, use.served) == (0, 0, 0) for use in queue.use.values()), "of places"
         for stage in self.stages.values():
             await stage.until(lambda stage: stage.active == 0)
 
@@ -299,6 +303,12 @@ class Cluster:
 def in_flight(table: InstanceTable) -> int:
     """Leases that are not released yet, on instances that are there."""
     return sum(sum(view.in_flight.values()) for view in table.snapshot())
+
+
+def counted(table: InstanceTable) -> int:
+    """The same with what is counted aside of them."""
+    lives = [view.instance.incarnation_id for view in table.snapshot()]
+    return sum(tally.held for life in lives for tally in table._ledger.tallies(life).values())
 
 
 def api_keys(*words: str, **limits: int) -> ApiKeys:
@@ -402,13 +412,19 @@ def context(request: ParsedRequest, items: Collection[LoadedItem] = (), request_
     async def nobody(_: object) -> None: ...
 
     ctx = RequestContext(request_id, request.endpoint, ClientSink(nobody, {}), Record(request_id))
-    gate = Gate(AdmissionLimits(), lambda: Capacity(1, 1, 1), Metrics(), Pause())
+    gate = Gate(settings(), InstanceTable(), Metrics())
     ctx.request, ctx.base, ctx.items = request, request.body, tuple(items)
     ctx.tokens = float(sum(item.tokens for item in items))
     ctx.watched = Poison(PoisonLimits(), Metrics()).watched(b"{}")
     ctx.history = TokenHistory(HistoryRoom(MigrationLimits()))
-    ctx.passed = gate.admitted(Kind.MEDIA if items else Kind.TEXT, ctx.record).__enter__()
+    ctx.passed = passed(gate, Kind.MEDIA if items else Kind.TEXT, record=ctx.record).__enter__()
     return ctx
+
+
+def passed(gate: Gate, kind: Kind = Kind.TEXT, *, record: Record | None = None, **more: Any) -> Pass:
+    """What lets a request through this gate, which arrives now; nothing of it is to be encoded."""
+    record = Record("") if record is None else record
+    return Pass(gate.queue, kind, arrived=gate.queue.now(), gate=gate, record=record, **more)
 
 
 def services(table: InstanceTable, stages: Any, config: ProxySettings | None = None) -> Services:

@@ -16,6 +16,7 @@ from proxy.config.settings import ProxySettings
 from proxy.request.parse import Endpoint
 from proxy.tenants import DEFAULT_TENANT, AuthenticationError, Callers, MemoryReservation
 from proxy.workers.wire import share_of
+from store.keys import tenant_of
 from tests.proxy.fakes import Cluster, api_keys, cluster, encodes, hangs, image_body, settings, text_body
 
 CHAT = Endpoint.CHAT.value
@@ -125,6 +126,7 @@ async def test_tenants_get_their_own_keys_and_salt() -> None:
             assert (await c.ask(headers=bearer(key))).status_code == 200
         keys, salts = c["E0"].keys, [call.body["cache_salt"] for call in c["PD0"].calls]
         assert keys[0] == keys[2] != keys[1] and salts[0] == salts[2] != salts[1]
+        assert tenant_of(keys[0][0]) != tenant_of(keys[1][0]), "each takes room of a share of its own"
         assert [call.body["cache_salt"] for call in c["E0"].calls] == salts
         assert (await c.client.post(CHAT, json=text_body())).status_code == 401
         assert (await c.client.get("/v1/models")).status_code == 401

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 
+import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
 from epd_serve.errors import ConfigError
@@ -77,16 +81,66 @@ def test_requests_in_flight_are_counted_per_account_and_given_back() -> None:
     assert ask(gate, "a", requests_in_flight=1)
 
 
+def take(gate: KeyGate, account: str, tokens: float, per_minute: int = 6000) -> float:
+    """How long it is to wait; 0 where it may go."""
+    try:
+        gate.take_tokens(account, KeyLimits(tokens_per_minute=per_minute), tokens)
+    except KeyLimitError as error:
+        return error.retry_after_s or math.nan
+    return 0.0
+
+
+def test_a_minute_s_tokens_may_come_at_once_and_then_as_they_are_refilled() -> None:
+    clock = Clock()
+    gate = KeyGate(clock=clock)
+    assert [take(gate, "a", tokens) for tokens in (1000.0, 4500.0, 500.0)] == [0.0] * 3
+    assert take(gate, "a", 100.0) == pytest.approx(1.0) and take(gate, "a", 3000.0) == pytest.approx(30.0)
+    assert take(gate, "b", 6000.0) == 0.0, "others are not concerned"
+    clock.now += 30.0
+    assert take(gate, "a", 3001.0) > 0 and take(gate, "a", 3000.0) == 0.0
+    assert take(gate, "a", 1.0, per_minute=0) == 0.0, "no limit any more"
+
+
+def test_one_that_is_larger_than_a_minute_s_tokens_passes_when_nothing_was_taken_lately() -> None:
+    clock = Clock()
+    gate = KeyGate(clock=clock)
+    assert take(gate, "a", 60_000.0) == 0.0
+    clock.now += 60.0
+    assert take(gate, "a", 1.0) == pytest.approx(8 * 60.0, abs=0.1), "and is paid for"
+    clock.now += 481.0
+    assert take(gate, "a", 10.0) == 0.0
+    assert take(gate, "a", 60_000.0) > 0
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 30.0), st.floats(1.0, 6000.0)), max_size=40))
+def test_on_average_no_more_tokens_begin_than_a_key_may(asked: list[tuple[float, float]]) -> None:
+    """In any span of time: a minute's at once, and what is refilled meanwhile. Requests are counted apart."""
+    clock, begun = Clock(), []
+    gate = KeyGate(clock=clock)
+    for pause_s, tokens in asked:
+        clock.now += pause_s
+        wait_s = take(gate, "a", tokens)
+        if wait_s:
+            clock.now += wait_s + 1e-5
+            assert take(gate, "a", tokens) == 0.0, "the time to wait is the time after which it works"
+        begun.append((clock.now, tokens))
+    for first in range(len(begun)):
+        for last in range(first, len(begun)):
+            span_s = begun[last][0] - begun[first][0]
+            assert sum(tokens for _, tokens in begun[first : last + 1]) <= 6000.0 + 100.0 * span_s + 1.0
+    assert ask(gate, "a", requests_per_minute=1)
+
+
 def test_accounts_that_matter_no_more_are_forgotten() -> None:
     clock = Clock()
     gate = KeyGate(clock=clock)
     for index in range(1000):
         clock.now += 1.0
         assert ask(gate, f"tenant {index}", requests_in_flight=1, requests_per_minute=1)
-    assert len(gate._full_at) <= 61 and not gate._in_flight, "those of the last minute"
+    assert len(gate._full_at) <= 121 and not gate._in_flight, "those of the last minutes"
 
 
-@pytest.mark.parametrize("name", ["requests_in_flight", "requests_per_minute"])
+@pytest.mark.parametrize("name", ["requests_in_flight", "requests_per_minute", "tokens_per_minute", "slo_ttft_ms"])
 def test_a_negative_limit_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         KeyLimits(**{name: -1})
@@ -125,6 +179,24 @@ async def test_a_key_over_its_limit_gets_429_and_another_key_is_served() -> None
         first.cancel()
         await c.idle()
         assert (await c.client.post(CHAT, json=text_body(), headers=ANNE)).status_code == 200
+
+
+async def test_a_key_that_has_used_up_its_tokens_is_told_when_to_come_back_and_takes_no_place() -> None:
+    config = settings(api_keys=api_keys(*KEYS), key_limits=KeyLimits(tokens_per_minute=1000))
+    async with cluster("PD0", config=config) as c:
+
+        async def asks(who: dict[str, str], words: int) -> httpx.Response:
+            body = text_body(messages=[{"role": "user", "content": "word " * words}])
+            return await c.client.post(CHAT, json=body, headers=who)
+
+        assert (await asks(ANNE, 600)).status_code == 200
+        refused = await asks(ANNE, 600)
+        assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert (await asks(BERT, 600)).status_code == 200
+        assert (await asks(ANNE, 1)).status_code == 200, "what is left"
+        await c.idle()
+        assert len(c["PD0"].calls) == 3
 
 
 async def test_a_key_of_its_own_limit_goes_by_it() -> None:

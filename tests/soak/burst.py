@@ -1,10 +1,10 @@
 """`python -m tests.soak.burst`: how long text waits while ten times as many images come.
 
-To its first token, with a queue per modality, and with one for both.
+To its first token, in the order of deadlines, and in order of arrival ("single").
 
 2E-2P-2D of finite capacity. Text alone keeps the prefilling instances about two thirds busy and images a tenth; for
 the time of the burst images ask for more than there is, so that a queue grows, and the question is who waits in it.
-The same again with `--proxy admission.single_queue=true`. Each is set against the time before its own burst. A request
+The same again with `--proxy admission.order=fcfs`. Each is set against the time before its own burst. A request
 without a good answer counts as one that took as long as any may.
 """
 
@@ -44,7 +44,7 @@ BURST = 10.0
 ANSWER = 8
 SETTLE_S = 3.0
 Row = dict[str, Any]
-LINES = {"per modality": (), "single": ("--proxy", "admission.single_queue=true")}
+LINES = {"per modality": (), "single": ("--proxy", "admission.order=fcfs")}
 
 
 def measure(arguments: argparse.Namespace) -> Result:

@@ -8,7 +8,6 @@ from tests.soak import (
     abuse,
     burst,
     conversations,
-    duplicates,
     fuzz,
     kills,
     leave,
@@ -17,12 +16,26 @@ from tests.soak import (
     placement,
     ray_kills,
     real_time,
+    small_arena,
     streams,
     table5,
 )
 from tests.soak.harness import Soak
 
-SOAKS = (abuse, burst, conversations, kills, leave, memory, neighbours, placement, real_time, streams, table5)
+SOAKS = (
+    abuse,
+    burst,
+    conversations,
+    kills,
+    leave,
+    memory,
+    neighbours,
+    placement,
+    real_time,
+    small_arena,
+    streams,
+    table5,
+)
 
 
 @pytest.mark.slow
@@ -35,12 +48,6 @@ def test_its_goals_are_met(soak: Soak) -> None:
 @pytest.mark.e2e
 def test_no_body_is_a_server_error_behind_simulated_and_real_stages() -> None:
     assert fuzz.SOAK.missed(fuzz.SOAK.run(["--quick"]), speed=False) == []
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_duplicates_through_two_proxies_are_encoded_once() -> None:
-    assert duplicates.SOAK.missed(duplicates.SOAK.run(["--quick"]), speed=False) == []
 
 
 @pytest.mark.slow

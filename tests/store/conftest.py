@@ -16,6 +16,7 @@ import pytest
 
 from deploy.host.ports import free_ports
 from store.arena import Arena
+from store.feature import Buffer, FeatureMeta
 from store.mooncake.client import MooncakeConfig
 from store.mooncake.master import MasterSettings, health_url, master_command, rpc_address
 from tests.waiting import wait_for
@@ -46,6 +47,16 @@ def arena(arena_path: Path) -> Iterator[Arena]:
     made = Arena.create(arena_path, CAPACITY, slots=32, owners=8)
     yield made
     made.close()
+
+
+def get_into(arena: Arena, key: str, dest: Buffer, *, verify: bool = True) -> FeatureMeta | None:
+    """Copies a feature to the start of `dest`; None when it is missing."""
+    lease = arena.lease(key, verify=verify)
+    if lease is None:
+        return None
+    with lease:
+        memoryview(dest).cast("B")[: lease.nbytes] = lease.view()
+        return lease.meta
 
 
 Child = subprocess.Popen[str]

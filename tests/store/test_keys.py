@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from store.errors import StoreError
-from store.keys import content_digest, feature_key
+from store.keys import TENANTS, content_digest, feature_key, tenant_of
 from tests.waiting import PATIENCE_S
 
 FIELDS = ("model", "revision", "dtype", "tenant", "modality")
@@ -42,14 +43,33 @@ def reversed_order(value: Any) -> Any:
 def test_a_key_is_stable_lowercase_hex(request: dict[str, Any]) -> None:
     made = key(request)
     assert made == key(request)
-    assert len(made) == 64 and set(made) <= set("0123456789abcdef")
+    assert re.fullmatch("[0-9a-f]{3}-[0-9a-f]{64}", made)
 
 
 def test_keys_do_not_change_between_releases_unnoticed() -> None:
     made = feature_key(
         b"pixels", processor_options={"b": 1, "a": None}, model="m", revision="r", dtype="d", tenant="t", modality="i"
     )
-    assert made == "1aae7aec68df81fc73c653e5cabc8abc31f27f347e85a4de934016bd7aa3cec5"
+    assert made == "539-1aae7aec68df81fc73c653e5cabc8abc31f27f347e85a4de934016bd7aa3cec5"
+
+
+@given(requests, requests)
+def test_a_key_tells_whose_share_it_takes_and_nothing_else_about_whose_it_is(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    same_tenant = {**other, "tenant": one["tenant"]}
+    assert tenant_of(key(one)) == tenant_of(key(same_tenant))
+    assert key(one).startswith(key(same_tenant)[:4]) and 0 <= tenant_of(key(one)) < TENANTS
+
+
+def test_tenants_have_shares_of_their_own() -> None:
+    request = {"data": b"x", "processor_options": {}, **dict.fromkeys(FIELDS, "x")}
+    assert len({tenant_of(key({**request, "tenant": f"tenant {number}"})) for number in range(20)}) == 20
+
+
+@pytest.mark.parametrize("name", ["", "k", "7" * 64, "0badcafe-0000-4000-8000-000000000000", "0ba-" + "x" * 64])
+def test_names_that_were_not_made_here_are_nobodys(name: str) -> None:
+    assert tenant_of(name) == 0
 
 
 @given(requests, requests)

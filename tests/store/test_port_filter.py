@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from store.port_filter import destination_filter, narrow, narrow_port, reachable_only_at
+from store.addresses import destination_filter, narrow, narrow_port, reachable_only_at
 
 SIZE = 3_000_000
 
@@ -99,7 +99,7 @@ def test_mooncakes_ports_answer_at_the_address_it_was_given_only() -> None:
 import contextlib, os, socket
 os.environ["MC_LOG_LEVEL"] = "ERROR"
 from mooncake.engine import TransferEngine
-from store.port_filter import _wildcard_listeners, reachable_only_at
+from store.addresses import _wildcard_listeners, reachable_only_at
 engine = TransferEngine()
 with reachable_only_at("127.0.0.1"):
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0

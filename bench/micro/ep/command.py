@@ -1,166 +1,53 @@
-"""`epd-bench transfer ep`: what of the E→P transfer a request sees, after EPD-Serve's Table 3.
+"""`epd-bench transfer ep`: what of the E→P transfer a request sees, and what the store costs beyond moving the bytes.
 
-Real: the features' bytes ([tokens, 3584] fp16, random), an encoder and a prefill process per mode with the stages' own
-producer and consumer, their threads and sockets, the arena, Mooncake with its master over TCP on loopback. No vision
-tower runs and no language model: P's compute is emulated, as a scheduling latency during which its engine thread waits
-for the device and asks for nothing (`bench/micro/ep/stages.py`). Models of P:
+In parts (`--only`), whose rows are told apart by `part`:
 
-    waiting     the request waits already: the bare transfer, nothing to hide behind
-    idle        P is idle; what passes until the request reaches its scheduler is E's answer, the proxy, P's API
-                server: 13.2 ms, the least of 30 requests for a small image on real stages here (`encoded` to
-                `prefill_arrived` in bench/results/ttft.json as of commit 19f57db)
-    busy        the scheduling latency that EPD-Serve measured for the same image, on its NPUs
-
-    transfer    admission, with a request that was waiting already, minus the end of encoding: nothing hides anything
-    scheduling  from the end of encoding to the moment at which P could admit the request if its feature were local
-    exposed     (admission time) - (admission time of the same request with its feature already local)
-    overlap     1 - exposed / transfer, of the medians, between 0 and 1
-
-    fetched_over_needed: bytes that four P and four D fetch, over those that they need (`bench/micro/ep/fetched.py`)
-
-Our transfers are those of this machine, so `busy` mixes two machines: it shows which transfers fit behind a scheduler
-like the paper's, and is no claim to be faster than it. All modes take turns within a round, in an order drawn anew.
+    transfers   features through E→P links beside an emulated prefill, after EPD-Serve's Table 3; events
+    idle        what a request waits for its feature on stages that run, at a P with nothing else to do
+    store       put and get of the arena over a plain copy, a fetch from Mooncake over its own client's
+    duplicates  encodes of one image that many clients send at once, behind two proxies
+    fetched     bytes that four P and four D fetch, over those that they need
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
-from bench.micro.ep.fetched import fetched_and_needed, fetched_over_needed
-from bench.micro.ep.links import MODES, WAITING, links
-from bench.micro.measurement import Goal, Measurement, Row, Usually, flag, in_turns, one_of, several, whole
-from bench.micro.rows import grouped, spread
-from bench.served import scratch
-from bench.statistic import percentile
-from deploy.options.mooncake import what_is_missing
-from epd_serve.phases.stamps import Stamp, read_stamps
+from bench.micro.ep import duplicates, fetched, idle_prefill, store_speed, transfers
+from bench.micro.measurement import Measurement, Row, Usually, flag, one_of, several, whole
+from bench.micro.rows import grouped
 
-
-class Table3Row(NamedTuple):
-    """A feature's way from E to P, as EPD-Serve prints it of openPangu-7B-VL on an Atlas 800I A2.
-
-    Attributes:
-        tokens: rows of the feature, [tokens, 3584]. The paper has 529 for 640x960, where 28x28 pixels would give 782.
-        overlap: as printed. 1 - (729.724 - 728.109) / 729.724 is its 99.78 %.
-    """
-
-    picture: str
-    tokens: int
-    transfer_ms: float
-    scheduling_ms: float
-    overlap: float
-
-    @property
-    def exposed_ms(self) -> float:
-        """What follows from the two latencies."""
-        return max(0.0, self.transfer_ms - self.scheduling_ms)
-
-
-TABLE_3 = (
-    Table3Row("280x280", 100, 8.145, 30.803, 1.0),
-    Table3Row("560x560", 400, 15.819, 42.406, 1.0),
-    Table3Row("640x960", 529, 17.019, 49.549, 1.0),
-    Table3Row("720p", 1196, 38.776, 81.028, 1.0),
-    Table3Row("1080p", 2691, 80.771, 151.77, 1.0),
-    Table3Row("4k", 16206, 729.724, 728.109, 0.9978),
-)
-
-IMAGES = {row.picture: row for row in TABLE_3}
-IDLE_S = 0.0132
-BUSY = "busy"
-PREFILL = {"idle": dict.fromkeys(IMAGES, IDLE_S), BUSY: {row.picture: row.scheduling_ms / 1e3 for row in TABLE_3}}
-"""Models of P that hide something: its scheduling latency by image, in seconds; fixed before anything is measured."""
-EVENT_TOKENS = 1
-EVENTS_EVERY_S = 0.005
-KIND = "real processes, bytes, sockets and stores; emulated prefill (scheduling latency)"
-GOALS = (
-    Goal("overlap_1080p_arena", ">=", 0.99, "the paper's 100 %, within the resolution of a measurement"),
-    Goal("overlap_4k_arena", ">=", 0.9978, "the paper's 99.78 %"),
-    Goal("overlap_1080p_mooncake", ">=", 0.99, "as the arena's"),
-    Goal("exposed_ms_4k_arena", "<=", 1.615, "the paper's 729.724 - 728.109 ms"),
-    Goal("event_p50_ms", "<=", 1.0),
-    Goal("event_p99_ms", "<=", 5.0),
-    Goal("fetched_over_needed", "<=", 1.1, "4 where every P fetches all that is announced"),
-)
-
-
+PARTS = {
+    "transfers": transfers,
+    "idle": idle_prefill,
+    "store": store_speed,
+    "duplicates": duplicates,
+    "fetched": fetched,
+}
+"""Each with `measure`, from flags to rows, and `figures`, from these to named numbers."""
+KIND = "real processes, bytes, sockets, stores and stages; in `transfers` emulated prefill (scheduling latency)"
 FLAGS = {
-    "--rounds": flag("features per image, mode and model of P", Usually(12, quick=4), whole()),
-    "--pictures": flag("sizes of images", tuple(IMAGES), several(one_of(*IMAGES))),
-    "--modes": flag(f"of {','.join(MODES)} (default all that are installed)", type=several(one_of(*MODES))),
+    "--only": flag("parts of it", tuple(PARTS), several(one_of(*PARTS))),
+    "--rounds": flag("of all but the store's", Usually(12, quick=4), whole()),
+    **transfers.FLAGS,
 }
-SETTINGS = {
-    "budget_s": Usually(86_400.0, quick=40.0),
-    "events": Usually(2000, quick=300),
-}
+SETTINGS = {"budget_s": Usually(86_400.0, quick=30.0), **transfers.SETTINGS, **store_speed.SETTINGS}
+"""budget_s: after so long a part begins no further round."""
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Rows of transfers, of events, and of what four P fetch."""
-    missing = what_is_missing("cpu", master=True)
-    if missing and arguments.modes is None:
-        print(f"without the Mooncake modes: {missing}")
-    modes = arguments.modes or tuple(mode for mode in MODES if not (missing and "mooncake" in mode))
-    yield from transfers(modes, arguments)
-    yield fetched_and_needed()
-
-
-def transfers(modes: Sequence[str], arguments: argparse.Namespace) -> Iterator[Row]:
-    """Rows of features sent in every mode, and of `event_ms`: from the put in E to P having the event in hand."""
-    tokens = {image: IMAGES[image].tokens for image in arguments.pictures}
-    models = {WAITING: dict.fromkeys(IMAGES, 0.0), **PREFILL}
-    keys = [f"burst-{number}" for number in range(arguments.events)]
-    with scratch() as folder, links(modes, [EVENT_TOKENS, *tokens.values()], folder) as opened:
-        for link in opened:
-            if link.mode == "arena":
-                link.encode(keys, EVENT_TOKENS, EVENTS_EVERY_S)
-            for image in tokens:  # each size once, unmeasured: page tables, buffers
-                link.send(image, tokens[image], WAITING, 0.0, -1)
-        cases = [*itertools.product(tokens, models, opened)]
-        for turn, (image, model, link) in in_turns(cases, arguments.rounds, arguments.budget_s):
-            yield link.send(image, tokens[image], model, models[model][image], turn)
-        if "arena" in modes:
-            yield from ({"event_ms": round(ms, 4)} for ms in event_latencies_ms(read_stamps(folder / "arena"), keys))
-
-
-def event_latencies_ms(stamps: Sequence[Stamp], keys: Sequence[str]) -> list[float]:
-    """From the end of the put in E's writer thread to P's listener having the event in hand, the first time."""
-    put = {stamp.subject: stamp.t for stamp in stamps if stamp.event == "feature_put"}
-    got = {stamp.subject: stamp.t for stamp in reversed(stamps) if stamp.event == "feature_event"}
-    return [(got[key] - put[key]) * 1e3 for key in keys if key in got and key in put]
-
-
-def cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Per model of P, image and mode: spreads of transfer, exposed and load in ms, and the overlap."""
-    sent = grouped((row for row in rows if "mode" in row), "mode", "picture", "prefill")
-    found = []
-    for (mode, image, model), own in sent.items():
-        if model != WAITING:
-            transfer, exposed = spread(sent[mode, image, WAITING], "transfer_ms"), spread(own, "exposed_ms")
-            cell = {"mode": mode, "image": image, "tokens": own[0]["tokens"], "model": model}
-            cell |= {"scheduling_ms": own[0]["scheduling_ms"], "transfer": transfer, "exposed": exposed}
-            # Beyond 0 and 1 lies the noise of two measurements that were subtracted.
-            overlap = min(1.0, max(0.0, 1.0 - exposed.median / transfer.median))
-            found.append({**cell, "load": spread(own, "load_ms"), "overlap": overlap})
-    return sorted(found, key=lambda cell: (cell["model"], cell["tokens"], cell["mode"]))
+    """Rows of the parts that were asked for."""
+    for name in arguments.only:
+        yield from ({"part": name, **row} for row in PARTS[name].measure(arguments))
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
-    """`transfer_ms_4k_arena`, `exposed_ms_4k_arena`, `overlap_4k_arena`; other models of P than `busy` get a suffix."""
+    """Those of the parts that there are. A row that names none is of a result from before there were others."""
     named: dict[str, float] = {}
-    for cell in cells(rows):
-        which = f"{cell['image']}_{cell['mode']}"
-        suffix = "" if cell["model"] == BUSY else f"_{cell['model']}"
-        named[f"transfer_ms_{which}"] = cell["transfer"].median
-        named[f"scheduling_ms_{which}{suffix}"] = cell["scheduling_ms"]
-        named[f"exposed_ms_{which}{suffix}"] = max(0.0, cell["exposed"].median)
-        named[f"overlap_{which}{suffix}"] = cell["overlap"]
-    if events := [row["event_ms"] for row in rows if "event_ms" in row]:
-        named |= {f"event_p{percent}_ms": percentile(events, percent) for percent in (50, 99)}
-    return named | fetched_over_needed(rows)
+    for (part,), own in grouped(({"part": "transfers", **row} for row in rows), "part").items():
+        named |= PARTS[part].figures(own)
+    return named
 
 
 MEASUREMENT = Measurement(
@@ -170,6 +57,7 @@ MEASUREMENT = Measurement(
     about=lambda arguments: {"kind": KIND},
     measure=measure,
     figures=figures,
-    goals=GOALS,
+    goals=(*transfers.GOALS, *idle_prefill.GOALS, *store_speed.GOALS, *fetched.GOALS),
+    required=duplicates.GOALS,
 )
 add_arguments = MEASUREMENT.add_arguments

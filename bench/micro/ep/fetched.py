@@ -8,16 +8,17 @@ byte is needed once by the P that computes its request.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.micro.measurement import Row
+from bench.micro.measurement import Goal, Row
 from bench.served import scratch
 from epd_serve.demo.features import random_feature
 from epd_serve.engine.ec.consumer import FeatureConsumer
@@ -36,6 +37,7 @@ REQUESTS = 24
 LATE_EVERY = 5
 """One in so many requests is called when it is encoded."""
 METADATA = {"image_grid_thw": [[1, 16, 16]]}
+GOALS = (Goal("fetched_over_needed", "<=", 1.1, "4 where every P fetches all that is announced"),)
 LIMIT_S, LOOK_S = 30.0, 0.001
 
 
@@ -100,17 +102,22 @@ def fetched_and_needed(metadata: Mapping[str, Any] = METADATA) -> Row:
             encoder.step(FeatureStep(needed=[NeededItem(key, dict(metadata))], held=[key]), {})
             ahead = bool(metadata) and number % LATE_EVERY > 0
             if ahead:
-                prefill.arrived([key])
+                prefill.look_for([key])
             encoder.save({key: random_feature(TOKENS, HIDDEN, number)}, key)
             if not ahead:
                 _wait(partial(tier.features.__contains__, key), f"{key} to be published")
-                prefill.arrived([key])
+                prefill.look_for([key])
             needed += _admitted(prefill, f"request {number}", key)
         _all_hear(encoders, consumers, "last")  # and what was announced before
     return {"fetched_bytes": tier.fetched, "needed_bytes": needed}
 
 
-def fetched_over_needed(rows: Sequence[Row]) -> dict[str, float]:
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """One row."""
+    yield fetched_and_needed()
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
     """The figure of that name, where a row says it."""
     found = [row["fetched_bytes"] / row["needed_bytes"] for row in rows if "needed_bytes" in row]
     return {"fetched_over_needed": found[-1]} if found else {}
@@ -139,11 +146,14 @@ def _all_hear(encoders: list[FeatureProducer], consumers: list[FeatureConsumer],
 
         def heard(encoder: FeatureProducer = encoder, key: str = key) -> bool:
             encoder.step(FeatureStep(needed=[NeededItem(key, dict(METADATA))]), {})
-            return all(consumer.held_back(key, [key]) for consumer in consumers)
+            return all(_expects(consumer, key) for consumer in consumers)
 
         _wait(heard, f"all to hear the {key}")
-        for consumer in consumers:
-            consumer.ended(key)
+
+
+def _expects(consumer: FeatureConsumer, key: str) -> bool:
+    with consumer.features.lock:
+        return consumer.features.makes(key, time.monotonic())
 
 
 def _admitted(prefill: FeatureConsumer, request: str, key: str) -> int:
@@ -153,7 +163,6 @@ def _admitted(prefill: FeatureConsumer, request: str, key: str) -> int:
     if lease is None:
         raise StageError(f"{key} did not arrive", stage="P")
     nbytes = int(lease.nbytes)
-    prefill.ended(request)
     prefill.release([request])
     return nbytes
 

@@ -1,4 +1,4 @@
-"""One E→P link per mode of `epd-bench transfer ep`: two processes, wired as the launcher wires two stages.
+"""One E→P link per mode of `bench/micro/ep/transfers.py`: two processes, wired as the launcher wires two stages.
 
 Owns how one feature is sent and its request admitted. In the Mooncake modes E and P have arenas of their own, as on two
 hosts, and every byte passes the second tier over TCP.
@@ -21,6 +21,7 @@ from deploy.agent.second_tier import mooncake_command
 from deploy.host.ports import free_ports
 from deploy.host.started import started
 from deploy.memory.shared_memory import free_mib
+from deploy.options.mooncake import what_is_missing
 from epd_serve.errors import ConfigError, StageError
 from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
@@ -94,6 +95,14 @@ class Link:
             except StageError:
                 if attempt == WARM_TRIES - 1:
                     raise
+
+
+def installed_modes() -> tuple[str, ...]:
+    """Those that can be measured here; what the others lack is printed."""
+    missing = what_is_missing("cpu", master=True)
+    if missing:
+        print(f"without Mooncake: {missing}", flush=True)
+    return tuple(mode for mode in MODES if not (missing and mode == "mooncake"))
 
 
 @contextlib.contextmanager

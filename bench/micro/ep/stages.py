@@ -1,4 +1,4 @@
-"""The two processes of a link of `epd-bench transfer ep`: a stage's own producer, and a stage's own consumer.
+"""The two processes of a link (`bench/micro/ep/links.py`): a stage's own producer, and a stage's own consumer.
 
 E's features are random and lie ready, no vision tower runs; what happens from the moment the tower would be done is the
 stage's own code: writer thread, put into the store, announcement on its socket.
@@ -77,8 +77,6 @@ def prefill(pipe: Connection, wiring: StageWiring) -> None:
         if lease is not None:
             np.frombuffer(lease.view(), np.uint8).copy()  # as the worker loads it
         load_s = time.monotonic() - begun
-        for request in (key, again):
-            consumer.ended(request)
         consumer.release([key, again])
         pipe.send({"local": lease is not None, "admitted": admitted, "local_s": local - local_at, "load_s": load_s})
     consumer.close()

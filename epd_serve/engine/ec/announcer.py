@@ -42,80 +42,71 @@ class Announcer:
         self._incarnation = wiring.incarnation
         self._report, self._pending = report, pending
         self._reports = 0  # sent so far
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
         self._changed = threading.Event()
-        self._closing = threading.Event()
-        self._socket: Socket | None = None  # guarded by _lock
-        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._lock = threading.Lock()
+        self._socket: Socket | None = None  # guarded by it
+        self._thread = threading.Thread(target=self._run, name="epd-announcer", daemon=True)
         if wiring.publish:
             self._socket = open_socket(zmq.PUB, linger_s=0.2)
             # Here, not in the thread: an encoder nobody hears must not start.
             bind(self._socket, wiring.publish, wiring.key_file)
-            self._thread = threading.Thread(target=self._run, name="epd-announcer", daemon=True)
 
     def start(self) -> None:
         """From now on `report` and `pending` are called."""
-        if self._thread is not None:
+        if self._socket is not None:
             self._thread.start()
 
     def announce(self, message: wire.Announcement) -> None:
         """From any thread; waits for nobody who reads it."""
-        if self._thread is not None:
-            self._send(message)
-            self.changed()
+        self._send(message)
+        self.changed()
 
     def changed(self) -> None:
         """Something a report tells has changed."""
-        if self._thread is not None and not self._changed.is_set():
-            self._changed.set()
-            self._wake.set()
+        self._changed.set()
 
     def close(self) -> None:
         """What was announced goes out first."""
-        self._closing.set()
-        if self._thread is not None:
-            self._wake.set()
+        self._closing = True
+        self.changed()
+        if self._thread.is_alive():
             self._thread.join(timeout=5)
-            with self._lock:
-                if self._socket is not None:
-                    self._socket.close()
-                    self._socket = None
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
 
     def _run(self) -> None:
         reported, renewed = 0.0, 0.0
-        while not self._closing.is_set():
+        while not self._closing:
             now = time.monotonic()
-            if now >= renewed + RENEW_S:
-                renewed = now
-                self._renew()
-            if now >= reported + (_REPORT_CHANGE_S if self._changed.is_set() else _REPORT_IDLE_S):
-                reported = now
-                self._changed.clear()
-                self._send_report()
-            next_report = reported + (_REPORT_CHANGE_S if self._changed.is_set() else _REPORT_IDLE_S)
-            self._wake.wait(max(0.0, min(renewed + RENEW_S, next_report) - now))
-            self._wake.clear()
+            try:
+                if now >= renewed + RENEW_S:
+                    renewed = now
+                    if keys := self._pending():
+                        self._send(wire.FeaturePending(keys, self._incarnation))
+                if now >= reported + self._report_every_s():
+                    reported = now
+                    self._changed.clear()
+                    report = self._report()
+                    self._reports += 1
+                    self._send(structs.replace(report, seq=self._reports))
+            except StoreError as error:  # the next report is half a second away
+                logger.warning("no store report: %s", error)
+            except Exception:  # a thread that ends would look like a dead encoder
+                logger.exception("no renewal, or no store report")
+            left_s = min(renewed + RENEW_S, reported + self._report_every_s()) - time.monotonic()
+            if left_s > 0 and self._changed.is_set():
+                time.sleep(left_s)
+            elif left_s > 0:
+                self._changed.wait(left_s)
 
-    def _renew(self) -> None:
-        try:
-            if keys := self._pending():
-                self._send(wire.FeaturePending(keys, self._incarnation))
-        except Exception:  # the next renewal is 200 ms away; a thread that ends would look like a dead encoder
-            logger.exception("no renewal")
+    def _report_every_s(self) -> float:
+        return _REPORT_CHANGE_S if self._changed.is_set() else _REPORT_IDLE_S
 
     def _send(self, message: wire.Announcement) -> None:
         encoded = wire.encode(message)
         with self._lock:
             if self._socket is not None:
                 self._socket.send(encoded)
-
-    def _send_report(self) -> None:
-        try:
-            report = self._report()
-            self._reports += 1
-            self._send(structs.replace(report, seq=self._reports))
-        except StoreError as error:  # the next report is half a second away
-            logger.warning("no store report: %s", error)
-        except Exception:  # a report must not end the renewals
-            logger.exception("no store report")

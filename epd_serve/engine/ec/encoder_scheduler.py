@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from epd_serve.engine.compat import ItemMetadata
-from epd_serve.engine.ec.request_facts import item_keys, to_encode_again
-from epd_serve.engine.ec.step import FeatureSlot, FeatureStep, NeededItem
+from epd_serve.engine.ec.step import FeatureSlot, FeatureStep, NeededItem, item_keys, remember, to_encode_again
 from store.arena import Lease
 from store.errors import CorruptFeatureError, StoreError
 from store.feature_pool import FeaturePool
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-_MAX_REMEMBERED = 8192
 
 
 class EncoderScheduler:
@@ -39,37 +36,33 @@ class EncoderScheduler:
     def __init__(self, pool: FeaturePool, collect: Callable[[list[Any]], ItemMetadata], *, skips: bool = True) -> None:
         self._pool, self._collect, self._skips = pool, collect, skips
         self._metadata: OrderedDict[str, dict[str, Any]] = OrderedDict()  # vLLM's processor cache drops it
-        self._held: dict[str, list[str]] = {}  # request → keys
-        self._again: dict[str, set[str]] = {}  # request → keys that the store's word is not taken for
+        self._held: dict[str, tuple[list[str], list[str]]] = {}
+        """Request → its keys, and those that the store's word is not taken for."""
         self._offers: dict[str, Lease] = {}  # found in the store during this step
         self._leases: dict[str, list[Lease]] = {}  # request → what its step loads
         self._store_is_stuck = False  # in this step
         self._step = FeatureStep()
 
-    def asked(self, request: Request) -> None:
-        """vLLM considers running this request; called at every step."""
-        if request.request_id in self._held:
-            return
-        self._held[request.request_id] = keys = item_keys(request)
-        again = self._again[request.request_id] = set(to_encode_again(request))
-        metadata = self._remember(request)
-        for key in dict.fromkeys(keys):
-            self._step.needed.append(NeededItem(key, metadata.get(key, {}).get("metadata", {}), key in again))
+    def may_run(self, request: Request, num_computed_tokens: int) -> bool:
+        """vLLM considers running this request; called at every step. An encoder waits for nothing."""
+        if request.request_id not in self._held:
+            keys, again = self._held[request.request_id] = item_keys(request), to_encode_again(request)
+            metadata = self._remember(request)
+            for key in dict.fromkeys(keys):
+                self._step.needed.append(NeededItem(key, metadata.get(key, {}).get("metadata", {}), key in again))
+        return True
 
     def has(self, key: str) -> bool:
         """Whether the store has this feature, intact: it is pinned from here on, and need not be encoded."""
         if key in self._offers:
             return True
-        if not self._skips or self._store_is_stuck or any(key in again for again in self._again.values()):
+        if not self._skips or self._store_is_stuck or any(key in again for _, again in self._held.values()):
             return False
         try:
             lease = self._pool.arena.lease(key)
-        except CorruptFeatureError as error:
-            logger.warning("feature %s is encoded again: %s", key, error)
-            return False
-        except StoreError as error:  # waited for once in a step: other requests are as good as encoded meanwhile
-            self._store_is_stuck = True
-            logger.warning("what this step needs is encoded, whether the store has it or not: %s", error)
+        except StoreError as error:  # a stuck one is waited for once in a step: all else is as good as encoded by then
+            self._store_is_stuck = not isinstance(error, CorruptFeatureError)
+            logger.warning("feature %s is encoded, whether the store has it or not: %s", key, error)
             return False
         if lease is not None:
             self._offers[key] = lease
@@ -85,14 +78,14 @@ class EncoderScheduler:
     def finished(self, request: Request, *, served: bool) -> ItemMetadata:
         """The request's `ec_transfer_params`; it is held no longer."""
         if served:
-            self._step.ended += self._held.get(request.request_id, [])
-        self._forget(request.request_id)
+            self._step.ended += self._held.get(request.request_id, ([], []))[0]
+        self._held.pop(request.request_id, None)
         return self._remember(request)
 
     def step(self, loaded: Iterable[str]) -> FeatureStep:
         """What the worker is told. `loaded`: finished requests whose loads are surely done."""
         for request in loaded:
-            self._forget(request)
+            self._held.pop(request, None)
             for lease in self._leases.pop(request, ()):
                 lease.release()
         for lease in self._offers.values():
@@ -100,25 +93,14 @@ class EncoderScheduler:
         self._offers.clear()
         self._store_is_stuck = False
         step, self._step = self._step, FeatureStep()
-        step.held = list(dict.fromkeys(key for keys in self._held.values() for key in keys))
+        step.held = list(dict.fromkeys(key for keys, _ in self._held.values() for key in keys))
         return step
 
     def close(self) -> None:
         self._pool.close()
 
-    def _forget(self, request: str) -> None:
-        self._held.pop(request, None)
-        self._again.pop(request, None)
-
     def _remember(self, request: Request) -> ItemMetadata:
         items = self._collect(request.mm_features)
         for key, item in items.items():
-            if item["metadata"]:
-                self._metadata[key] = item["metadata"]
-            elif key in self._metadata:
-                item["metadata"] = self._metadata[key]
-            if key in self._metadata:
-                self._metadata.move_to_end(key)
-        while len(self._metadata) > _MAX_REMEMBERED:
-            self._metadata.popitem(last=False)
+            item["metadata"] = remember(self._metadata, key, item["metadata"])
         return items

@@ -37,7 +37,8 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections import Counter, OrderedDict
+import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -53,8 +54,9 @@ FULL_S = 0.1
 SEEN_S = 10.0
 """For how long a feature that was seen before its request came counts as whole, and one that was announced as there."""
 
+_OUTAGE_GRACE_S = 0.5  # a second tier that is gone: an encoder of this host may still put, one that works renews
 _MAX_ROWS = 8192
-"""Of features that no request waits for: hints of encoders; the oldest go first."""
+"""Of features, beyond which the oldest goes that no request waits for: a hint of an encoder."""
 
 
 class State(enum.Enum):
@@ -103,45 +105,13 @@ class Failure(NamedTuple):
     cause: str
 
 
-class RecomputeSlots:
-    """How many requests recompute lost features at one time: at most `limit` hold a slot, the rest stand in line.
-
-    A slow or dead encoder must not turn every P into an encoder. A request holds at most one slot, however many
-    features it lost. Slots go out in the order in which requests first asked.
-    """
-
-    def __init__(self, limit: int) -> None:
-        assert limit > 0, "without a slot, a request with a lost feature would wait for ever"
-        self._limit = limit
-        self.line: dict[str, None] = {}  # in order of arrival
-        self.holders: set[str] = set()
-
-    def claim(self, request: str) -> bool:
-        """Whether the request has a slot; if not, it stands in line from now on."""
-        if request not in self.holders:
-            self.line[request] = None
-            self._serve_line()
-        return request in self.holders
-
-    def give_back(self, request: str) -> None:
-        """The request holds no slot and stands in no line any more."""
-        self.line.pop(request, None)
-        self.holders.discard(request)
-        self._serve_line()
-
-    def _serve_line(self) -> None:
-        while self.line and len(self.holders) < self._limit:
-            first = next(iter(self.line))
-            del self.line[first]
-            self.holders.add(first)
-
-
 class Features:
-    """Not thread-safe: the owner holds one lock around every call. Times are monotonic seconds.
+    """Not thread-safe: who calls anything holds `lock`, and never while it waits for a store. Times are monotonic
+    seconds.
 
     Args:
         pin: pins all of these features, or none (None) where one is not there any more.
-        recompute_limit: requests that recompute at one time.
+        recompute_limit: requests that recompute at one time: a slow encoder must not turn every P into an encoder.
         wait_s: how long a wanted feature may take, from its first need or its last renewal.
         renew_limit_s: how long an encoder can keep a feature wanted by renewals: it may be stuck, not slow.
         last_look_s: how long the store may take to say that a feature is not there.
@@ -149,6 +119,9 @@ class Features:
     Attributes:
         news: there is something to look for now, which there was not when this was last set to False.
         partial: the request that runs up to a feature that is awaited, or "".
+        slots: requests that lack a feature for good, in the order in which they first asked to recompute it: the first
+            `recompute_limit` may, however many they lack; the others stand in line.
+        kept: request that runs → features that it would need if it were preempted.
     """
 
     def __init__(
@@ -160,19 +133,21 @@ class Features:
         renew_limit_s: float = 120.0,
         last_look_s: float = 3.0,
     ) -> None:
-        self._pin = pin
+        self._pin, self._recompute_limit = pin, recompute_limit
         self._wait_s = wait_s
         self._renew_limit_s = renew_limit_s
         self._last_look_s = last_look_s
         self._rows: dict[str, Row] = {}
-        self._hints: OrderedDict[str, None] = OrderedDict()  # rows that no request waits for, the oldest first
         self._ahead: dict[str, None] = {}  # rows that no request may wait for yet, to be looked for once
         self._keys_of: dict[str, dict[str, None]] = {}  # request → keys that it waits for
         self._waits: dict[str, None] = {}  # requests told to wait when they last asked, the longest first
         self._held: dict[str, dict[str, Lease]] = {}  # request → what is pinned for it
         self._recomputes: dict[str, set[str]] = {}  # request → keys that it encodes itself
         self._failed: dict[str, bool] = {}  # request → whether vLLM was told
-        self.slots = RecomputeSlots(recompute_limit)
+        self._early: set[str] = set()  # requests of D that P cannot begin with
+        self.lock = threading.Lock()
+        self.slots: dict[str, None] = {}
+        self.kept: dict[str, Sequence[str]] = {}
         self.partial = ""
         self.news = False
         self.counters: Counter[str] = Counter()
@@ -203,8 +178,8 @@ class Features:
             return failure
         settled = State.WANTED not in states.values()
         if not (recomputes or (settled and lost)):  # it needs no slot, or not yet
-            self.slots.give_back(request)
-        if settled and (not lost or self.slots.claim(request)) and self._take(request, missing, lost, now):
+            self.slots.pop(request, None)
+        if settled and (not lost or self._has_slot(request)) and self._take(request, missing, lost, now):
             self._waits.pop(request, None)
             if self.partial == request:
                 self.partial = ""
@@ -215,6 +190,10 @@ class Features:
             return leading
         self._waits.setdefault(request)
         return None
+
+    def _has_slot(self, request: str) -> bool:
+        self.slots.setdefault(request)
+        return request in itertools.islice(self.slots, self._recompute_limit)
 
     def _take(self, request: str, keys: Collection[str], lost: Collection[str], now: float) -> bool:
         """Pin all of these that are not lost. False: one is not there any more."""
@@ -255,8 +234,15 @@ class Features:
         self._failed.update(dict.fromkeys(failed, True))
         return failed
 
+    def early(self, request: str, key: str, now: float) -> bool:
+        """Whether D has to wait with this request: an encoder is making this feature, its first, so P cannot begin."""
+        early = self.makes(key, now)
+        (self._early.add if early else self._early.discard)(request)
+        return early
+
     def ended(self, request: str) -> None:
         """vLLM does not know the request any more: it must not be named to it. Its pins stay until `release`."""
+        self._early.discard(request)
         if request in self._failed:
             self._failed[request] = True
 
@@ -269,6 +255,7 @@ class Features:
         """No step that needs these requests' features can be running any more."""
         for request in requests:
             self._failed.pop(request, None)
+            self.kept.pop(request, None)
             self._forget(request)
             for lease in self._held.pop(request, {}).values():
                 lease.release()
@@ -279,18 +266,24 @@ class Features:
             self.partial = ""
         self._waits.pop(request, None)
         self._recomputes.pop(request, None)
-        self.slots.give_back(request)
+        self.slots.pop(request, None)
         for key in list(self._keys_of.get(request, ())):
             self._leaves(request, key)
 
     def waiting(self) -> bool:
-        """Whether a request waits for a feature or a slot."""
-        return bool(self._keys_of or self.slots.line)
+        """Whether a request waits: for a feature, its turn to recompute one, or for P to begin."""
+        return bool(self._keys_of or self._early or len(self.slots) > self._recompute_limit)
 
-    def protected(self) -> list[str]:
-        """Features that are to be used, so that they are not evicted: see above."""
+    def without_room(self) -> int:
+        """How many wanted features the second tier has and the arena no room for."""
+        wanted = (self._rows[key] for key in {key for keys in self._keys_of.values() for key in keys})
+        return sum(row.cause == "no_room" and row.state is State.WANTED for row in wanted)
+
+    def protected(self, *, kept: bool = True) -> list[str]:
+        """Features that are to be used, so that they are not evicted: see above. `kept`: of running requests, too."""
         first = self.partial or next(iter(self._waits), "")
-        return [key for key in self._keys_of.get(first, ()) if self._rows[key].state is State.READY]
+        protected = [key for key in self._keys_of.get(first, ()) if self._rows[key].state is State.READY]
+        return protected + [key for keys in self.kept.values() for key in keys if kept]
 
     # --- what is heard and found ------------------------------------------------------------------------------------
 
@@ -308,31 +301,20 @@ class Features:
 
     def makes(self, key: str, now: float) -> bool:
         """Whether an encoder is making it, and has not fallen silent."""
-        row = self._rows.get(key)
-        return row is not None and row.made_until > now
-
-    def made_no_more(self, key: str) -> bool:
-        """It can be had, or will not come. Whether it was being made until now."""
-        row = self._rows.get(key)
-        if row is None or not row.made_until:
-            return False
-        row.made_until = 0.0
-        return True
+        return self._known(key).made_until > now
 
     def renew(self, keys: Iterable[str], now: float) -> None:
         """An encoder holds these: queued, running or being stored."""
         for key in keys:
-            row = self._rows.get(key)
-            if row is None:
-                continue
+            row = self._known(key)
             if row.made_until:
                 row.made_until = now + self._wait_s
             if row.state is not State.READY and now < row.born + self._renew_limit_s:
                 row.state, row.cause, row.last_look = State.WANTED, "deadline", False
                 row.deadline = min(now + self._wait_s, row.born + self._renew_limit_s)
 
-    def announced(self, key: str, now: float, *, afar: bool) -> None:
-        """An encoder says that it can be had, in the second tier where that is `afar`."""
+    def announced(self, key: str, now: float, *, afar: bool) -> bool:
+        """An encoder says that it can be had, in the second tier where that is `afar`. Whether it was being made."""
         row = self._row(key, now)
         recomputed = any(key in keys for keys in self._recomputes.values())
         self.counters["late_events"] += row.state is State.LOST and (recomputed or bool(row.requests))
@@ -343,19 +325,22 @@ class Features:
             row.afar_at, row.fetch_at = now, 0.0
         if row.ahead:
             self._ahead[key] = None
+        return _made_no_more(row)
 
-    def failed(self, key: str, cause: str, now: float) -> None:
-        """The feature will not come: it is looked up once more for those who wait, or for the next who asks."""
+    def failed(self, key: str, cause: str, now: float) -> bool:
+        """The feature will not come: it is looked up once more for those who wait, or for the next who asks. Whether it
+        was being made."""
         row = self._row(key, now)
         if row.state is State.WANTED and row.requests and not row.last_look:
             self._look_once_more(row, cause, now)
         elif row.state is State.WANTED and not row.requests:
             row.state, row.cause = State.LOST, cause
+        return _made_no_more(row)
 
     def hampered(self, key: str, cause: str, deadline: float) -> None:
         """The feature may still come, but this stands in its way, and there is no use in waiting beyond `deadline`."""
-        row = self._rows.get(key)
-        if row is not None and row.state is State.WANTED and not row.last_look:
+        row = self._known(key)
+        if row.state is State.WANTED and not row.last_look:
             row.cause, row.deadline = cause, min(row.deadline, deadline)
 
     def to_look_for(self, now: float) -> Iterator[tuple[str, Row]]:
@@ -369,28 +354,32 @@ class Features:
 
     def wants(self, key: str, *, ahead: bool = False) -> bool:
         """Whether a request waits for it, and it is not here. `ahead`: or will ask for it."""
-        row = self._rows.get(key)
-        return row is not None and bool(row.requests or (ahead and row.ahead)) and row.state is not State.READY
+        row = self._known(key)
+        return bool(row.requests or (ahead and row.ahead)) and row.state is not State.READY
 
     def fetch_due(self, key: str, now: float) -> bool:
         """True at most every `FETCH_S` for a feature: fetch it now. Before its request asks, only what was lately said
         to be there: of what was sent long ago a prefix cache may have all that is needed."""
-        row = self._rows.get(key)
-        if row is None or row.fetch_at > now or not (row.requests or row.afar_at + SEEN_S > now):
-            return False
-        row.fetch_at = now + FETCH_S
-        return True
+        row = self._known(key)
+        due = row.fetch_at <= now and bool(row.requests or row.afar_at + SEEN_S > now)
+        if due:
+            row.fetch_at = now + FETCH_S
+        return due
 
-    def no_room(self, key: str, now: float) -> None:
-        """The arena had no room for it: tried again when pins go, until the request's deadline."""
-        self.hampered(key, "no_room", float("inf"))
-        if key in self._rows:
-            self._rows[key].fetch_at = now + FULL_S
-
-    def looks_once_more(self, key: str) -> bool:
-        """Whether it is lost where it is not found now."""
-        row = self._rows.get(key)
-        return row is not None and row.last_look
+    def not_fetched(self, key: str, why: str, now: float) -> None:
+        """The second tier did not deliver it: it is `missing` there, or `corrupt`, or is `unavailable` itself, or there
+        is `no_room` for it here, which is tried again until the request's deadline."""
+        self.counters[f"fetch_{why}"] += 1
+        row = self._known(key)
+        if row.last_look:
+            self.not_found(key)
+        elif why == "no_room" and self.wants(key):
+            self.hampered(key, why, float("inf"))
+            row.fetch_at = now + FULL_S
+        elif why == "corrupt":
+            self.failed(key, why, now)
+        elif why == "unavailable":
+            self.hampered(key, why, now + _OUTAGE_GRACE_S)
 
     def found(self, key: str, now: float) -> None:
         """It is in the arena, and whole."""
@@ -401,16 +390,14 @@ class Features:
 
     def missed(self, key: str) -> bool:
         """The store of this host does not have it, so far. True where that is news about a feature that is wanted."""
-        row = self._rows.get(key)
-        news = row is not None and not row.missed
-        if row is not None:
-            row.missed = True
+        row = self._known(key)
+        news, row.missed = not row.missed, True
         return news
 
     def not_found(self, key: str) -> None:
         """The store does not have it, which was looked for once more."""
-        row = self._rows.get(key)
-        if row is not None and row.state is State.WANTED and row.last_look:
+        row = self._known(key)
+        if row.state is State.WANTED and row.last_look:
             self._lose(row)
 
     def close(self) -> None:
@@ -424,7 +411,6 @@ class Features:
         row = self._row(key, now)
         if request not in row.requests:
             if not row.requests:
-                self._hints.pop(key, None)
                 row.born, row.fetch_at = now, 0.0
             row.requests.add(request)
             self._keys_of.setdefault(request, {})[key] = None
@@ -446,14 +432,14 @@ class Features:
     def _row(self, key: str, now: float) -> Row:
         row = self._rows.get(key)
         if row is None:
+            if len(self._rows) >= _MAX_ROWS:
+                self._rows.pop(next((key for key, row in self._rows.items() if not row.requests), ""), None)
             row = self._rows[key] = Row(State.WANTED, now, now + self._wait_s)
-            self._hint(key)
         return row
 
-    def _hint(self, key: str) -> None:
-        self._hints[key] = None
-        if len(self._hints) > _MAX_ROWS:
-            del self._rows[self._hints.popitem(last=False)[0]]
+    def _known(self, key: str) -> Row:
+        """Its row, or where there is none, one that says so and that nobody sees again."""
+        return self._rows.get(key) or Row(State.LOST, 0.0, 0.0, missed=True, fetch_at=float("inf"))
 
     def _leaves(self, request: str, key: str) -> None:
         if (keys := self._keys_of.get(request)) is not None:
@@ -463,7 +449,6 @@ class Features:
         row = self._rows[key]
         row.requests.discard(request)
         if not row.requests:
-            self._hint(key)
             row.ahead = False
             if row.state is State.READY:  # whoever comes next sees for itself whether it is whole
                 row.state = State.WANTED
@@ -475,3 +460,9 @@ class Features:
     def _lose(self, row: Row) -> None:
         row.state = State.LOST
         self.counters[f"lost.{row.cause}"] += 1
+
+
+def _made_no_more(row: Row) -> bool:
+    """It can be had, or will not come. Whether it was being made until now."""
+    made, row.made_until = bool(row.made_until), 0.0
+    return made

@@ -64,7 +64,7 @@ def with_partial_prefill(base: Any) -> Any:
     """vLLM's scheduler class `base`, which stops before an item that its EC connector still waits for."""
 
     class PartialPrefill(base):
-        _admission: Any = None  # of its EC connector, where it applies
+        _consumer: Any = None  # of its EC connector, where it applies
 
         def allow_early_begins(self, wiring: StageWiring) -> None:
             """To be called once it is made: who may begin before all that it waits for is there holds blocks meanwhile.
@@ -82,18 +82,18 @@ def with_partial_prefill(base: Any) -> Any:
             if hindrance := next(_hindrances(self, spare), ""):
                 logger.info("prefill waits for all images of a request: %s", hindrance)
                 return
-            self._admission = self.ec_connector.admission
-            self._admission.allow_partial(spare)
+            self._consumer = self.ec_connector.consumer
+            self._consumer.allow_partial(spare)
 
         def awaits_feature(self, request: Any) -> bool:
             """Whether this request, which runs, may have nothing to compute until a feature is here."""
-            return self._admission is not None and bool(self._admission.runs_partially(request))
+            return self._consumer is not None and bool(self._consumer.runs_partially(request))
 
         def _try_schedule_encoder_inputs(
             self, request: Any, num_computed_tokens: int, num_new_tokens: int, *args: Any, **more: Any
         ) -> Any:
-            if self._admission is not None:
-                num_new_tokens = self._admission.tokens_before_awaited(request, num_computed_tokens, num_new_tokens)
+            if self._consumer is not None:
+                num_new_tokens = self._consumer.tokens_before_awaited(request, num_computed_tokens, num_new_tokens)
             return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_new_tokens, *args, **more)
 
     PartialPrefill.__name__ = f"PartialPrefill{base.__name__}"

@@ -1,28 +1,109 @@
-"""What travels from the scheduler side to the worker side of our EC connector, per step. Values only."""
+"""What passes between vLLM and the two sides of our EC connector, as values: what a request says of itself (its items,
+xargs of ours, the proxy's name for it), and what the scheduler side tells the worker side of a step."""
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from store.arena import Lease
+import torch
+
+from epd_serve.wire import ALL_MISSING, ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG
+from npu_ops.memory import DeviceMemory
+from store.arena import Arena, Lease
+from store.feature import FeatureMeta
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.request import Request
+
+_MAX_REMEMBERED = 8192
+# `0_chatcmpl-<X-Request-Id>-1a2b3c4d`: the child of an n > 1, the endpoint, the proxy's id, vLLM's random suffix.
+# `resp_<id>_0-1a2b3c4d`: the same of a response, whose turns vLLM counts behind the id.
+_OURS = re.compile(r"(?:\d+_)?(?:chatcmpl-|cmpl-)?(.+?)(?:-[0-9a-f]{8})?")
+_RESPONSE = re.compile(r"resp_(.+?)_\d+(?:-[0-9a-f]{8})?")
+
+
+def proxy_request_id(request_id: str) -> str:
+    """The proxy's id of a request, as far as vLLM's can tell: what it sent begins with it, or is it."""
+    matched = _RESPONSE.fullmatch(request_id) or _OURS.fullmatch(request_id)
+    return matched.group(1) if matched else request_id
+
+
+def items_ahead(request: Request, num_computed_tokens: int) -> list[MultiModalFeatureSpec]:
+    """The items that the prefill has not passed, each occurrence, in the order of the prompt."""
+    return [
+        feature
+        for feature in request.mm_features
+        if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
+    ]
+
+
+def item_keys(request: Request) -> list[str]:
+    """Keys of all its items, each occurrence, in the order of the prompt."""
+    return [feature.identifier for feature in request.mm_features]
+
+
+def not_encoded(request: Request) -> list[str]:
+    """Keys that no encoder produced, by the proxy's word."""
+    keys = _keys(request, MISSING_XARG)
+    return item_keys(request) if keys == [ALL_MISSING] else keys
+
+
+def to_encode_again(request: Request) -> list[str]:
+    """Keys that a consumer could not get, by the proxy's word."""
+    return _keys(request, ENCODE_AGAIN_XARG)
+
+
+def must_not_recompute(request: Request) -> bool:
+    """Whether a lost feature fails the request."""
+    return _xarg(request, ON_MISSING_XARG) == ON_MISSING_FAIL
+
+
+def _keys(request: Request, name: str) -> list[str]:
+    return [key for key in _xarg(request, name).split(",") if key]
+
+
+def _xarg(request: Request, name: str) -> str:
+    extra = getattr(request.sampling_params, "extra_args", None) or {}
+    value = extra.get(name, "")
+    return value if isinstance(value, str) else ""
+
+
+def remember(metadata: OrderedDict[str, dict[str, Any]], key: str, known: dict[str, Any]) -> dict[str, Any]:
+    """Returns the metadata of an item: what is `known` of it now, or was when vLLM's processor cache still had it."""
+    known = known or metadata.get(key, {})
+    if known:
+        metadata[key] = known
+        metadata.move_to_end(key)
+        if len(metadata) > _MAX_REMEMBERED:
+            metadata.popitem(last=False)
+    return known
 
 
 @dataclass(frozen=True)
 class FeatureSlot:
-    """Where a leased feature's bytes lie in the arena."""
+    """Where the bytes of a feature lie in the arena, which the scheduler side has pinned."""
 
-    key: str
+    meta: FeatureMeta
+    slot: int
     offset: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    slot: int = 0
 
     @classmethod
     def of(cls, lease: Lease) -> FeatureSlot:
-        meta = lease.meta
-        return cls(meta.key, lease.offset, meta.nbytes, meta.shape, meta.dtype, slot=lease.slot)
+        return cls(lease.meta, lease.slot, lease.offset)
+
+    @property
+    def key(self) -> str:
+        return self.meta.key
+
+    def read(self, arena: Arena, memory: DeviceMemory) -> torch.Tensor:
+        """Returns a copy on the model's device, whose `memory` this is, through the host. On the model's thread."""
+        host = memory.host_buffer(self.meta.nbytes)
+        arena.copy_pinned(self.key, self.slot, self.offset, host.numpy())
+        return memory.to_device(host).view(getattr(torch, self.meta.dtype)).view(self.meta.shape)
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,31 @@
-"""How a stage gets to the MM Store: the one place that turns its wiring into a pool, or into a reader of the arena,
-and a worker's copy of what is pinned there into vLLM's encoder cache."""
+"""How a stage gets to the MM Store: the one place that turns its wiring into a pool, and what it reports of one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-
-from epd_serve.engine.ec.step import FeatureSlot
+from epd_serve import wire
+from epd_serve.engine.capture_gate import CaptureGate, capture_gate
 from epd_serve.wiring import StageWiring
 from npu_ops.memory import DeviceMemory
 from npu_ops.torch_memory import memory_here
 from store.arena import Arena
+from store.errors import StoreUnavailableError
+from store.feature import Bytes
 from store.feature_pool import FeaturePool, open_pool
-from store.mooncake.client import MooncakeConfig
+from store.mooncake.client import ASCEND, MooncakeConfig
 
 SCHEDULER_LOCK_S = 0.02
 """How long a scheduler's thread waits for the arena: holders change an index and let go, so who takes longer is
 stopped, or has no core."""
 
+CAPTURES_S = 5.0
+"""How long a thread waits for captures at a time; the second tier counts as down meanwhile."""
+
 SPARE_S = 1.0
-"""What was stored or used within that time is not evicted: an encoder with much to say waits for whoever needs it, for
-a moment, and what is used again and again stays (`features.py`)."""
+"""What was stored or looked at within that time is not evicted, unless it has served a request since: an encoder with
+much to say waits for whoever needs it, for a moment, and what is used again and again stays (`features.py`)."""
 
 
 def open_local_store(wiring: StageWiring) -> FeaturePool:
@@ -38,40 +42,44 @@ def open_store(wiring: StageWiring) -> FeaturePool:
         host=wiring.host,
         protocol=wiring.mooncake_protocol,
         segment_bytes=wiring.mooncake_segment_bytes,
+        **(on_device(memory_here("npu")) if wiring.mooncake_protocol == ASCEND else {}),
     )
     return open_pool(arena=wiring.arena, mooncake=config, spare_s=SPARE_S)
 
 
-def open_reader(wiring: StageWiring, device: torch.device | str) -> ArenaReader:
-    """What a worker of a consumer loads features with. Called by the model's thread."""
-    return ArenaReader(Arena.attach(wiring.arena), memory_here(torch.device(device).type), owned=True)
+def on_device(memory: DeviceMemory, gate: CaptureGate = capture_gate) -> dict[str, Any]:
+    """What `MooncakeConfig` needs where Mooncake's transport belongs to a device: threads that have set it, once no
+    graph is being captured any more, and page-locked host memory of its own, aligned as the strictest wants it."""
+
+    def begin_thread() -> None:
+        if not gate.passed(CAPTURES_S):
+            raise StoreUnavailableError("the worker still captures graphs")
+        memory.enter_thread()
+
+    def host_memory(nbytes: int) -> Bytes:
+        raw = memory.host_buffer(nbytes + memory.alignment)
+        return raw[-raw.data_ptr() % memory.alignment :][:nbytes].numpy()
+
+    return {"begin_thread": begin_thread, "host_memory": host_memory}
 
 
-def remote_counters(pool: FeaturePool) -> dict[str, int]:
-    """What this process did with the second tier, as a `StoreReport` counts it; nothing where there is none."""
-    return {f"pool.{name}": count for name, count in pool.counts().items() if count}
+def store_report(
+    wiring: StageWiring, pool: FeaturePool, counters: Mapping[str, int], *, waiting_puts: int, encoding: int = 0
+) -> wire.StoreReport:
+    """What this process sees of the store, and what it has done with it: `counters`, and its second tier's.
 
-
-class ArenaReader:
-    """Reads from the arena, through the host. Whoever made the arena closes it, unless `owned`."""
-
-    def __init__(self, arena: Arena, memory: DeviceMemory, *, owned: bool = False) -> None:
-        self._arena, self._memory, self._owned = arena, memory, owned
-
-    def read(self, slot: FeatureSlot) -> torch.Tensor:
-        """A copy of a pinned feature, on the model's device. Called by the model's thread."""
-        host = self._memory.host_buffer(slot.nbytes)
-        self._arena.copy_pinned(slot.key, slot.slot, slot.offset, host.numpy())
-        return self._memory.to_device(host).view(getattr(torch, slot.dtype)).view(slot.shape)
-
-    def close(self) -> None:
-        if self._owned:
-            self._arena.close()
-
-
-def load(reader: ArenaReader, slots: Iterable[FeatureSlot], cache: dict[str, torch.Tensor]) -> Iterator[FeatureSlot]:
-    """Copies what the cache lacks; yields the slots it copied from."""
-    for slot in slots:
-        if slot.key not in cache:
-            cache[slot.key] = reader.read(slot)
-            yield slot
+    Raises:
+        StoreError: the arena does not answer.
+    """
+    stats = pool.arena.stats()
+    return wire.StoreReport(
+        wiring.instance,
+        wiring.incarnation,
+        stats.capacity_bytes,
+        stats.used_bytes,
+        stats.leased,
+        pool=pool.state,
+        waiting_puts=waiting_puts,
+        encoding=encoding,
+        counters={**counters, **{f"pool.{name}": count for name, count in pool.counts().items() if count}},
+    )

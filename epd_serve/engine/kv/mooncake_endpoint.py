@@ -15,7 +15,8 @@ from epd_serve.engine.kv.regions import Layers
 from epd_serve.engine.kv.transport import LinkError
 from npu_ops.memory import MAX_REGIONS, DeviceBlock, DeviceMemory
 from store.addresses import authority, environment_at
-from store.port_filter import reachable_only_at
+from store.errors import StoreError
+from store.mooncake.client import ASCEND, begin_engine, process_engine, transfer_engine
 
 
 class Extent(NamedTuple):
@@ -106,7 +107,7 @@ class MooncakeEndpoint:
     Args:
         device: whose memory the KV cache is; the calling thread has set it.
         scratch: device memory that probes may read and write as long as the engine lives.
-        engine_factory: makes the engine; by default Mooncake's.
+        engine_factory: makes the engine; by default Mooncake's, over Ascend that which features use, too.
 
     Attributes:
         session: what peers write to.
@@ -129,16 +130,16 @@ class MooncakeEndpoint:
         for name, value in {**_ENVIRONMENT, **environment_at(host)}.items():
             os.environ.setdefault(name, value)
         # Ascend's transport demands what the device names as its alignment; other protocols take any address.
-        alignment = device.alignment if protocol == "ascend" else 1
+        alignment = device.alignment if protocol == ASCEND else 1
         try:
             spans = spans_of(extents_of(layers), alignment, MAX_REGIONS - 1)
         except SpanError as error:
             raise LinkError(f"kv transport mooncake: {error}") from error
-        self.engine: Any = (engine_factory or _mooncake)()
-        with reachable_only_at(host):  # it binds its ports to every address
-            started = self.engine.initialize(host, "P2PHANDSHAKE", protocol, "")
-        if started != 0:
-            raise LinkError(f"Mooncake's Transfer Engine does not start on {host} with protocol {protocol}")
+        begin = process_engine if protocol == ASCEND and engine_factory is None else begin_engine
+        try:
+            self.engine: Any = begin(engine_factory or transfer_engine, host, protocol)
+        except StoreError as error:
+            raise LinkError(f"kv transport mooncake: {error}; or use --kv-transport shm on one host") from error
         self.session = authority(host, self.engine.get_rpc_port())
         self.bases = [region.data.data_ptr() for layer in layers for region in layer]
         self._scratch = scratch  # kept: peers write to it
@@ -146,14 +147,3 @@ class MooncakeEndpoint:
         for address, nbytes in [*spans, self.scratch]:
             if self.engine.register_memory(address, nbytes) != 0:
                 raise LinkError(f"Mooncake cannot register {nbytes} bytes at {address:#x}")
-
-
-def _mooncake() -> Any:
-    try:
-        from mooncake.engine import TransferEngine
-    except ImportError as error:
-        raise LinkError(
-            f"kv transport mooncake: {error}. Install the extra `mooncake` and the system package libibverbs1, "
-            "or use --kv-transport shm on one host"
-        ) from error
-    return TransferEngine()

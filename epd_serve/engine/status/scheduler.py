@@ -107,8 +107,8 @@ def reporting(base: Any) -> Any:
                 self._cache.added(request, tell=self._tells_prompts)
             self._watch.changed()
             # vLLM tells its KV connector of a new request; ours for features would first hear when it is let run.
-            if admission := getattr(getattr(self, "ec_connector", None), "admission", None):
-                admission.arrived(request)
+            if consumer := getattr(getattr(self, "ec_connector", None), "consumer", None):
+                consumer.arrived(request)
 
         def finish_requests(self, *args: Any, **more: Any) -> Any:
             result = super().finish_requests(*args, **more)

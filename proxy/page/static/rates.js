@@ -1,9 +1,10 @@
 // The last minute, as figures and as curves of what this tab has seen.
 
-import { $, h, milliseconds, percent, replace, say } from "./dom.js";
+import { $, h, milliseconds, percent, replace, say, seconds } from "./dom.js";
 
 const SPAN_S = 600;
 const HEIGHT = 150;
+const LINES = { encode: "encoders", serve: "prefill and decode" };
 const hundred = (share) => (share === null ? null : 100 * share);
 const CHARTS = [
   { id: "ttft", title: "Time to first token, ms", series: [["p50", (r) => r.ttft_ms.p50], ["p99", (r) => r.ttft_ms.p99]] },
@@ -60,6 +61,7 @@ export function update({ rates: told, at }) {
   const tiles = [
     ["Requests per second", told.requests_per_s.toFixed(1)], ["Tokens per second", told.tokens_per_s.toFixed(0)],
     ["Running", `${told.running}, ${told.waiting} waiting`],
+    ...Object.entries(told.lines).map(([line, one]) => [`In line for ${LINES[line]}`, one.waiting ? `${one.waiting}: ${seconds(one.work_s)} of work, ${one.late} late, ${one.over_share} over their share` : "nobody"]),
     ["TTFT p50 / p99", pair(told.ttft_ms)], ["TPOT p50 / p99", pair(told.tpot_ms)],
     [`SLO attainment, ${named}`, `${percent(told.slo.attainment)} / ${percent(told.slo.mean.attainment)}`],
     [`Goodput per second, ${named}`, `${told.slo.goodput_per_s.toFixed(2)} / ${told.slo.mean.goodput_per_s.toFixed(2)}`],

@@ -47,6 +47,7 @@ export function details(one) {
   const tokens = one.tokens.completion ?? one.tokens.counted;
   const facts = [`${one.endpoint}, ${items(one)}`, `${ended(one)} in ${seconds(one.total_s)}`, one.path && `path ${one.path}: ${way}`, tokens !== null && `${tokens} tokens`, one.finish && `finish ${one.finish}`, one.message];
   return h("article", {}, h("h3", {}, `Request ${one.client_id || one.id}`), h("p", {}, facts.filter(Boolean).join(" · ")),
+    one.waits.length ? h("ul", {}, one.waits.map((wait) => h("li", {}, `${wait.s === null ? "is waiting" : `waited ${seconds(wait.s)}`} for ${wait.for}: ${wait.why}`))) : null,
     one.choices.length ? h("ul", {}, one.choices.map((choice) => h("li", {}, `${choice.chosen.join(", ")} for ${choice.work}, at ${seconds(choice.at_s)}: ${choice.why}`))) : null,
     h("div", { class: "scroll", role: "region", "aria-label": "Waterfall", tabindex: "0" }, waterfall(one.events, one.total_s)));
 }

@@ -14,7 +14,7 @@ from tests.soak import placement
 RESULTS = {
     "proxy-speed": (proxy.figures, 21),
     "proxy-irp": (placement.figures, 5),
-    "transfer-ep": (transfer_ep.figures, 170),
+    "transfer-ep": (transfer_ep.figures, 74),
 }
 
 

@@ -15,6 +15,7 @@ from bench.micro.measurement import (
     Measurement,
     Usually,
     flag,
+    goal_table,
     in_turns,
     one_of,
     resolve,
@@ -80,6 +81,16 @@ def test_where_nothing_was_measured_nothing_is_written(tmp_path):
     with pytest.raises(StageError):
         measurement.run(arguments(measurement, "--json", str(path)), ["x"])
     assert not path.exists()
+
+
+def test_a_goal_is_met_missed_or_not_measured():
+    goals = (Goal("fast", "<=", 1.0), Goal("much", ">=", 0.9), Goal("one", "==", 1), Goal("absent", "<=", 1.0))
+
+    table = goal_table({"fast": 2.0, "much": 0.95, "one": 1.0}, goals).splitlines()
+
+    assert ["MISSED" in line for line in table[1:]] == [True, False, False, False]
+    assert ["met" in line.split() for line in table[1:]] == [False, True, True, False]
+    assert "not measured" in table[-1]
 
 
 @pytest.mark.parametrize(("least", "code"), [(1, 0), (2, 1)])

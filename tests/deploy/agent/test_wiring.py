@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from deploy.agent.setup import AgentSetup
 from deploy.agent.specs import orders
 from deploy.agent.wiring import Net
 from deploy.host.rundir import RunDir
 from deploy.launch.ready_message import curl, endpoint_url, ready_message
-from deploy.memory.shared_memory import SharedMemory, fit_shared_memory, wanted_mib
+from deploy.memory.shared_memory import SharedMemory, fit_shared_memory, usual_arena_mib, wanted_mib
 from deploy.options.config import DeployConfig, proxy_values
 from deploy.options.ways import draw_ways
 from deploy.plan.blueprint import draw
@@ -27,6 +28,7 @@ from epd_serve.layout_parser import parse
 from epd_serve.peers import Peers, peer_of, write_peers
 from epd_serve.placement import lower
 from epd_serve.roles import Role
+from npu_ops.properties import host_memory
 from proxy.config.keys import ApiKeys
 from tests.deploy.wired import RUN, Wired, wired
 
@@ -250,6 +252,32 @@ def test_shared_memory_shrinks_to_what_is_free(layout: str, free: int, fitted: t
     plans = lower(parse(layout), range(4))
     travel = any(plan.role is Role.E for plan in plans)
     assert fit_shared_memory(SharedMemory(256, 64), plans, features_travel=travel, free=free) == SharedMemory(*fitted)
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "encoders", "free", "mib"),
+    [
+        (24, 1, 24 << 10, 384),  # a machine for development
+        (24, 4, 12 << 10, 1536),
+        (24, 16, 24 << 10, 3072),  # an eighth of its memory
+        (4, 1, 2 << 10, 256),  # no less
+        (1536, 8, 768 << 10, 8192),  # no more
+        (1536, 8, 1 << 10, 512),  # half of /dev/shm
+        (1536, 8, None, 8192),  # of another host
+        (64, 1, 64, 256),  # a container: `fit_shared_memory` goes on from there
+    ],
+)
+def test_the_arena_follows_the_machine(host_gib: int, encoders: int, free: int | None, mib: int) -> None:
+    assert usual_arena_mib(host_gib << 30, encoders, free) == mib
+
+
+def test_an_arena_that_was_asked_for_is_not_sized_by_the_machine() -> None:
+    def arena_bytes(**options: int) -> int:
+        blueprint = draw(DeployConfig(engine="sim", layout="2E-P-D", device="cpu", **options))
+        return AgentSetup.of(RUN, blueprint, shm_mib=4096).arena_bytes
+
+    assert arena_bytes(arena_mib=77) == 77 << 20
+    assert arena_bytes() == usual_arena_mib(host_memory()[0], 2, 4096) << 20
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,13 +43,29 @@ def test_a_key_is_printed_once_and_only_its_hash_is_kept(tmp_path: Path, capsys:
     assert len(key) > 40 and key not in file.read_text()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and os.listdir(tmp_path) == ["keys.json"]
     found = caller(file, key)
-    assert found.limits == KeyLimits(8, 0, -1) and found.tenant == tenant_digest("team")
+    assert found.limits == KeyLimits(requests_in_flight=8, best_priority=-1) and found.tenant == tenant_digest("team")
     assert run("list", file=file) == run("list", "--json", file=file) == 0
     shown = capsys.readouterr().out
     assert "anne" in shown and "requests_in_flight=8" in shown and found.tenant in shown and key not in shown
     assert run("revoke", "anne", file=file) == 0
     with pytest.raises(AuthenticationError):
         caller(file, key)
+
+
+def test_a_key_has_a_weight_tokens_and_objectives_of_its_own(tmp_path: Path, capsys: Out) -> None:
+    file = tmp_path / "keys.json"
+    words = ("weight=3", "tokens-per-minute=60000", "slo-ttft-ms=500", "slo_tpot_ms=30")
+    assert run("add", "anne", *(word for limit in words for word in ("--limit", limit)), file=file) == 0
+    key = capsys.readouterr().out.strip()
+    wanted = KeyLimits(tokens_per_minute=60000, weight=3, slo_ttft_ms=500, slo_tpot_ms=30)
+    assert caller(file, key).limits == wanted
+    run("list", file=file)
+    shown = capsys.readouterr().out
+    assert all(word.replace("-", "_") in shown for word in words)
+    callers = Callers(settings(api_keys=keys_of(file), tenant_header="x-tenant", processes=2))
+    one, other = (callers.caller_of(Headers({"authorization": f"Bearer {key}", "x-tenant": tenant})) for tenant in "ab")
+    assert one.tenant != other.tenant and (one.account, one.limits) == (other.account, other.limits)
+    assert one.limits == replace(wanted, tokens_per_minute=30000), "of a process; weight and objectives are no amounts"
 
 
 def test_a_list_for_programs(tmp_path: Path, capsys: Out) -> None:
@@ -77,6 +94,9 @@ def test_keys_that_clients_have_come_in_by_standard_input(
         (("add", "a b"), "name 'a b'"),
         (("add", "bert", "--limit", "requests_in_flight"), "NAME=NUMBER"),
         (("add", "bert", "--limit", "tokens=1"), "there is no limit tokens; there are requests_in_flight"),
+        (("add", "bert", "--limit", "weight=0"), "key bert: weight is 0; expected int >= 1"),
+        (("add", "bert", "--limit", "tokens_per_minute=-1"), "key bert: tokens_per_minute is -1; expected int >= 0"),
+        (("add", "bert", "--limit", "slo-ttft-ms=0.5"), "NAME=NUMBER"),
         (("add", "bert", "--stdin"), "at least 16 characters"),
         (("revoke", "bert"), "there is no key 'bert'; there are anne"),
     ],

@@ -140,10 +140,14 @@ def test_clear_reaches_the_second_tier(launch: Callable[..., FakeLaunch], capsys
     owner = textwrap.dedent(
         f"""
         import sys
+        import numpy as np
+        from store.feature import FeatureMeta
         from store.mooncake.client import MooncakeConfig
         from store.mooncake.tier import MooncakeStore
         pool = MooncakeStore.connect(MooncakeConfig(master="{master}", segment_bytes=16 << 20))
-        assert pool.put("k" * 64, bytes(3000), shape=(3000,), dtype="uint8")
+        data = np.zeros(4096, dtype=np.uint8)
+        pool.register(data.ctypes.data, data.nbytes)
+        pool.put_from(FeatureMeta("k" * 64, (3000,), "uint8", 3000), data.ctypes.data, on_failure=lambda: None)
         print("stored", flush=True)
         sys.stdin.read()
         pool.close()

@@ -86,6 +86,13 @@ def test_rates_and_refusals_are_in_the_head() -> None:
     assert "within TTFT 2000 ms, TPOT 50 ms: p90 99.0%, mean 90.0%" in head
 
 
+def test_lines_in_which_somebody_waits_are_shown_with_their_work() -> None:
+    line = {"waiting": 7, "late": 2, "over_share": 3, "work_s": 1.25}
+    counts = Counts(60.0, lines={"encode": line, "serve": dict.fromkeys(line, 0)})
+    told = [one for one in lines(seen(rates=counts)) if one.startswith("in line")]
+    assert told == ["in line (encode) 7 with 1.25 s of work, 2 late, 3 over their share"]
+
+
 def test_front_doors_that_have_not_answered_are_named() -> None:
     whole, partly = Counts(60.0, answered=4, serving=4), Counts(60.0, answered=3, serving=4)
     said = "of 3 front doors: 4 serve, the others are late"

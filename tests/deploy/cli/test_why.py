@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+
+import pytest
 
 from deploy.cli.why import BAR, MARK, list_text, request_text
 from epd_serve.roles import Role
@@ -59,6 +62,48 @@ def test_a_refusal_says_what_it_met() -> None:
     shown = text(one)
     assert "overloaded: 8 requests with text wait already" in shown
     assert "refused queue_full text waiting=8 with_stages=12" in shown and "tokens" not in shown
+
+
+def waits(**more: Any) -> dict[str, Any]:
+    usual = {"paused": False, "before_s": 0.8, "slo_s": 2.0, "service_s": 0.3, "slack_s": 0.4, "over_share": False}
+    return {**usual, "kind": "media", "waiting": 5, "with_stages": 3, **more}
+
+
+def test_a_wait_is_told_with_what_decided_it() -> None:
+    one = record(outcome="200", status=200)
+    one.note("waits", line="encode", **waits(over_share=True))
+    one.took("queued", one.clock, line="encode", passed=2)
+    one.note("waits", line="serve", **waits(slack_s=-0.25, paused=True))
+    shown = text(one)
+    first, second = line_with(shown, "for an encoder:"), line_with(shown, "for prefill and decode:")
+    assert first.startswith("  waited ") and second.startswith("  is waiting for"), "which has not come to its end"
+    assert "0.80 s of work before it; its first token within 2.00 s, of which it needs 0.30 s itself" in first
+    assert "0.40 s of slack left; its account was over its share then, so others went first; overtaken by 2" in first
+    assert "new requests were held back; 0.80 s of work before it" in second
+    assert "0.25 s too late for that, so it lets those go first that are in time" in second
+    assert "overtaken" not in second and "share" not in second
+    assert "waits encode media waiting=5 with_stages=3" in shown, "the line of time has who else was about"
+    assert "before_s" not in shown and "passed" not in shown
+
+
+@pytest.mark.parametrize(("slack_s", "late"), [(0.5, True), (4.0, False), (-0.5, False)])
+def test_a_turn_that_came_too_late_is_told_where_there_was_slack(slack_s: float, late: bool) -> None:
+    one = record(outcome="200", status=200)
+    one.note("waits", line="serve", **waits(slack_s=slack_s))
+    one.took("queued", time.monotonic() - 2.0, line="serve", passed=0)
+    assert ("its turn came 1.50 s too late for that" in text(one)) == late
+
+
+def test_of_an_order_without_slack_none_is_told() -> None:
+    one = record(outcome="200", status=200)
+    one.note("waits", line="serve", **waits(slack_s=None))
+    assert line_with(text(one), "for prefill").endswith("prefill and decode: 0.80 s of work before it")
+
+
+def test_who_did_not_wait_is_told_of_no_wait() -> None:
+    one = record(outcome="200", status=200)
+    one.note("waits", line="store", full=2)
+    assert "for prefill" not in text(one) and "waits store full=2" in text(one)
 
 
 def test_a_choice_shows_all_candidates_and_why_some_were_put_aside() -> None:

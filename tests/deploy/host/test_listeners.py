@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from deploy.host.ports import exposed, exposure_warnings, listeners, other_address
-from store.port_filter import narrow
+from store.addresses import narrow
 
 
 def test_the_listeners_of_a_process_are_found_with_their_addresses() -> None:

@@ -10,7 +10,9 @@ import pytest
 from deploy.cli.command import serve_config
 from deploy.options.addresses import port_range
 from deploy.options.config import DeployConfig, build_config, flag_of, variable_of
+from deploy.plan.proxy_settings import settings_with
 from epd_serve.errors import ConfigError
+from proxy.config.settings import ModelIdentity
 from proxy.config.tree import settings_of
 
 
@@ -70,6 +72,40 @@ def test_stage_args_and_proxy_may_be_lists_or_mappings(tmp_path: Path) -> None:
     assert config.api_key_file == "clients.json"
 
 
+def test_objectives_of_models_are_given_once_for_each(tmp_path: Path) -> None:
+    wanted = {"small": (0.3, 0.02), "org/large:v2": (2.0, 0.0755)}
+    entries = ["small=300:20", "org/large:v2=2000:75.5"]
+    words = [word for entry in entries for word in ("--proxy", f"model_slos={entry}")]
+    assert serve_config(words).slos_of_models() == wanted
+    for text in (f"model_slos: {entries}", f"proxy: {{model_slos: {entries}}}"):
+        assert build_config({}, yaml_file(tmp_path, text)).slos_of_models() == wanted, text
+    listed = yaml_file(tmp_path, f"proxy: [{', '.join(f'model_slos={entry}' for entry in entries)}]")
+    assert build_config({}, listed).slos_of_models() == wanted
+
+
+@pytest.mark.parametrize(
+    "entry", ["2000:50", "m=2000", "m=0:50", "m=2000:-1", "m=2000:50:mean", "m=1:2,n=3:4", "m=a:b"]
+)
+def test_an_objective_of_a_model_that_is_none_names_its_form(entry: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model_slos '.*': write NAME=TTFT:TPOT in milliseconds, as my-model=2000:50"
+    ):
+        serve_config(["--proxy", f"model_slos={entry}"])
+
+
+def test_an_objective_of_a_model_that_is_not_served_is_refused() -> None:
+    config = serve_config(["--proxy", "model_slos=smal=300:20"])
+    with pytest.raises(ConfigError, match=r"model_slos: unknown model 'smal'; did you mean 'small'") as refused:
+        settings_with(config, served_models=("small",), identity=ModelIdentity("small"))
+    assert refused.value.param == "model_slos"
+
+
+def test_what_a_plan_wrote_of_its_objective_is_what_requests_are_held_to(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "layout: E-P-D\nproxy:\n  slo.ttft_s: 0.8\n  slo.tpot_s: 0.03\n  slo.judge: p99\n")
+    made = settings_with(build_config({}, path), served_models=("m",), identity=ModelIdentity("m"))
+    assert made.slo.limits_s == (0.8, 0.03) and made.slo.named and made.slo.judge == "p99"
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert build_config({}, yaml_file(tmp_path, "")) == DeployConfig()
 
@@ -79,6 +115,9 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     [
         ("layuot: E-PD", "unknown key 'layuot'; did you mean 'layout'"),
         ("medai: {max_bytes: 5}", "unknown key 'medai'; did you mean 'media'?"),
+        ("admission: {single_queue: true}", "'admission.single_queue' is no longer there: admission.order=fcfs"),
+        ("admission: {order: fifo}", "unknown admission.order 'fifo'; valid: deadline, fcfs, sjf"),
+        ("key_limits: {weight: 0}", "key_limits.weight is 0; expected int >= 1"),
         ("media: {max_byte: 5}", "unknown key 'media.max_byte'; did you mean 'media.max_bytes'"),
         ("proxy: {layout: E-PD}", "unknown key 'layout'"),
         ("media.max_bytes: 0", "media.max_bytes is 0; expected int >= 1"),
@@ -94,7 +133,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         ("port: 0", "port is 0; expected int >= 1"),
         ("device: tpu", "unknown device 'tpu'"),
         ("media_root: /no/such", "is not a directory"),
-        ("arena_mib: -1", "arena_mib is -1; expected int >= 1"),
+        ("arena_mib: -1", "arena_mib is -1; expected int >= 0"),
         ("mm_store: disk", "unknown mm_store 'disk'"),
         ("mooncake_master: host", "is not HOST:PORT"),
         ("{mooncake_master: 'a:1', mm_store: arena}", "use --mm-store mooncake"),

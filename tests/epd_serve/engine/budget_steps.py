@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from epd_serve.demo.presets import builtin_model_dir
-from epd_serve.engine.step_budgets import with_budgets
+from epd_serve.engine.step_budgets import share_steps, shared_tokens, with_budgets
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
 
@@ -150,6 +150,25 @@ def whole_items() -> Seen:
     return {"steps": stage.steps_until({"i"})}
 
 
+SHARED_STEP = 800
+SHARED_PROMPTS = (("a", 1000), ("b", 900), ("c", 60), ("d", 1000))
+
+
+def shared(**flags: Any) -> Seen:
+    """A long prompt alone, and others that come after its first step, where a stage only prefills."""
+    stage = Stage(slo=False, **{"max_num_batched_tokens": SHARED_STEP, **flags})
+    knows = hasattr(stage.scheduler, "adaptive_long_prefill_threshold")
+    share_steps(stage.scheduler)
+    names = [name for name, _ in SHARED_PROMPTS]
+    stage.add(*SHARED_PROMPTS[0])
+    steps = [stage.step()]
+    for prompt in SHARED_PROMPTS[1:]:
+        stage.add(*prompt)
+    steps += stage.steps_until(set(names))
+    threshold = stage.scheduler.scheduler_config.long_prefill_token_threshold
+    return {"steps": steps, "knows": knows, "reported": shared_tokens(stage.scheduler), "threshold": threshold}
+
+
 def cost() -> Seen:
     """Microseconds of setting the limits, with 60 requests that decode and one that is prefilled."""
     stage = Stage(slo=True)
@@ -172,6 +191,9 @@ SCENARIOS: dict[str, Callable[[], Seen]] = {
     "ended before": ended_before,
     "without chunks": without_chunks,
     "whole items": whole_items,
+    "shared": shared,
+    "shared, by the operator": lambda: shared(long_prefill_token_threshold=200),
+    "shared, without chunks": lambda: shared(enable_chunked_prefill=False, max_num_batched_tokens=LONGEST),
     "cost": cost,
 }
 

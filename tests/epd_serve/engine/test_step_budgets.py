@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
+from epd_serve.sim.profile import Capacity
+from epd_serve.sim.scheduler import Scheduler
+from epd_serve.sim.sequence import Sequence
+
 ROOT = Path(__file__).resolve().parents[3]
+SHARED_STEP = 800
+SHARED_PROMPTS = (("a", 1000), ("b", 900), ("c", 60), ("d", 1000))
+"""Of the program, which needs vLLM."""
 TBT_TOKENS = 100
 """Prompt and item tokens of a step that takes TBT, with what the program teaches; decodes take a tenth of it."""
 
@@ -62,6 +69,49 @@ def test_what_vllm_must_not_cut_is_computed_in_one_step(
     seen: dict[str, Any], scenario: str, tokens: dict[str, int]
 ) -> None:
     assert seen[scenario]["steps"] == [{"tokens": {"t": 1, **tokens}, "items": int("i" in tokens)}]
+
+
+def test_a_long_prompt_that_is_not_alone_leaves_others_their_part_of_a_step_as_a_simulated_stage_has_it(
+    seen: dict[str, Any],
+) -> None:
+    found = seen["shared"]
+    if not found["knows"]:  # vLLM 0.23 would hold one back that is alone
+        assert (found["reported"], found["threshold"]) == (0, 0)
+        return
+    assert found["reported"] == SHARED_STEP
+    steps = [step["tokens"] for step in found["steps"]]
+    assert steps[0] == {"a": SHARED_STEP}, "alone it has all"
+    assert steps[1]["c"] == 60 and steps[1]["b"] > 0, "a short one is computed at once, and a long one goes on"
+    capacity = Capacity(step_tokens=SHARED_STEP, block_tokens=16, long_prompt_tokens=found["threshold"])
+    assert steps == simulated(Scheduler(capacity, shares_steps=True))
+
+
+def simulated(scheduler: Scheduler) -> list[dict[str, int]]:
+    """The same prompts in the simulator's scheduler."""
+    names: dict[Sequence, str] = {}
+    steps: list[dict[str, int]] = []
+
+    def add(name: str, tokens: int) -> None:
+        sequence = Sequence(prompt_tokens=tokens, limit=1, on_token=lambda *_: None)
+        names[sequence] = name
+        scheduler.add(sequence)
+
+    add(*SHARED_PROMPTS[0])
+    while step := scheduler.plan():
+        steps.append({names[sequence]: tokens for sequence, tokens in step.prefills})
+        scheduler.complete(step)
+        if len(steps) == 1:
+            for prompt in SHARED_PROMPTS[1:]:
+                add(*prompt)
+    return steps
+
+
+def test_what_the_operator_set_or_vllm_must_not_cut_is_left_as_it_is(seen: dict[str, Any]) -> None:
+    own = seen["shared, by the operator"]
+    assert (own["threshold"], own["reported"]) == (200, 0)
+    whole = seen["shared, without chunks"]
+    assert (whole["threshold"], whole["reported"]) == (0, 0)
+    assert all(set(step["tokens"].values()) <= {1000, 900, 60} for step in whole["steps"])
 
 
 def test_it_costs_a_step_next_to_nothing(seen: dict[str, Any]) -> None:

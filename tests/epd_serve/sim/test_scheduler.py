@@ -35,6 +35,58 @@ def test_a_long_prompt_is_cut_at_the_steps_tokens() -> None:
     assert [step(scheduler) for _ in range(5)] == [(0, 16, 0), (0, 16, 0), (0, 8, 0), (1, 0, 0), (0, 0, 0)]
 
 
+def prefilled(scheduler: Scheduler) -> list[int]:
+    """Run a step: prompt tokens of each sequence, in order."""
+    planned = scheduler.plan()
+    scheduler.complete(planned)
+    return [tokens for _, tokens in planned.prefills]
+
+
+def test_a_long_prompt_leaves_others_their_parts_of_a_step_while_there_are_others() -> None:
+    scheduler = Scheduler(small(long_prompt_tokens=5, kv_tokens=256), shares_steps=True)
+    scheduler.add(sequence(40))
+    assert prefilled(scheduler) == [16]
+    scheduler.add(sequence(3))
+    scheduler.add(sequence(30))
+    assert prefilled(scheduler) == [5, 3, 5], "a third of the step, and no less than what a long prompt has"
+    assert prefilled(scheduler) == [8, 8], "half"
+    assert prefilled(scheduler) == [8, 8]
+    assert prefilled(scheduler) == [3, 8]
+    assert prefilled(scheduler) == [1], "and the last one all it needs"
+
+
+def test_whoever_is_first_takes_what_it_needs_where_steps_are_not_shared() -> None:
+    scheduler = Scheduler(small(long_prompt_tokens=5, kv_tokens=256))
+    scheduler.add(sequence(40))
+    scheduler.add(sequence(3))
+    assert [prefilled(scheduler) for _ in range(3)] == [[16], [16], [8, 3]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=12), st.integers(1, 16))
+def test_no_prompt_waits_for_longer_ones_than_its_parts_take(prompts: list[int], most: int) -> None:
+    """Of those that are there together each has its part of every step, so what is before one is the others' parts of
+    the steps that it takes itself (`proxy/routing/policy.py: before`)."""
+    scheduler = Scheduler(small(long_prompt_tokens=most, kv_tokens=4096, max_running=len(prompts)), shares_steps=True)
+    ended: dict[int, int] = {}
+    for number, tokens in enumerate(prompts):
+        scheduler.add(
+            Sequence(prompt_tokens=tokens, limit=1, on_token=lambda *_, number=number: ended.setdefault(number, steps))
+        )
+    steps = 0
+    while scheduler.running or scheduler.waiting:
+        steps += 1
+        planned = scheduler.plan()
+        assert planned.prompt_tokens <= 16
+        scheduler.complete(planned)
+        assert steps < 5000
+    assert sorted(ended) == list(range(len(prompts)))
+    part = max(1, 16 // len(prompts))
+    if part >= most:
+        for number, tokens in enumerate(prompts):
+            assert ended[number] <= -(-tokens // part)
+
+
 def test_a_prompt_takes_what_decodes_leave() -> None:
     scheduler = Scheduler(small())
     scheduler.add(sequence(8, limit=5))

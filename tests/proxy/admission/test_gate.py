@@ -1,8 +1,9 @@
-"""The gate in front of the stages, over HTTP: order, refusals, and that whoever leaves leaves nothing behind."""
+"""The gate in front of the stages, over HTTP: order, room, refusals, and that whoever leaves leaves nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,15 @@ import httpx
 import pytest
 
 from epd_serve.errors import ConfigError
+from epd_serve.instances import Instance
+from epd_serve.roles import Role
+from epd_serve.wire import StageReport, StoreReport
 from proxy.admission.gate import Gate
-from proxy.admission.queue import Capacity, Kind
-from proxy.config.limits import AdmissionLimits
+from proxy.admission.queue import Kind, Stage
+from proxy.config.limits import AdmissionLimits, Slo
 from proxy.config.settings import ProxySettings
 from proxy.metrics import Metrics
-from proxy.records.record import Record
-from proxy.registry.table import Pause
+from proxy.registry.table import InstanceTable
 from proxy.request.parse import Endpoint
 from tests.proxy.fakes import (
     QUICK,
@@ -30,6 +33,7 @@ from tests.proxy.fakes import (
     image_body,
     image_file,
     once,
+    passed,
     replies,
     settings,
     text_body,
@@ -46,6 +50,14 @@ def narrow(**changes: Any) -> ProxySettings:
     return limited
 
 
+def one_place(**changes: Any) -> Gate:
+    """In front of two stages, each of which takes one request at a time."""
+    table = InstanceTable()
+    for role in (Role.E, Role.PD):
+        table.apply(Instance(f"{role}0", role, "http://x", "one"))
+    return Gate(narrow(**changes), table, Metrics())
+
+
 async def until_waiting(c: Cluster, kind: Kind, count: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while c.pipeline.gate.queue.waiting(kind) != count:
@@ -60,22 +72,104 @@ async def once_answered(c: Cluster, released: asyncio.Event) -> asyncio.Task[htt
     return first
 
 
-async def test_text_overtakes_images_that_wait() -> None:
-    async with cluster("EPD0", config=narrow()) as c:
+def within(ttft_ms: int) -> dict[str, str]:
+    return {"x-epd-slo-ttft-ms": str(ttft_ms)}
+
+
+@pytest.mark.parametrize(
+    ("order", "served"), [("deadline", ["first", "text", "image"]), ("fcfs", ["first", "image", "text"])]
+)
+async def test_who_has_to_begin_soonest_overtakes_who_came_before_it(order: str, served: list[str]) -> None:
+    async with cluster("EPD0", config=narrow(order=order)) as c:
         released = asyncio.Event()
         c["EPD0"].script.append(once(released, answer))
         requests = [asyncio.create_task(c.client.post(CHAT, json=text_body(user="first")))]
         await c["EPD0"].until(lambda stage: stage.active == 1)
-        requests.append(asyncio.create_task(c.client.post(CHAT, json=image_body(user="image"))))
+        image = c.client.post(CHAT, json=image_body(user="image"), headers=within(300_000))
+        requests.append(asyncio.create_task(image))
         await until_waiting(c, Kind.MEDIA, 1)
-        requests.append(asyncio.create_task(c.client.post(CHAT, json=text_body(user="text"))))
+        text = c.client.post(CHAT, json=text_body(user="text"), headers=within(200_000))
+        requests.append(asyncio.create_task(text))
         await until_waiting(c, Kind.TEXT, 1)
         assert c.metric("epd_proxy_queue_waiting", kind="media") == 1
+        assert c.metric("epd_proxy_queue_work_seconds", line="serve") > 0
         released.set()
         assert {(await one).status_code for one in requests} == {200}
-        assert [call.body["user"] for call in c["EPD0"].calls] == ["first", "text", "image"]
+        assert [call.body["user"] for call in c["EPD0"].calls] == served
         await c.idle()
         assert c.metric("epd_proxy_queue_seconds_count", kind="text", line="serve") == 2
+        assert c.metric("epd_proxy_queue_work_seconds", line="serve") == 0
+
+
+async def test_a_priority_is_worth_seconds_of_its_deadline() -> None:
+    async with cluster("PD0", config=narrow(priority_step_s=100.0)) as c:
+        released = asyncio.Event()
+        requests = [await once_answered(c, released)]
+        for user, ttft_ms, priority in (("a", 200_000, 0), ("b", 250_000, -1), ("c", 199_000, 1)):
+            body = text_body(user=user, priority=priority)
+            requests.append(asyncio.create_task(c.client.post(CHAT, json=body, headers=within(ttft_ms))))
+            await until_waiting(c, Kind.TEXT, len(requests) - 1)
+        released.set()
+        assert {(await one).status_code for one in requests} == {200}
+        assert [call.body.get("user") for call in c["PD0"].calls] == [None, "b", "a", "c"]
+
+
+async def test_a_loud_account_s_backlog_delays_a_quiet_one_by_a_piece() -> None:
+    """Though all of the backlog is due sooner."""
+    slow = narrow(prefill_tokens=1, prefill_s=0.1)  # ten tokens a second, as far as anybody knows
+    async with cluster("PD0", config=replace(slow, tenant_header="x-tenant")) as c:
+        released = asyncio.Event()
+        requests = [await once_answered(c, released)]
+        for number in range(12):
+            headers = {"x-tenant": "loud", **within(600_000 + number)}
+            requests.append(asyncio.create_task(c.client.post(CHAT, json=text_body(user="loud"), headers=headers)))
+        await until_waiting(c, Kind.TEXT, 12)
+        headers = {"x-tenant": "quiet", **within(6_000_000)}
+        requests.append(asyncio.create_task(c.client.post(CHAT, json=text_body(user="quiet"), headers=headers)))
+        await until_waiting(c, Kind.TEXT, 13)
+        released.set()
+        assert {(await one).status_code for one in requests} == {200}
+        order = [call.body.get("user") for call in c["PD0"].calls]
+        assert order.index("quiet") <= 2, order
+
+
+async def test_a_report_wakes_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.admission.gate.RELOOK_S", 1000.0)
+    async with cluster("PD0") as c:
+        life = c.instances["PD0"].incarnation
+        c.table.report(StageReport("PD0", life, 1, running=1, waiting=1, max_running=1))
+        asked = asyncio.create_task(c.client.post(CHAT, json=text_body()))
+        await until_waiting(c, Kind.TEXT, 1)
+        c.table.report(StageReport("PD0", life, 2, running=1, waiting=1, max_running=1))
+        assert c.pipeline.gate.queue.waiting(Kind.TEXT) == 1 and not c["PD0"].calls
+        c.table.report(StageReport("PD0", life, 3, running=1, max_running=1))
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await asked).status_code == 200
+
+
+async def test_what_an_instance_can_have_done_since_it_reported_makes_room_though_nobody_says_so() -> None:
+    async with cluster("PD0") as c:
+        life, busy_s = c.instances["PD0"].incarnation, 0.4
+        busy = {"running": 1, "max_running": 8, "pending_prompt_tokens": 4000, "prompt_tokens_per_s": 4000 / busy_s}
+        c.table.report(StageReport("PD0", life, 1, **busy))  # type: ignore[arg-type]
+        begun = time.monotonic()
+        asked = asyncio.create_task(c.client.post(CHAT, json=text_body()))
+        await until_waiting(c, Kind.TEXT, 1)
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await asked).status_code == 200
+        assert time.monotonic() - begun > busy_s - AdmissionLimits().prefill_s - 0.1
+
+
+async def test_one_that_is_busy_keeps_nobody_from_another() -> None:
+    """Pooled, what one has was held against both."""
+    async with cluster("PD0", "PD1") as c:
+        for name, pending in (("PD0", 10**9), ("PD1", 0)):
+            life = c.instances[name].incarnation
+            said = {"pending_prompt_tokens": pending, "prompt_tokens_per_s": 1000.0, "max_running": 64, "running": 1}
+            c.table.report(StageReport(name, life, 1, **said))  # type: ignore[arg-type]
+        codes = [(await c.client.post(CHAT, json=text_body())).status_code for _ in range(3)]
+        assert codes == [200] * 3
+        assert (len(c["PD0"].calls), len(c["PD1"].calls)) == (0, 3)
 
 
 async def test_a_full_line_is_a_429_that_says_when_to_come_back() -> None:
@@ -168,7 +262,7 @@ async def test_one_that_waits_for_another_s_encoding_does_not_keep_it_from_encod
 async def test_one_that_is_to_be_encoded_after_all_holds_no_place_that_its_encoding_waits_for() -> None:
     """A had the room at the stages and lost its instance; it wants what B has the encoding of to do, who waits for the
     encoder's place of C, who waits for the room of A."""
-    async with cluster("EPD0", "E0", "P0", "D0", config=narrow(text_share=0.0)) as c:
+    async with cluster("EPD0", "E0", "P0", "D0", config=narrow()) as c:
         for name in ("E0", "P0", "D0"):
             c.table.mark_down(name, "not yet")
         released, encoded = asyncio.Event(), asyncio.Event()
@@ -195,13 +289,12 @@ async def test_one_that_is_to_be_encoded_after_all_holds_no_place_that_its_encod
 
 
 async def test_who_gave_a_place_back_for_others_is_not_refused_for_waiting_for_it_again() -> None:
-    hasty = replace(ONE, max_wait_s=0.01)
-    gate = Gate(hasty, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics(), Pause())
-    with gate.admitted(Kind.MEDIA, Record("")) as first:
+    gate = one_place(max_wait_s=0.01)
+    with passed(gate, Kind.MEDIA) as first:
         await first.to_stages()
         first.give_back()
         assert not first.served and gate.queue.waiting(Kind.MEDIA) == 1
-        with gate.admitted(Kind.MEDIA, Record("")) as second:
+        with passed(gate, Kind.MEDIA) as second:
             await second.to_stages()
             back = asyncio.create_task(first.to_stages())
             await asyncio.wait([back], timeout=0.05)
@@ -224,10 +317,40 @@ async def test_what_others_have_encoded_waits_for_no_encoder() -> None:
         assert len(c["E0"].calls) == 1
 
 
+@pytest.mark.parametrize("stage", list(Stage))
+async def test_who_waits_for_an_instance_after_its_turn_keeps_nobody_else_waiting(stage: Stage) -> None:
+    """For one that is on its way, or whose store has room again: what its turn owes is settled before that."""
+    patient = replace(QUICK, instance_wait_s=PATIENCE_S)
+    async with cluster("E0", "P0", "D0", config=settings(timeouts=patient)) as c:
+        c["E0"].usual = encodes()
+        queue, life = c.pipeline.gate.queue, c.instances["E0"].incarnation
+        if stage is Stage.ENCODE:
+            c.table.report(StoreReport("E0", life, 1, 1, 1, waiting_puts=1))
+            requests = [asyncio.create_task(c.ask(data_url(image_file(color=color)))) for color in ("red", "blue")]
+            async with asyncio.timeout(PATIENCE_S):
+                while queue.encoding != 2:
+                    await asyncio.sleep(0.002)
+        else:
+            c.table.want(tuple(one.role for one in c.instances.values()))
+            c.table.mark_down("P0", "not yet")
+            requests = [asyncio.create_task(c.client.post(CHAT, json=text_body())) for _ in range(2)]
+            async with asyncio.timeout(PATIENCE_S):
+                while queue.served(Kind.TEXT) != 2:
+                    await asyncio.sleep(0.002)
+        async with asyncio.timeout(PATIENCE_S):
+            while any(queue.owed.values()):
+                await asyncio.sleep(0.002)
+        assert not any(one.done() for one in requests) and not queue.anybody
+        c.table.report(StoreReport("E0", life, 1, 1, 2, waiting_puts=0))
+        c.table.mark_up("P0")
+        assert [(await one).status_code for one in requests] == [200, 200]
+        await c.idle()
+
+
 async def test_who_stops_waiting_is_not_called_while_the_rest_of_the_request_is_taken_down() -> None:
-    gate = Gate(ONE, lambda: Capacity(encodes=1, sequences=1, prefill_tokens=1), Metrics(), Pause())
-    with gate.admitted(Kind.MEDIA, Record("")) as leaving, gate.admitted(Kind.MEDIA, Record("")) as staying:
-        with gate.admitted(Kind.MEDIA, Record("")) as first:
+    gate = one_place()
+    with passed(gate, Kind.MEDIA) as leaving, passed(gate, Kind.MEDIA) as staying:
+        with passed(gate, Kind.MEDIA) as first:
             await first.to_encoders()
             waits = [asyncio.create_task(one.to_encoders()) for one in (leaving, staying)]
             await asyncio.sleep(0)
@@ -239,23 +362,25 @@ async def test_who_stops_waiting_is_not_called_while_the_rest_of_the_request_is_
     assert gate.queue.encoding == gate.queue.waiting(Kind.MEDIA) == 0
 
 
-@pytest.mark.parametrize("single", [False, True])
-async def test_stages_are_told_priorities_where_they_heed_them(single: bool) -> None:
-    config = settings(stage_priorities=True, admission=AdmissionLimits(single_queue=single))
+@pytest.mark.parametrize("order", ["deadline", "fcfs"])
+async def test_stages_are_told_when_a_request_is_due_where_they_heed_that(order: str) -> None:
+    """In ms since the epoch, so that several proxies agree."""
+    limits = AdmissionLimits(order=order)  # type: ignore[arg-type]
+    config = settings(stage_priorities=True, admission=limits, slo=Slo(ttft_s=20.0))
     async with cluster("E0", "P0", "D0", config=config) as c:
         c["E0"].usual = encodes()
+        begun = 1000 * time.time()
         await c.client.post(CHAT, json=image_body())
         await c.client.post(CHAT, json=text_body())
         await c.client.post(CHAT, json=text_body(priority=10))
+        await c.client.post(CHAT, json=text_body(), headers=within(7000))
         await c.idle()
+        took = 1000 * time.time() - begun + 100  # and what their own service is expected to take
         priorities = [[call.body.get("priority") for call in c[name].calls] for name in ("P0", "D0")]
         assert priorities[0] == priorities[1], "both stages of a request order it alike"
-        if single:
-            assert priorities[0] == [None, None, None]
-        else:
-            image, text, patient = priorities[0]
-            assert text - 5000 < image, "an image yields to text that comes up to 5 s later"
-            assert patient > text + 40_000
+        expected = [0, 0, 50_000, 0] if order == "fcfs" else [20_000, 20_000, 70_000, 7000]
+        for priority, after in zip(priorities[0], expected, strict=True):
+            assert begun + after - 100 <= priority <= begun + after + took
         assert "priority" not in c["E0"].calls[0].body
 
 
@@ -289,11 +414,13 @@ async def test_nothing_is_left_in_the_lines_whatever_happened() -> None:
         await asyncio.gather(*(one(index) for index in range(24)))
         await c.idle()
         queue = c.pipeline.gate.queue
-        assert not any(queue.lines) and queue.encoding == 0
-        assert all(queue.waiting(kind) == queue.served(kind) == 0 for kind in Kind)
+        assert not any(queue.lines.values()) and queue.encoding == 0 and not queue.anybody
+        assert all(
+            queue.waiting(kind) == queue.served(kind) == queue.owed[stage] == 0 for kind in Kind for stage in Stage
+        )
 
 
 def test_settings_of_the_lines_are_checked() -> None:
-    for wrong in ({"text_queue": 0}, {"text_share": 1.0}, {"text_share": 0.6, "media_share": 0.6}, {"prefill_s": -1.0}):
+    for wrong in ({"text_queue": 0}, {"order": "lifo"}, {"encode_s": 0.0}, {"prefill_s": -1.0}, {"prefill_tokens": 0}):
         with pytest.raises(ConfigError):
-            AdmissionLimits(**wrong)
+            AdmissionLimits(**wrong)  # type: ignore[arg-type]

@@ -13,13 +13,12 @@ import pytest
 from epd_serve.roles import Role
 from epd_serve.wire import StoreReport
 from proxy.admission.gate import Gate
-from proxy.admission.queue import Capacity, Kind, Ticket
+from proxy.admission.queue import Kind, Ticket
 from proxy.config.limits import AdmissionLimits, Timeouts
 from proxy.metrics import Metrics
-from proxy.records.record import Record
-from proxy.registry.table import Pause
+from proxy.registry.table import InstanceTable, Pause
 from proxy.request.parse import Endpoint
-from tests.proxy.fakes import Cluster, answer, cluster, image_body, once, settings, text_body
+from tests.proxy.fakes import Cluster, answer, cluster, image_body, once, passed, settings, text_body
 from tests.waiting import PATIENCE_S, until
 
 CHAT = Endpoint.CHAT.value
@@ -123,14 +122,14 @@ async def test_tokenizing_waits_for_an_instance_too() -> None:
 async def test_a_queue_that_stood_still_is_not_taken_for_a_slow_one() -> None:
     """Whoever comes in a pause, or right after it, is refused no sooner than before it."""
     now = 0.0
-    pause = Pause(lambda: now)
-    room = Capacity(encodes=1, sequences=1, prefill_tokens=1)
-    gate = Gate(AdmissionLimits(max_wait_s=10.0), lambda: room, Metrics(), pause)
+    table = InstanceTable()
+    table.pause = pause = Pause(lambda: now)
+    gate = Gate(settings(admission=AdmissionLimits(max_wait_s=10.0)), table, Metrics())
     queue = gate.queue
     queue.room_made = lambda: None  # nobody waits here in earnest
 
     def admitted() -> Ticket:
-        ticket = Ticket(queue, Kind.TEXT, pause.now())
+        ticket = Ticket(queue, Kind.TEXT, arrived=pause.now(), slo_s=1000.0)
         ticket.enter()
         return ticket
 
@@ -141,7 +140,7 @@ async def test_a_queue_that_stood_still_is_not_taken_for_a_slow_one() -> None:
         ticket.enqueue()
         now += 0.25
         first.leave()
-        assert queue.grants() == [ticket]
+        assert list(queue.grants()) == [ticket]
         first = ticket
     waiting = [admitted() for _ in range(10)]
     for one in waiting:
@@ -150,5 +149,5 @@ async def test_a_queue_that_stood_still_is_not_taken_for_a_slow_one() -> None:
     pause.begin(100.0)
     now += 60.0
     assert before is not None and queue.predicted_wait_s(waiting[-1]) == before
-    with gate.admitted(Kind.TEXT, Record("")):
+    with passed(gate):
         pass

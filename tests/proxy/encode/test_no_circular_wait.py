@@ -3,6 +3,11 @@
 What is held at the stages is `tests/epd_serve/engine/ec/test_no_circular_wait.py`'s matter. Here requests take places
 at the encoders and with the stages, follow each other's encodings, go ahead of them, and their clients leave. No
 deadline helps.
+
+A place with the stages stands for the credit of instances (`proxy/routing/credits.py`): what is before a request there
+is work under way, which ends by itself or waits for its encoding alone. What a turn owes until it is counted there is
+settled before anything is waited for (`tests/proxy/admission/test_gate.py`), so it is no place of its own here. Order
+and shares say who is next, never that nobody is.
 """
 
 from __future__ import annotations

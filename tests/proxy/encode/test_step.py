@@ -37,7 +37,7 @@ async def test_the_encoder_gets_the_images_and_everyone_gets_the_same_keys() -> 
     }  # fmt: skip
     assert [part["image_url"]["url"] for part in message["content"]] == urls
     keys = [part["uuid"] for part in message["content"]]
-    assert len(set(keys)) == 2 and all(len(key) == 64 for key in keys)
+    assert len(set(keys)) == 2 and all(len(key) == 68 for key in keys)
     for call in (prefill, decode):
         text, *images = call.body["messages"][0]["content"]
         assert text == {"type": "text", "text": "what is this?"}

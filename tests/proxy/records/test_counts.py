@@ -110,6 +110,12 @@ def test_the_kinds_of_several_processes_add_up() -> None:
     }
 
 
+def test_the_lines_of_several_processes_add_up() -> None:
+    line = {"waiting": 2, "late": 1, "over_share": 0, "work_s": 0.5}
+    several = together([Counts(lines={"encode": line, "serve": line}), Counts(lines={"serve": line}), Counts()])
+    assert several.summary()["lines"] == {"encode": line, "serve": {name: 2 * count for name, count in line.items()}}
+
+
 def test_who_has_not_answered_is_said_and_changes_nothing_else() -> None:
     door = RequestCounts(0.0, Slo(ttft_s=1.0))
     door.ended(ended(1.0, at_s=1.0))

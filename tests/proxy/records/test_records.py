@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -133,7 +134,33 @@ async def test_a_full_queue_explains_its_429() -> None:
     assert "wait already" in told["message"]
     assert waits[0]["line"] == "serve" and waits[0]["with_stages"] == 1
     (queued,) = events(why(c, waiting["id"]), "queued")
+    assert "passed" not in queued, "it is told where the wait is"
     assert queued["s"] > 0 and why(c, waiting["id"])["phases_ms"]["queue"] == pytest.approx(1000 * queued["s"], abs=0.1)
+
+
+@pytest.mark.parametrize("order", ["deadline", "fcfs", "sjf"])
+async def test_a_wait_is_told_with_what_decided_it_and_counted(order: Any) -> None:
+    narrow, released = AdmissionLimits(order=order, sequences_per_instance=1), asyncio.Event()
+    async with cluster("PD0", config=settings(admission=narrow)) as c:
+        c["PD0"].usual = once(released, answer)
+        first = asyncio.create_task(c.client.post(CHAT, json=text_body()))
+        await c.until_metric("epd_proxy_queue_served", 1, kind="text")
+        headers = {"x-request-id": "hurried", "x-epd-slo-ttft-ms": "1"}
+        body = text_body(messages=[{"role": "user", "content": "x" * 40_000}])
+        second = asyncio.create_task(c.client.post(CHAT, json=body, headers=headers))
+        await until(lambda: counted(c).lines["serve"]["waiting"] == 1)
+        await until(lambda: order != "deadline" or counted(c).lines["serve"]["late"] == 1)
+        lines, (running,) = counted(c).lines, why(c, "hurried")["waits"]
+        released.set()
+        await asyncio.gather(first, second)
+        (ended,) = why(c, "hurried")["waits"]
+        late = c.metric("epd_proxy_queue_late_total", line="serve")
+        json.dumps(why(c, "hurried"), allow_nan=False)
+    assert {name: one["waiting"] for name, one in lines.items()} == {"encode": 0, "serve": 1}
+    assert lines["serve"]["work_s"] > 0 and lines["serve"]["over_share"] == 0
+    assert running["s"] is None and running["line"] == "serve" and running["slo_s"] == 0.001
+    assert ended["s"] > 0 and ended["passed"] == 0 and running["before_s"] == 0.0 and running["service_s"] > 0
+    assert (running["slack_s"] is not None, late) == ((True, 1) if order == "deadline" else (False, 0))
 
 
 async def test_a_missing_role_is_told_by_name() -> None:

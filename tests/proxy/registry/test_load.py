@@ -18,7 +18,7 @@ from proxy.registry.instance_state import (
     Work,
     reported_pending,
     reported_rate,
-    total_of,
+    whole,
 )
 from proxy.registry.table import REPORT_EVERY_S, InstanceTable
 from tests.proxy.fakes import in_flight
@@ -222,7 +222,49 @@ def test_what_is_held_is_what_was_acquired_and_not_released(
             held = [one[2] for index, one in enumerate(leases) if one[:2] == (incarnation, work) and index not in ended]
             tally = ledger.tallies(incarnation)[work]
             assert (tally.held, tally.held_weight) == (len(held), sum(held))
-        assert ledger.total(incarnation) == total_of(ledger.tallies(incarnation).values())
+        assert ledger.total(incarnation) == whole(ledger.tallies(incarnation)), "but for what is counted aside"
+
+
+WEIGHTS = st.dictionaries(st.sampled_from(list(Work)), st.floats(0, 1e6), min_size=1)
+
+
+@given(st.lists(st.tuples(WEIGHTS, st.lists(st.sampled_from([*Work, None]), max_size=8)), max_size=8))
+def test_each_part_of_a_lease_is_released_exactly_once_in_whatever_order(
+    leases: list[tuple[dict[Work, float], list[Work | None]]],
+) -> None:
+    """None: all of it."""
+    ledger = Ledger()
+    for weights, ends in leases:
+        lease, left = Lease(ledger, P0, weights), {work: round(weight * PER_UNIT) for work, weight in weights.items()}
+        others = {work: ledger.tallies(LIFE)[work].held_weight - left.get(work, 0) for work in Work}
+        for work in ends:
+            if work is None:
+                lease.release()
+                left.clear()
+            else:
+                lease.over(work)
+                left.pop(work, None)
+            for one in Work:
+                assert ledger.tallies(LIFE)[one].held_weight == others[one] + left.get(one, 0)
+        lease.release()
+        with lease:
+            pass
+    tallies = ledger.tallies(LIFE)
+    for work in Work:
+        tally, count = tallies[work], sum(work in weights for weights, _ in leases)
+        assert (tally.acquired, tally.released, tally.held_weight) == (count, count, 0)
+
+
+def test_what_is_counted_aside_is_no_work_of_its_own() -> None:
+    table = tabled()
+    lease = table.acquire("P0", Work.PREFILL, 100.0, {Work.AHEAD: 100.0, Work.KV: 700.0})
+    [view] = table.snapshot()
+    assert (view.load, view.given, view.in_flight) == (100.0, 100.0, {Work.ENCODE: 0, Work.PREFILL: 1, Work.DECODE: 0})
+    assert table.live(Role.P)[0].load == 100.0
+    with lease:
+        lease.over(Work.AHEAD)
+        assert load(table) == 100.0
+    assert load(table) == 0.0 and not table._ledger.tallies(LIFE)[Work.KV].held
 
 
 def test_counts_only_grow_so_that_processes_can_share_them() -> None:

@@ -67,6 +67,9 @@ def test_a_killed_process_holds_nothing_and_its_counts_stay() -> None:
     killed, reader = ledger(shared, 0), ledger(shared, None)
     killed.acquire(INCARNATIONS[0], Work.DECODE, 1000)
     killed.acquire(INCARNATIONS[1], Work.ENCODE, 50)
+    killed.acquire(INCARNATIONS[0], Work.KV, 7000)
+    killed.acquire(INCARNATIONS[1], Work.AHEAD, 900)
+    assert reader.total(INCARNATIONS[0]).held_weight == 1000, "but for what is counted aside"
     settle(shared, 0)
     for incarnation in INCARNATIONS:
         assert all(tally.held == 0 and tally.held_weight == 0 for tally in reader.tallies(incarnation).values())
@@ -76,8 +79,9 @@ def test_a_killed_process_holds_nothing_and_its_counts_stay() -> None:
     assert (tally.held, tally.held_weight, tally.acquired_weight) == (1, 500, 1500)
 
 
+@pytest.mark.parametrize("work", list(Work))
 @pytest.mark.parametrize("done", range(5))
-def test_whatever_of_a_count_was_written_before_the_kill_is_released(done: int) -> None:
+def test_whatever_of_a_count_was_written_before_the_kill_is_released(done: int, work: Work) -> None:
     """An acquisition is two stores, and so is a release: the process ends after so many of them."""
     shared, writes = counters(1), 0
     killed, reader = ledger(shared, 0), ledger(shared, None)
@@ -95,20 +99,22 @@ def test_whatever_of_a_count_was_written_before_the_kill_is_released(done: int) 
 
     shared.add = counted(add)  # type: ignore[method-assign]
     with suppress(KeyboardInterrupt):
-        killed.acquire(INCARNATIONS[0], Work.DECODE, 1000)
-        killed.release(INCARNATIONS[0], Work.DECODE, 1000)
-        killed.acquire(INCARNATIONS[0], Work.DECODE, 1000)
+        killed.acquire(INCARNATIONS[0], work, 1000)
+        killed.release(INCARNATIONS[0], work, 1000)
+        killed.acquire(INCARNATIONS[0], work, 1000)
     assert writes == done
     shared.add = add  # type: ignore[method-assign]
-    assert reader.tallies(INCARNATIONS[0])[Work.DECODE].held <= 1
+    assert reader.tallies(INCARNATIONS[0])[work].held <= 1
     settle(shared, 0)
     settle(shared, 0)  # whoever collected it was killed itself, and its successor does it again
-    assert (reader.total(INCARNATIONS[0]).held, reader.total(INCARNATIONS[0]).held_weight) == (0, 0)
+    tally = reader.tallies(INCARNATIONS[0])[work]
+    assert (tally.held, tally.held_weight) == (0, 0)
     successor = ledger(shared, 0)
-    successor.acquire(INCARNATIONS[0], Work.DECODE, 500)
-    assert (reader.total(INCARNATIONS[0]).held, reader.total(INCARNATIONS[0]).held_weight) == (1, 500)
-    successor.release(INCARNATIONS[0], Work.DECODE, 500)
-    assert reader.total(INCARNATIONS[0]).held == 0
+    successor.acquire(INCARNATIONS[0], work, 500)
+    tally = reader.tallies(INCARNATIONS[0])[work]
+    assert (tally.held, tally.held_weight) == (1, 500)
+    successor.release(INCARNATIONS[0], work, 500)
+    assert reader.tallies(INCARNATIONS[0])[work].held == 0
 
 
 def test_a_process_that_ended_goes_by_no_roster_takes_no_connections_and_has_no_requests() -> None:

@@ -38,7 +38,7 @@ from proxy.workers.roster import Publisher, WorkerRoster
 from proxy.workers.shared_counters import COUNTS, Asked, Cell, SharedCounters, SharedLedger, settle, shared_memory
 from proxy.workers.wire import FeedError, Roster, Row, Setup, Told, packed, unpacked
 from proxy.workers.worker import Feed, WorkerSignals, run_worker
-from tests.proxy.fakes import FakeStage, answer, api_keys, bound, in_flight, once, served, settings, text_body
+from tests.proxy.fakes import FakeStage, answer, api_keys, bound, counted, in_flight, once, served, settings, text_body
 from tests.waiting import until
 
 DEADLINE_S = 60.0
@@ -531,10 +531,10 @@ async def test_what_a_worker_held_that_died_is_held_by_nobody() -> None:
     async with crew(2) as c:
         dead = SharedLedger(c.counters, 0)
         dead.place(("PD0", "one"), 0)
-        Lease(dead, c.table.instance("PD0"), Work.DECODE, 3.0)
-        assert in_flight(c.table) == 1
+        Lease(dead, c.table.instance("PD0"), {Work.DECODE: 3.0, Work.KV: 500.0, Work.AHEAD: 3.0})
+        assert in_flight(c.table) == 1 and counted(c.table) == 3
         settle(c.counters, 0)
-        assert in_flight(c.table) == 0
+        assert in_flight(c.table) == counted(c.table) == 0
         (row,) = (await c.ask("/instances")).json()["instances"]
         assert row["load"] == 0
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import linear_regression
 
-from bench.micro.ep.command import TABLE_3
+from bench.micro.ep.transfers import TABLE_3
 from tests.soak.emulation.device import StageDevice
 from tests.soak.emulation.printed import OUTPUT_TOKENS, TABLE_2, TABLE_2_RATES, TABLE_4_GROUPED
 

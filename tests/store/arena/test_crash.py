@@ -15,6 +15,8 @@ import xxhash
 
 from store.arena import Arena, table
 from store.feature import FeatureMeta
+from store.keys import tenant_of
+from tests.store.conftest import get_into
 
 PAGE = 4096
 
@@ -44,40 +46,44 @@ def put(arena: Arena, key: str, data: bytes) -> bool:
     return arena.put(key, data, shape=(len(data),), dtype="uint8")
 
 
+A, B, C, D = (f"001-{number:064x}" for number in range(1, 5))
+NEW = f"002-{5:064x}"  # another tenant's
+
+
 def content(key: str) -> bytes:
-    return key.encode() * (3 * PAGE)
+    return key[-1].encode() * (3 * PAGE)
 
 
 def store_more(arena: Arena) -> None:
-    put(arena, "n", content("n") * 2)  # evicts "a" and "b"
+    put(arena, NEW, content(NEW) * 2)  # evicts A and B
 
 
 def drop_leased(arena: Arena) -> None:
-    lease = arena.lease("b")
+    lease = arena.lease(B)
     assert lease is not None
-    arena.remove("b")
+    arena.remove(B)
     lease.release()
 
 
 def fill_room(arena: Arena) -> None:
-    room = arena.reserve("n", 6 * PAGE)
+    room = arena.reserve(NEW, 6 * PAGE)
     assert room is not None
-    room.data[:] = np.frombuffer(content("n") * 2, dtype=np.uint8)
+    room.data[:] = np.frombuffer(content(NEW) * 2, dtype=np.uint8)
     digest = xxhash.xxh3_64_intdigest(room.data.tobytes())
-    room.commit(FeatureMeta("n", (6, PAGE), "uint8", 6 * PAGE, digest)).release()
+    room.commit(FeatureMeta(NEW, (6, PAGE), "uint8", 6 * PAGE, digest)).release()
 
 
 def detach_room(arena: Arena) -> None:
-    room = arena.reserve("n", 6 * PAGE)
+    room = arena.reserve(NEW, 6 * PAGE)
     assert room is not None
     room.detach()
-    put(arena, "n", content("n"))
+    put(arena, NEW, content(NEW))
     room.abandon()
 
 
 def read_all(arena: Arena) -> None:
-    for key in "dcba":
-        arena.get_into(key, bytearray(3 * PAGE))
+    for key in (D, C, B, A):
+        get_into(arena, key, bytearray(3 * PAGE))
 
 
 def die_during(operation: Callable[[Arena], None], path: Path, lines: int) -> bool:
@@ -105,17 +111,19 @@ def test_a_death_after_any_line_leaves_a_whole_arena(operation: Callable[[Arena]
     deaths = 0
     while True:
         arena = Arena.create(arena_path, 12 * PAGE, slots=6, owners=4)
-        for key in "abcd":
+        for key in (A, B, C, D):
             put(arena, key, content(key))
         died = die_during(operation, arena_path, deaths)
-        for key in "abcdn":
+        for key in (A, B, C, D, NEW):
             dest = bytearray(6 * PAGE)
-            meta = arena.get_into(key, dest)  # verifies the checksum
+            meta = get_into(arena, key, dest)  # verifies the checksum
             if meta is not None:
                 assert dest[: 3 * PAGE] == content(key)
         stats = arena.stats()
-        assert stats.features == sum(arena.contains(key) for key in "abcdn")
+        assert stats.features == sum(arena.contains(key) for key in (A, B, C, D, NEW))
         assert stats.used_bytes <= stats.capacity_bytes
+        for slot, *_ in arena._table.by_use():
+            assert arena._table.tenant[slot] == tenant_of(arena._table.meta(slot).key), "a row is whole, or not there"
         assert put(arena, "all", bytes(12 * PAGE)), "no space is lost"
         stats = arena.stats()
         assert (stats.features, stats.leased, stats.used_bytes) == (1, 0, 12 * PAGE)

@@ -13,6 +13,7 @@ import pytest
 from store.arena import Arena
 from store.arena.file import H_ROWS_USED
 from store.errors import StoreError, StoreFullError
+from tests.store.conftest import get_into
 from tests.waiting import PATIENCE_S
 
 PAGE = 4096
@@ -94,7 +95,6 @@ import random
 from store.errors import StoreFullError
 rng = random.Random(sys.argv[2])
 wrong = 0
-dest = bytearray(20 * 4096)
 for _ in range(1500):
     number = rng.randrange(30)
     data = bytes([number]) * (1 + number * 2500)
@@ -104,8 +104,10 @@ for _ in range(1500):
         except StoreFullError:
             pass  # the others were interrupted while they held most of it
     else:
-        meta = arena.get_into(str(number), dest)
-        wrong += meta is not None and bytes(dest[: meta.nbytes]) != data
+        lease = arena.lease(str(number))
+        if lease is not None:
+            wrong += bytes(lease.view()) != data
+            lease.release()
 say(wrong)
 """
 )
@@ -130,7 +132,7 @@ def kill(child: Child) -> None:
 
 def test_what_one_process_puts_another_gets(arena: Arena, arena_path: Path, python: Start) -> None:
     put(arena, "k", b"abc")
-    code = PRELUDE + 'dest = bytearray(3); say(arena.get_into("k", dest).nbytes, dest.decode())'
+    code = PRELUDE + 'lease = arena.lease("k"); say(lease.nbytes, bytes(lease.view()).decode())'
     out, _ = python(code, arena_path).communicate(timeout=WAIT_S)
     assert out == "3 abc\n"
 
@@ -146,7 +148,7 @@ def test_of_concurrent_writers_of_one_key_exactly_one_stores(arena_path: Path, p
     assert [sum(of_key) for of_key in zip(*stored, strict=True)] == [1] * 200
     dest = bytearray(3000)
     for number in range(200):
-        meta = arena.get_into(f"k{number}", dest)
+        meta = get_into(arena, f"k{number}", dest)
         assert meta is not None and dest[: meta.nbytes] == b"%d" % number * 1000
     arena.close()
 
@@ -199,7 +201,7 @@ def test_an_arena_outlives_the_process_that_made_it(arena_path: Path, python: St
     survivor = Arena.attach(arena_path)
     kill(child)
     dest = bytearray(5)
-    assert survivor.get_into("k", dest) is not None and dest == b"whole"
+    assert get_into(survivor, "k", dest) is not None and dest == b"whole"
     assert survivor.put("other", bytes(60 * PAGE), shape=(1,), dtype="uint8")
     survivor.close()
 

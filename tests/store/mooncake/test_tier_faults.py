@@ -103,7 +103,7 @@ def test_features_cross_hosts_in_place_and_survive_damage_elsewhere(
     owner, pool = start_owner(config), open_here(replace(config, segment_bytes=64 * MB))
     assert pool._remote.guard.wait_until_up(PATIENCE_S)
     tell(owner, "put a 5000000")
-    assert not pool.arena.contains("a") and pool.arena.lease("a") is None and pool._remote.contains("a")
+    assert not pool.arena.contains("a") and pool.arena.lease("a") is None and pool._remote.size("a")
     lease = pool.fetch("a")
     assert lease is not None and bytes(lease.view()) == b"a" * 5000000 and lease.meta.shape == (5000000,)
     lease.release()
@@ -239,7 +239,11 @@ def flip_in_segment(pool: FeaturePool, key: str, at: int) -> None:
     import ctypes
 
     remote: Any = pool._remote
-    place = remote.client._store.get_replica_desc(remote._name(key))[0].get_memory_descriptor().buffer_descriptor
+    place = (
+        remote.client._store.get_replica_desc(remote.config.namespace + key)[0]
+        .get_memory_descriptor()
+        .buffer_descriptor
+    )
     ctypes.c_uint8.from_address(place.buffer_address + at).value ^= 4
 
 

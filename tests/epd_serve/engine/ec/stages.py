@@ -21,6 +21,7 @@ from epd_serve.engine.ec.step import FeatureStep, NeededItem
 from epd_serve.peers import Peer, write_peers
 from epd_serve.roles import Role
 from epd_serve.wiring import StageWiring
+from npu_ops.memory import DeviceMemory
 from store.arena import Arena, Lease
 from store.errors import StoreError
 from store.feature_pool import FeaturePool
@@ -41,6 +42,26 @@ def needed(*keys: str, again: bool = False, held: bool = True, **metadata: Any) 
     """A step of an encoder in which a request for `keys` arrives."""
     items = [NeededItem(key, metadata, again) for key in keys]
     return FeatureStep(needed=items, held=list(keys) if held else [])
+
+
+class Speechless(FeatureProducer):
+    """An encoder's worker that tells a test, not consumers, what becomes of its features."""
+
+    def __init__(
+        self, pool: FeaturePool, tell: Callable[..., None], *, memory: DeviceMemory | None = None,
+        bound_bytes: int = 1 << 20, **more: float,
+    ) -> None:  # fmt: skip
+        self._words = tell
+        wiring = StageWiring("E0", Role.E, "i", feature_queue_bytes=bound_bytes)
+        super().__init__(wiring, memory, pool, **more)
+
+    def put(self, key: str, encoded: torch.Tensor) -> None:
+        self.save({key: encoded}, key)
+        self._cache = {}
+
+    def _tell(self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, reason: str = "") -> None:
+        if event != "encoded":
+            self._words(key, event, nbytes, pooled=pooled, reason=reason)
 
 
 class Stages:
@@ -76,7 +97,7 @@ class Stages:
 
         def heard() -> bool:
             e.save(cache, "hello")
-            return p._features.counters["events"] > 0
+            return p.features.counters["events"] > 0
 
         wait_for(heard)
 
@@ -192,8 +213,8 @@ class TwoTiers(FeaturePool):
 
 def is_ready(p: FeatureConsumer, key: str) -> bool:
     """Whether it was seen here, whole."""
-    with p._lock:
-        return key in p._features._rows and p._features._rows[key].state is State.READY
+    with p.features.lock:
+        return key in p.features._rows and p.features._rows[key].state is State.READY
 
 
 def settled(p: FeatureConsumer, *keys: str, request: str = "r", within_s: float = PATIENCE_S) -> None:

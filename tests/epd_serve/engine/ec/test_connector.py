@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import enum
-import importlib
 import json
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,106 +16,9 @@ from epd_serve.engine.ec.partial_prefill import SpareBlocks
 from epd_serve.roles import Role
 from store.arena import Arena
 from tests.epd_serve.engine.ec.stages import Stages, feature, is_ready, needed
+from tests.epd_serve.engine.ec.vllm_stub import GRID, ECConnectorRole, Make, output, request
 from tests.fake_npu.device import FakeDevice
 from tests.waiting import wait_for
-
-GRID = {"image_grid_thw": [[1, 4, 4]]}
-Make = Callable[..., Any]
-
-
-class ECConnectorRole(enum.Enum):
-    SCHEDULER = 0
-    WORKER = 1
-
-
-class Base:
-    """What our connector uses of vLLM's `ECConnectorBase`."""
-
-    def __init__(self, config: Any, role: ECConnectorRole) -> None:
-        self._vllm_config, self._metadata = config, None
-        self.is_producer = config.ec_transfer_config.is_ec_producer
-        self.is_consumer = config.ec_transfer_config.is_ec_consumer
-
-    def bind_connector_metadata(self, metadata: Any) -> None:
-        self._metadata = metadata
-
-    def _get_connector_metadata(self) -> Any:
-        return self._metadata
-
-
-@pytest.fixture
-def connector_class(monkeypatch: pytest.MonkeyPatch) -> Any:
-    base = ModuleType("vllm.distributed.ec_transfer.ec_connector.base")
-    base.__dict__.update(ECConnectorBase=Base, ECConnectorMetadata=object, ECConnectorRole=ECConnectorRole)
-    parts = base.__name__.split(".")
-    for depth in range(1, len(parts)):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
-    monkeypatch.setitem(sys.modules, base.__name__, base)
-    monkeypatch.delitem(sys.modules, "epd_serve.engine.ec.connector", raising=False)
-    yield importlib.import_module("epd_serve.engine.ec.connector").FeatureConnector
-    sys.modules.pop("epd_serve.engine.ec.connector")
-
-
-@pytest.fixture
-def make(stages: Stages, connector_class: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    for probe in ("can_fail_requests", "hands_over_encoder_cache", "tells_finished_requests"):
-        monkeypatch.setattr(compat, probe, lambda: True)
-    monkeypatch.setattr(compat, "tp_rank", lambda: 0)
-    monkeypatch.setattr(compat, "media_is_absent", lambda config: lambda features: any(f.bare for f in features))
-    monkeypatch.setattr(
-        compat,
-        "item_metadata",
-        lambda config: lambda features: {f.identifier: {"item_indices": [0], "metadata": dict(GRID)} for f in features},
-    )
-
-    def connector(role: Role, side: ECConnectorRole, **more: Any) -> Any:
-        instance = f"{role.value}0"
-        publish = {"publish": stages.events(instance)} if side is _announces(role) else {}
-        events = {} if role is Role.E else {"E0": stages.events("E0")}
-        wiring = stages.wiring(instance, role, events, **publish, **more)
-        transfer = SimpleNamespace(
-            is_ec_producer=role is Role.E,
-            is_ec_consumer=role is not Role.E,
-            ec_connector_extra_config={"epd": wiring.to_json()},
-        )
-        config = SimpleNamespace(
-            ec_transfer_config=transfer,
-            scheduler_config=SimpleNamespace(async_scheduling=False),
-            device_config=SimpleNamespace(device="cpu"),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1),
-            cache_config=SimpleNamespace(enable_prefix_caching=False),
-            model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=4)),
-        )
-        made = connector_class(config, side)
-        stages.parts.append(SimpleNamespace(close=made.shutdown))
-        return made
-
-    yield connector
-    stages.close()
-
-
-def _announces(role: Role) -> ECConnectorRole:
-    return ECConnectorRole.WORKER if role is Role.E else ECConnectorRole.SCHEDULER
-
-
-def request(
-    name: str, *keys: str, apart: int = 0, bare: bool = False, status: str = "FINISHED_STOPPED", **xargs: str
-) -> Any:
-    """Items of ten tokens, the first one at the beginning, each `apart` from the one before."""
-    return SimpleNamespace(
-        request_id=name,
-        num_tokens=apart * len(keys) + 10,
-        mm_features=[
-            SimpleNamespace(identifier=key, mm_position=SimpleNamespace(offset=place * apart, length=10), bare=bare)
-            for place, key in enumerate(keys)
-        ],
-        sampling_params=SimpleNamespace(extra_args=xargs or None, seed=None),
-        status=SimpleNamespace(name=status),
-    )
-
-
-def output(*finished: str, tokens: int = 1) -> Any:
-    return SimpleNamespace(finished_req_ids=set(finished), total_num_scheduled_tokens=tokens)
 
 
 def put(arena: Arena, key: str) -> torch.Tensor:
@@ -150,8 +48,7 @@ def test_a_feature_is_stamped_as_loaded_when_the_device_has_it(
     """The model's thread runs ahead of its device: that it has queued the copy is no admission."""
     device, copied, trace = FakeDevice(), threading.Event(), stages.folder / "P0.jsonl"
     device.enter_thread()
-    for module in ("connector", "store_access"):
-        monkeypatch.setattr(f"epd_serve.engine.ec.{module}.memory_here", lambda kind: device)
+    monkeypatch.setattr("epd_serve.engine.ec.connector.memory_here", lambda kind: device)
     scheduler = make(Role.P, ECConnectorRole.SCHEDULER)
     worker = make(Role.P, ECConnectorRole.WORKER, trace_path=str(trace))
     asked = request("r", "k")
@@ -177,9 +74,8 @@ def test_what_is_here_is_known_when_its_request_arrives_whatever_that_waits_for(
     scheduler = make(Role.P, ECConnectorRole.SCHEDULER)
     asked = request("r", "k", "not here")
     put(arena, "k")
-    assert scheduler.admission is not None
-    scheduler.admission.arrived(asked)
-    consumer: Any = scheduler._consumer
+    scheduler.consumer.arrived(asked)
+    consumer: Any = scheduler.consumer
     wait_for(lambda: is_ready(consumer, "k"))
     wait_for(lambda: arena.stats().leased == 0)
     assert scheduler.ensure_cache_available(request("s", "k"), 0), "at once"
@@ -204,8 +100,8 @@ def test_who_computes_the_prompt_of_a_request_looks_for_its_features(
     scheduler, asked = make(role, ECConnectorRole.SCHEDULER, both=both), request("r", "k")
     peer = {"instance": "P1", "incarnation": "i", "endpoint": "ipc:///nowhere"}
     asked.kv_transfer_params = {"transfer_id": "t", "peer": peer} if received else None
-    scheduler.admission.arrived(asked)
-    assert ("k" in scheduler._consumer._features._rows) is computes
+    scheduler.consumer.arrived(asked)
+    assert ("k" in scheduler.consumer.features._rows) is computes
 
 
 def test_what_comes_between_the_answer_and_the_allocation_is_not_loaded(make: Make, arena: Arena) -> None:
@@ -253,10 +149,10 @@ def test_who_decodes_keeps_what_a_preempted_request_could_not_make_again(
     put(arena, "k")
     scheduler = make(role, ECConnectorRole.SCHEDULER)
     assert scheduler.ensure_cache_available(request("r", "k", **how), 10)  # its items are computed: KV from P
-    consumer: Any = scheduler._consumer
-    assert consumer._keys_kept() == kept
+    consumer: Any = scheduler.consumer
+    assert consumer.features.protected() == kept
     scheduler.build_connector_meta(output("r"))
-    assert consumer._keys_kept() == []
+    assert consumer.features.protected() == []
 
 
 def test_decode_reserves_nothing_while_the_first_of_its_features_is_being_made(make: Make, stages: Stages) -> None:
@@ -264,27 +160,27 @@ def test_decode_reserves_nothing_while_the_first_of_its_features_is_being_made(m
 
     def heard() -> bool:
         encoder.step(needed("k", "later", **GRID))
-        return bool(scheduler._consumer._features.makes("later", time.monotonic()))
+        return bool(scheduler.consumer.features.makes("later", time.monotonic()))
 
     wait_for(heard)
     new, given_up = request("r", "k", "later"), request("g", "k", epd_missing="k")
     for _ in range(3):
         assert not scheduler.ensure_cache_available(new, 10)
         scheduler.build_connector_meta(output(tokens=0))
-    assert scheduler._consumer.waiting(), "an idle scheduler sleeps meanwhile"
+    assert scheduler.consumer.waiting(), "an idle scheduler sleeps meanwhile"
     assert scheduler.ensure_cache_available(given_up, 10), "no encoder makes what this one needs"
     encoder.save({"k": feature()}, "k")
     wait_for(lambda: scheduler.ensure_cache_available(new, 10))
-    scheduler._consumer._features.made(["k"], time.monotonic())  # for somebody else, once more
+    scheduler.consumer.features.made(["k"], time.monotonic())  # for somebody else, once more
     assert not scheduler.ensure_cache_available(request("s", "k"), 10)
     assert scheduler.ensure_cache_available(new, 10), "a request that runs is never held up"
     scheduler.build_connector_meta(output("r"))
-    assert scheduler.admission is not None and "r" not in scheduler.admission._reserved
+    assert "r" not in scheduler.consumer._reserved
 
 
 def test_an_encoder_that_falls_silent_holds_decode_up_for_a_while_only(make: Make, stages: Stages) -> None:
     scheduler = make(Role.D, ECConnectorRole.SCHEDULER, feature_wait_s=0.1)
-    scheduler._consumer._features.made(["k"], time.monotonic())
+    scheduler.consumer.features.made(["k"], time.monotonic())
     assert not scheduler.ensure_cache_available(request("r", "k"), 10)
     wait_for(lambda: scheduler.ensure_cache_available(request("r", "k"), 10))
 
@@ -300,19 +196,19 @@ def test_a_request_begins_before_an_awaited_item_as_soon_as_that_is_known_not_to
     make: Make, arena: Arena
 ) -> None:
     scheduler = make(Role.P, ECConnectorRole.SCHEDULER)
-    scheduler.admission.allow_partial(SpareBlocks(spare=100, block_sizes=(16,)))
+    scheduler.consumer.allow_partial(SpareBlocks(spare=100, block_sizes=(16,)))
     asked = request("r", "a", "b", "c", apart=20)
     put(arena, "a")
     wait_for(lambda: scheduler.ensure_cache_available(asked, 0))
-    assert scheduler.admission.tokens_before_awaited(asked, 0, 70) == 20
+    assert scheduler.consumer.tokens_before_awaited(asked, 0, 70) == 20
     assert scheduler.has_cache_item("a") and not scheduler.has_cache_item("b")
     assert not scheduler.ensure_cache_available(asked, 20), "nothing is left to compute"
-    assert scheduler.admission.tokens_before_awaited(asked, 20, 50) == 0
-    assert scheduler.admission.tokens_before_awaited(request("other", "x"), 0, 10) == 10, "nobody else is held up"
+    assert scheduler.consumer.tokens_before_awaited(asked, 20, 50) == 0
+    assert scheduler.consumer.tokens_before_awaited(request("other", "x"), 0, 10) == 10, "nobody else is held up"
     put(arena, "b")
     put(arena, "c")
     wait_for(lambda: scheduler.ensure_cache_available(asked, 20) and scheduler.has_cache_item("c"))
-    assert scheduler.admission.tokens_before_awaited(asked, 20, 50) == 50
+    assert scheduler.consumer.tokens_before_awaited(asked, 20, 50) == 50
 
 
 def test_a_request_waits_for_all_its_items_where_nobody_said_that_it_may_begin(make: Make, arena: Arena) -> None:
@@ -320,7 +216,7 @@ def test_a_request_waits_for_all_its_items_where_nobody_said_that_it_may_begin(m
     asked = request("r", "a", "b", apart=20)
     put(arena, "a")
     scheduler.ensure_cache_available(asked, 0)
-    consumer: Any = scheduler._consumer
+    consumer: Any = scheduler.consumer
     wait_for(lambda: is_ready(consumer, "a"))
     assert not scheduler.ensure_cache_available(asked, 0)
     assert not scheduler.has_cache_item("a"), "all of its items, or none"

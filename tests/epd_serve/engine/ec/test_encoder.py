@@ -12,17 +12,15 @@ import pytest
 import torch
 
 from epd_serve import wire
-from epd_serve.engine.ec import feature_writer
+from epd_serve.engine.ec import producer
 from epd_serve.engine.ec.encoder_scheduler import EncoderScheduler
 from epd_serve.engine.ec.step import FeatureStep
 from epd_serve.engine.ec.store_access import open_local_store
-from epd_serve.engine.ec.write_queue import WriteQueue
 from epd_serve.roles import Role
-from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
 from store.feature_pool import FeaturePool
-from tests.epd_serve.engine.ec.stages import CAPACITY, Stages, feature, needed
+from tests.epd_serve.engine.ec.stages import CAPACITY, Speechless, Stages, feature, needed
 from tests.waiting import PATIENCE_S, wait_for
 
 GRID = {"image_grid_thw": [[1, 4, 4]]}
@@ -60,7 +58,7 @@ def put(arena: Arena, key: str) -> None:
 def test_what_the_store_has_is_loaded_instead_of_encoded(scheduler: EncoderScheduler, arena: Arena) -> None:
     put(arena, "k")
     asked = request("r", "k", "new")
-    scheduler.asked(asked)
+    scheduler.may_run(asked, 0)
     assert (scheduler.has("k"), scheduler.has("new")) == (True, False)
     scheduler.allocated(asked, "k")
     scheduler.allocated(asked, "new")
@@ -75,7 +73,7 @@ def test_what_the_store_has_is_loaded_instead_of_encoded(scheduler: EncoderSched
 
 def test_an_offer_that_vllm_had_no_room_for_is_not_kept(scheduler: EncoderScheduler, arena: Arena) -> None:
     put(arena, "k")
-    scheduler.asked(request("r", "k"))
+    scheduler.may_run(request("r", "k"), 0)
     assert scheduler.has("k")
     assert scheduler.step([]).loads == []
     assert arena.stats().leased == 0
@@ -86,7 +84,7 @@ def test_a_pin_that_met_a_stuck_lock_goes_back_by_itself(arena: Arena) -> None:
     scheduler = EncoderScheduler(pool, collect)
     for key in ("a", "b"):
         put(arena, key)
-        scheduler.asked(request(key, key))
+        scheduler.may_run(request(key, key), 0)
         assert scheduler.has(key)
     with arena._index():
         begun = time.monotonic()
@@ -101,7 +99,7 @@ def test_a_neighbour_that_holds_the_stores_lock_costs_an_encode_and_keeps_no_ste
     scheduler = EncoderScheduler(pool, collect)
     for key in ("a", "b", "c"):
         put(arena, key)
-    scheduler.asked(request("r", "a", "b", "c"))
+    scheduler.may_run(request("r", "a", "b", "c"), 0)
     assert scheduler.has("a")
     began = time.monotonic()
     with arena._index():
@@ -126,7 +124,7 @@ def test_the_stores_word_is_not_taken_for_what_a_consumer_could_not_get(
 ) -> None:
     put(arena, "k")
     asked = request("r", "k", again="k")
-    scheduler.asked(asked)
+    scheduler.may_run(asked, 0)
     assert not scheduler.has("k")
     assert [item.again for item in scheduler.step([]).needed] == [True]
     scheduler.finished(asked, served=True)
@@ -135,16 +133,16 @@ def test_the_stores_word_is_not_taken_for_what_a_consumer_could_not_get(
 
 def test_metadata_is_remembered_when_vllm_has_dropped_it(scheduler: EncoderScheduler) -> None:
     first, again = request("r", "k"), request("s", "k", grid=False)
-    scheduler.asked(first)
+    scheduler.may_run(first, 0)
     assert scheduler.finished(first, served=True) == {"k": {"item_indices": [0], "metadata": GRID}}
-    scheduler.asked(again)
+    scheduler.may_run(again, 0)
     assert [item.metadata for item in scheduler.step([]).needed] == [GRID, GRID]
     assert scheduler.finished(again, served=True)["k"]["metadata"] == GRID
 
 
 def test_an_aborted_request_is_held_no_longer_and_owes_nothing(scheduler: EncoderScheduler) -> None:
     served, aborted = request("r", "a"), request("s", "b")
-    scheduler.asked(served), scheduler.asked(aborted)
+    scheduler.may_run(served, 0), scheduler.may_run(aborted, 0)
     scheduler.step([])
     scheduler.finished(served, served=True), scheduler.finished(aborted, served=False)
     step = scheduler.step(["r", "s"])
@@ -202,7 +200,7 @@ def test_a_skipped_item_is_in_the_encoders_cache_afterwards(stages: Stages, aren
     scheduler = EncoderScheduler(FeaturePool(Arena.attach(arena.path)), collect)
     put(arena, "k")
     asked = request("r", "k")
-    scheduler.asked(asked)
+    scheduler.may_run(asked, 0)
     assert scheduler.has("k")
     scheduler.allocated(asked, "k")
     e.step(scheduler.step([]), cache)
@@ -278,7 +276,7 @@ def test_a_full_store_is_waited_for_and_shown(stages: Stages, arena: Arena) -> N
 def test_what_another_process_is_still_writing_is_not_announced(
     stages: Stages, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feature_writer, "_OTHER_WRITER_S", PATIENCE_S)
+    monkeypatch.setattr(producer, "_OTHER_WRITER_S", PATIENCE_S)
     e, ear = stages.producer(), stages.ear()
     wait_for(lambda: ear.of(wire.StoreReport))
     room = arena.reserve("k", 64)  # a consumer of this host fetches it from the second tier
@@ -294,22 +292,22 @@ def test_what_another_process_is_still_writing_is_not_announced(
 def test_a_store_that_stays_full_keeps_nobody_waiting(
     stages: Stages, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feature_writer, "_RENEWED_WHILE_FULL_S", PATIENCE_S)
+    monkeypatch.setattr(producer, "_RENEWED_WHILE_FULL_S", PATIENCE_S)
     e, ear = stages.producer(), stages.ear()
     arena.put("big", np.zeros(CAPACITY, np.uint8), shape=(CAPACITY,), dtype="uint8")
     with arena.lease("big"):  # type: ignore[union-attr]
         e.save({"k": feature()}, "k")  # its request has been answered
         wait_for(lambda: ear.of(wire.StoreReport, waiting_puts=1) and e._pending() == ["k"])
-        monkeypatch.setattr(feature_writer, "_RENEWED_WHILE_FULL_S", 0.0)
+        monkeypatch.setattr(producer, "_RENEWED_WHILE_FULL_S", 0.0)
         wait_for(lambda: e._pending() == [])
-        assert e._writer.waiting_puts == 1
+        assert e._report().waiting_puts == 1
     wait_for(lambda: ear.of(wire.FeatureReady, key="k"))
 
 
 def test_a_feature_that_finds_no_room_in_the_queue_is_dropped_and_told_so_that_it_is_recomputed(
     stages: Stages, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WriteQueue.__init__, "__kwdefaults__", {"stall_s": 0.05})
+    monkeypatch.setitem(producer.FeatureProducer.__init__.__kwdefaults__, "stall_s", 0.05)
     e, ear = stages.producer(feature_queue_bytes=2 * feature().nbytes), stages.ear()
     arena.put("big", np.zeros(CAPACITY, np.uint8), shape=(CAPACITY,), dtype="uint8")
     with arena.lease("big"):  # type: ignore[union-attr]
@@ -329,11 +327,9 @@ def test_a_store_that_stays_full_is_told_after_the_put_deadline(
     stages: Stages, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, str]] = []
-    writer = feature_writer.FeatureWriter(
+    writer = Speechless(
         FeaturePool(Arena.attach(arena.path)),
         lambda key, event, nbytes=0, *, pooled=False, reason="": told.append((event, reason)),
-        Trace("", "E0"),
-        WriteQueue(1 << 20),
         put_timeout_s=0.1,
     )
     arena.put("big", np.zeros(CAPACITY, np.uint8), shape=(CAPACITY,), dtype="uint8")
@@ -347,16 +343,14 @@ def test_a_store_that_stays_full_is_told_after_the_put_deadline(
 
 def test_the_writer_keeps_no_memory_of_a_feature_that_it_is_done_with(arena: Arena) -> None:
     told: list[str] = []
-    writer = feature_writer.FeatureWriter(
+    writer = Speechless(
         FeaturePool(Arena.attach(arena.path)),
         lambda key, event, nbytes=0, *, pooled=False, reason="": told.append(event),
-        Trace("", "E0"),
-        WriteQueue(1 << 20),
     )
     encoded = feature()
     memory = weakref.ref(encoded)
     writer.put("k", encoded)
     del encoded
-    wait_for(lambda: told == ["put"] and not writer.pending())
+    wait_for(lambda: told == ["put"] and not writer._pending())
     wait_for(lambda: memory() is None)
     writer.close()

@@ -41,7 +41,7 @@ def test_a_consumer_that_restarted_after_the_event_finds_the_feature(stages: Sta
 def test_events_twice_and_out_of_order_change_nothing(stages: Stages, arena: Arena, encoder: Mouth) -> None:
     p = stages.consumer()
     first, second = put(arena, "a"), put(arena, "b")
-    encoder.say_until(lambda: p._features.counters["events"] > 0, second)
+    encoder.say_until(lambda: p.features.counters["events"] > 0, second)
     encoder.say(first, first, second, first, wire.FeaturePending(["a"], "i"))
     settled(p, "a", "b")
     encoder.say(first, second)
@@ -53,7 +53,7 @@ def test_an_event_after_the_recompute_is_counted_and_pins_nothing(stages: Stages
     p = stages.consumer(feature_wait_s=0.1)
     settled(p, "k")
     late = put(arena, "k")
-    encoder.say_until(lambda: p._features.counters["late_events"] > 0, late)
+    encoder.say_until(lambda: p.features.counters["late_events"] > 0, late)
     assert p.pinned("k") is None
     assert arena.stats().leased == 0
     p.release(["r"])
@@ -65,7 +65,7 @@ def test_a_failure_does_not_hide_what_the_store_has(stages: Stages, arena: Arena
     p = stages.consumer()
     put(arena, "k")
     encoder.say_until(
-        lambda: p._features._rows.get("k") is not None and p._features._rows["k"].state is State.LOST,
+        lambda: p.features._rows.get("k") is not None and p.features._rows["k"].state is State.LOST,
         wire.FeatureFailed("k", "one of two encoders"),
     )
     settled(p, "k")
@@ -76,13 +76,13 @@ def test_a_dead_encoder_costs_its_consumers_one_deadline(stages: Stages) -> None
     e, p = stages.producer(), stages.consumer(feature_wait_s=0.5)
     stages.heard(e, p)
     e.step(needed("k"), {})
-    p.arrived(["k"])
+    p.look_for(["k"])
     assert not p.settled("r", ["k"])
     e.close()
     stages.parts.remove(e)
     settled(p, "k")
     assert p.pinned("k") is None
-    assert p._features.counters["recomputed.deadline"] == 1
+    assert p.features.counters["recomputed.deadline"] == 1
 
 
 def test_a_slow_encoder_that_renews_keeps_its_consumers_from_recomputing(stages: Stages) -> None:
@@ -91,13 +91,13 @@ def test_a_slow_encoder_that_renews_keeps_its_consumers_from_recomputing(stages:
     e.step(needed("k"), {})
     assert not p.settled("r", ["k"])
     for _ in range(3):
-        before = p._features._rows["k"].deadline
-        wait_for(lambda before=before: p._features._rows["k"].deadline > before)
+        before = p.features._rows["k"].deadline
+        wait_for(lambda before=before: p.features._rows["k"].deadline > before)
     assert not p.settled("r", ["k"])
     e.save({"k": feature()}, "k")
     settled(p, "k")
     assert p.pinned("k") is not None
-    assert not any(name.startswith("recomputed") for name in p._features.counters)
+    assert not any(name.startswith("recomputed") for name in p.features.counters)
 
 
 def test_few_requests_recompute_at_one_time_and_late_features_serve_the_others(stages: Stages, arena: Arena) -> None:
@@ -107,20 +107,20 @@ def test_few_requests_recompute_at_one_time_and_late_features_serve_the_others(s
     def running() -> list[str]:
         return [request for request in requests if p.settled(request, [f"key of {request}"])]
 
-    wait_for(lambda: running() and len(p._features.slots.line) == 4)
+    wait_for(lambda: running() and len(p.features.slots) == 6)
     assert running() == ["r0", "r1"]
     put(arena, "key of r4")
     wait_for(lambda: "r4" in running())
     assert p.pinned("key of r4") is not None
     p.release(["r0"])
     assert running() == ["r1", "r2", "r4"]
-    p.passed("r1")
+    p.features.passed("r1")
     requests.remove("r1")
     assert running() == ["r2", "r3", "r4"]
     p.release(["r3"])  # aborted
     requests.remove("r3")
     assert running() == ["r2", "r4", "r5"]
-    assert p._features.counters["recomputed.deadline"] == 5
+    assert p.features.counters["recomputed.deadline"] == 5
 
 
 def test_a_request_that_must_not_recompute_is_announced_and_named_to_vllm_once(stages: Stages) -> None:
@@ -138,7 +138,7 @@ def test_a_request_that_must_not_recompute_is_announced_and_named_to_vllm_once(s
     wait_for(failed)
     assert not p.settled(name, ["k"], must_not_recompute=True)
     assert (taken, p.take_failed()) == ([name], set())
-    p.ended(name)
+    p.features.ended(name)
     p.release([name])
     assert wait_for(lambda: ear.of(wire.FeatureMissing)) == [wire.FeatureMissing("7f3a9c", ["k"], "deadline")]
     wait_for(lambda: ear.of(wire.StoreReport)[-1].counters.get("failed.deadline") == 1)

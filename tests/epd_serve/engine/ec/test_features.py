@@ -58,6 +58,16 @@ def looked_for(f: Features, now: float = 0.0) -> list[str]:
     return [key for key, _ in f.to_look_for(now)]
 
 
+def last_look(f: Features, key: str) -> bool:
+    """Whether it is lost where it is not found now."""
+    return f._known(key).last_look
+
+
+def holders(f: Features, limit: int = LIMIT) -> list[str]:
+    """Requests that may recompute."""
+    return list(f.slots)[:limit]
+
+
 def lose(f: Features, *keys: str, cause: str = "encoder", now: float = 0.0) -> None:
     for key in keys:
         f.failed(key, cause, now)
@@ -78,7 +88,7 @@ def test_a_wanted_feature_is_looked_for_once_more_at_its_deadline_before_it_is_l
     assert [(key, row.last_look) for key, row in f.to_look_for(WAIT)] == [("a", True)]
     f.not_found("a")
     assert ask(f, "r", "a", now=WAIT) == 1, "it recomputes"
-    assert f.counters == {"lost.deadline": 1, "recomputed.deadline": 1}
+    assert dict(+f.counters) == {"lost.deadline": 1, "recomputed.deadline": 1}
 
 
 def test_what_the_last_look_finds_is_used() -> None:
@@ -89,7 +99,7 @@ def test_what_the_last_look_finds_is_used() -> None:
     f.found("a", 0.0)
     f.not_found("a")  # too late to matter
     assert ask(f, "r", "a") == 1
-    assert (shelf.held, f.counters) == (1, {})
+    assert (shelf.held, dict(+f.counters)) == (1, {})
 
 
 def test_a_last_look_that_is_not_answered_ends_too() -> None:
@@ -135,10 +145,10 @@ def test_renewals_move_the_deadline_but_not_for_ever() -> None:
     for now in (2.0, 4.0, 6.0, 8.0, 8.9):
         f.renew(["a", "nobody wants this"], now)
         assert ask(f, "r", "a", now=now) is None
-        assert not f.looks_once_more("a")
+        assert not last_look(f, "a")
     ask(f, "r", "a", now=RENEW_LIMIT)
     f.renew(["a"], RENEW_LIMIT)
-    assert f.looks_once_more("a")
+    assert last_look(f, "a")
 
 
 @pytest.mark.parametrize("last_look_only", [True, False])
@@ -150,17 +160,17 @@ def test_a_renewal_revives_what_was_given_up(last_look_only: bool) -> None:
         f.not_found("a")
     f.renew(["a"], 1.0)
     assert ask(f, "r", "a", now=1.0) is None
-    assert not f.looks_once_more("a")
+    assert not last_look(f, "a")
 
 
 def test_what_stands_in_the_way_names_the_cause_and_may_bring_the_deadline_forward() -> None:
     f = features()
     ask(f, "r", "a")
     f.hampered("a", "unavailable", 0.5)
-    f.no_room("a", 0.0)
+    f.not_fetched("a", "no_room", 0.0)
     ask(f, "r", "a", now=0.5)
     f.not_found("a")
-    assert f.counters == {"lost.no_room": 1}
+    assert dict(+f.counters) == {"fetch_no_room": 1, "lost.no_room": 1}
 
 
 def test_a_failure_before_the_request_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +179,9 @@ def test_a_failure_before_the_request_is_remembered(monkeypatch: pytest.MonkeyPa
     for key in "abc":
         f.failed(key, "encoder", 0.0)
     ask(f, "r", "c")
-    assert f.looks_once_more("c")
+    assert last_look(f, "c")
     ask(f, "s", "a")
-    assert not f.looks_once_more("a"), "bounded: the oldest was forgotten"
+    assert not last_look(f, "a"), "bounded: the oldest was forgotten"
 
 
 @pytest.mark.parametrize("word", ["renewed", "announced"])
@@ -183,7 +193,7 @@ def test_an_encoder_s_word_forgets_a_failure_before_it(word: str) -> None:
     else:
         f.announced("a", 0.0, afar=False)
     ask(f, "r", "a")
-    assert not f.looks_once_more("a")
+    assert not last_look(f, "a")
 
 
 def test_the_second_tier_is_asked_every_half_second_or_when_something_was_heard() -> None:
@@ -199,11 +209,13 @@ def test_the_second_tier_is_asked_every_half_second_or_when_something_was_heard(
 
 def test_what_an_encoder_makes_is_expected_until_it_falls_silent_or_says_so() -> None:
     f = features()
-    assert not f.made_no_more("a")
     f.made(["a", "b"], 0.0)
     f.renew(["a", "c"], 2.0)
     assert [f.makes(key, 4.0) for key in "abc"] == [True, False, False]
-    assert (f.made_no_more("a"), f.made_no_more("a"), f.makes("a", 4.0)) == (True, False, False)
+    assert (f.announced("a", 4.0, afar=False), f.announced("a", 4.0, afar=False)) == (True, False)
+    f.made(["b"], 4.0)
+    assert (f.failed("b", "encoder", 4.0), f.failed("b", "encoder", 4.0)) == (True, False)
+    assert not f.makes("a", 4.0) and not f.makes("b", 4.0)
 
 
 def test_a_request_that_has_arrived_has_its_features_looked_for_and_nobody_else_s() -> None:
@@ -219,7 +231,7 @@ def test_a_request_that_has_arrived_has_its_features_looked_for_and_nobody_else_
     f.found("b", LOOK_S)
     f.announced("b", 1.0, afar=True)
     assert looked_for(f, 1.0) == [], "it is here"
-    assert f.counters == {"prefetched": 1, "late_events": 0}
+    assert dict(+f.counters) == {"prefetched": 1}
 
 
 def test_a_request_that_has_arrived_has_fetched_what_was_said_to_be_there_lately() -> None:
@@ -280,7 +292,7 @@ def test_a_request_with_several_lost_features_takes_one_slot() -> None:
     assert ask(f, "r", "ab") is None
     lose(f, "a", "b")
     assert (ask(f, "r", "ab"), ask(f, "r", "ab")) == (2, 2)
-    assert f.slots.holders == {"r"}
+    assert holders(f) == ["r"]
     assert f.counters["recomputed.encoder"] == 2
 
 
@@ -294,7 +306,7 @@ def test_a_feature_that_comes_while_its_request_stands_in_line_is_used() -> None
     assert looked_for(f, LOOK_S) == ["b"]
     f.found("b", 0.0)
     assert ask(f, "s", "b") == 1
-    assert (f.slots.holders, list(f.slots.line), shelf.held) == ({"r"}, [], 1)
+    assert (list(f.slots), shelf.held) == (["r"], 1)
 
 
 def test_slots_go_out_in_the_order_of_arrival() -> None:
@@ -303,9 +315,9 @@ def test_slots_go_out_in_the_order_of_arrival() -> None:
         ask(f, request, key)
         lose(f, key)
         ask(f, request, key)
-    assert (f.slots.holders, list(f.slots.line)) == ({"r"}, ["s", "t"])
+    assert list(f.slots) == ["r", "s", "t"]
     f.passed("s")  # a prefix cache has it all
-    assert list(f.slots.line) == ["t"]
+    assert list(f.slots) == ["r", "t"]
     f.passed("r")
     assert ask(f, "t", "c") == 1, "the slot went to a request that needs none"
 
@@ -403,7 +415,7 @@ def test_a_request_that_has_begun_recomputes_what_is_lost_when_its_turn_has_come
     assert ask(f, "r", "a", worth=0) == 0
     lose(f, "a")
     assert ask(f, "r", "a", worth=0) == 0, "the text before it can be computed all the same"
-    assert (len(f.slots.holders), len(f.slots.line)) == (1, 1)
+    assert list(f.slots) == ["first", "r"]
     f.passed("first")
     assert (ask(f, "r", "a", worth=0), f.partial) == (1, "")
 
@@ -523,12 +535,9 @@ class Interleavings(RuleBasedStateMachine):
     def a_fetch_comes_back_whatever_happened_meanwhile(self, key: str) -> None:
         self.features.found(key, self.now)
 
-    @rule(key=keys, cause=st.sampled_from(["unavailable", "no_room"]))
-    def a_fetch_fails(self, key: str, cause: str) -> None:
-        if cause == "no_room":
-            self.features.no_room(key, self.now)
-        else:
-            self.features.hampered(key, cause, self.now + 0.5)
+    @rule(key=keys, why=st.sampled_from(["missing", "unavailable", "no_room", "corrupt"]))
+    def a_fetch_fails(self, key: str, why: str) -> None:
+        self.features.not_fetched(key, why, self.now)
 
     # --- encoders ---
 
@@ -560,8 +569,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def the_cap_holds(self) -> None:
-        assert len(self.features.slots.holders) <= LIMIT
-        assert set(self.features._recomputes) <= self.features.slots.holders
+        assert set(self.features._recomputes) <= set(holders(self.features))
 
     @invariant()
     def pins_belong_to_requests(self) -> None:
@@ -584,7 +592,7 @@ class Interleavings(RuleBasedStateMachine):
             if not waiting:
                 break
         assert not waiting, f"{waiting} never settled"
-        assert not self.features.slots.holders and not self.features.slots.line
+        assert not self.features.slots
         assert self.features.take_failed() == set()
         assert self.shelf.held == 0, "a pin leaked"
         assert not self.features.waiting()

@@ -21,8 +21,12 @@ from epd_serve.wiring import StageWiring
 from npu_ops.torch_memory import HostMemory
 from store.arena import Arena
 from store.errors import StoreError
+from store.feature_pool import open_pool
+from store.keys import feature_key
 from tests.epd_serve.engine.ec.stages import CAPACITY, Mouth, Stages, feature, is_ready, needed, settled
 from tests.waiting import PATIENCE_S, wait_for
+
+PAGE = 4096  # the least that a feature takes of an arena
 
 
 def test_a_feature_reaches_the_consumer_bit_by_bit(stages: Stages, arena: Arena) -> None:
@@ -41,13 +45,30 @@ def test_a_feature_reaches_the_consumer_bit_by_bit(stages: Stages, arena: Arena)
     assert not p.waiting()
 
 
+def test_a_tenant_with_many_images_leaves_another_its_own(stages: Stages, arena: Arena) -> None:
+    def key(tenant: str, number: int) -> str:
+        model = {"model": "m", "revision": "r", "dtype": "d", "modality": "image"}
+        return feature_key(bytes([number]), processor_options={}, tenant=tenant, **model)
+
+    e = stages.producer(pool=open_pool(arena=str(arena.path)))  # one that spares nothing
+    quiet = [key("quiet", number) for number in range(3)]
+    for name in quiet:
+        e.save({name: feature()}, name)
+    loud = [key("loud", number) for number in range(2 * CAPACITY // PAGE)]
+    for name in loud:
+        e.save({name: feature()}, name)
+    wait_for(lambda: arena.contains(loud[-1]))
+    assert [arena.contains(name) for name in quiet] == [True] * 3
+    assert [arena.contains(name) for name in loud] == [False] * 19 + [True] * 13
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 def test_an_event_prefetches_what_a_request_will_ask_for(stages: Stages, ahead: bool) -> None:
     e, p = stages.producer(), stages.consumer()
     stages.heard(e, p)
     if ahead:  # it was called while the encoder was at work
         e.step(needed("k", image_grid_thw=[[1, 4, 4]]), {})
-        p.arrived(["k"])
+        p.look_for(["k"])
     e.save({"k": feature()}, "k")
     wait_for(lambda: is_ready(p, "k"))
     assert p.pinned("k") is None  # here, but promised to nobody
@@ -77,7 +98,7 @@ def test_a_corrupt_feature_is_lost_and_never_promised(stages: Stages, arena: Are
     p = stages.consumer(hears=False)
     settled(p, "k")
     assert p.pinned("k") is None
-    assert p._features.counters["lost.corrupt"] == 1
+    assert p.features.counters["lost.corrupt"] == 1
     assert arena.stats().corrupt == 1
 
 
@@ -104,10 +125,10 @@ def test_a_full_arena_is_told_at_once(stages: Stages, arena: Arena, asks_first: 
         assert not p.settled("r", ["big"])
     e.save({"big": torch.zeros(CAPACITY + 1, dtype=torch.uint8)}, "big")
     if not asks_first:
-        wait_for(lambda: "big" in p._features._rows and p._features._rows["big"].state is State.LOST)
+        wait_for(lambda: "big" in p.features._rows and p.features._rows["big"].state is State.LOST)
     settled(p, "big")
     assert p.pinned("big") is None
-    assert p._features.counters["lost.encoder"] == 1
+    assert p.features.counters["lost.encoder"] == 1
 
 
 def test_pins_go_with_the_last_request(stages: Stages, arena: Arena) -> None:

@@ -77,7 +77,7 @@ def test_a_feature_crosses_hosts(stages: Stages, remote: Remote, elsewhere: Aren
 def test_who_has_no_request_for_a_feature_fetches_nothing(stages: Stages, remote: Remote, encoder: Mouth) -> None:
     p = stages.consumer(pool=TwoTiers(stages.arena, remote))
     has(remote, "k")
-    encoder.say_until(lambda: p._features.counters["events"] > 3, ready("k", **GRID))
+    encoder.say_until(lambda: p.features.counters["events"] > 3, ready("k", **GRID))
     assert remote.fetches == []
     settled(p, "k")
 
@@ -87,9 +87,9 @@ def test_an_event_from_elsewhere_fetches_for_a_request_that_has_arrived(
 ) -> None:
     p = stages.consumer(pool=TwoTiers(stages.arena, remote))
     has(remote, "k", "other")
-    p.arrived(["k"])
+    p.look_for(["k"])
     encoder.say_until(lambda: is_ready(p, "k"), ready("other", **GRID), ready("k", **GRID))
-    assert (set(remote.fetches), p._features.counters["prefetched"]) == ({"k"}, 1)
+    assert (set(remote.fetches), p.features.counters["prefetched"]) == ({"k"}, 1)
     assert p.settled("r", ["k"]), "at once"
 
 
@@ -98,8 +98,8 @@ def test_a_request_that_comes_after_the_event_has_its_feature_fetched_before_it_
 ) -> None:
     p = stages.consumer(pool=TwoTiers(stages.arena, remote))
     has(remote, "k")
-    encoder.say_until(lambda: p._features.counters["events"] > 0, ready("k", **GRID))
-    p.arrived(["k"])
+    encoder.say_until(lambda: p.features.counters["events"] > 0, ready("k", **GRID))
+    p.look_for(["k"])
     wait_for(lambda: is_ready(p, "k"))
     assert p.settled("r", ["k"])
 
@@ -110,15 +110,15 @@ def test_without_metadata_who_prefills_fetches_at_the_event_since_no_request_can
     p = stages.consumer(pool=TwoTiers(stages.arena, remote))
     has(remote, "k")
     encoder.say_until(lambda: stages.arena.contains("k"), ready("k"))
-    wait_for(lambda: p._features.counters["prefetched"] == 1)  # counted after it is there, and not once it is asked for
+    wait_for(lambda: p.features.counters["prefetched"] == 1)  # counted after it is there, and not once it is asked for
     wait_for(lambda: p.settled("r", ["k"]))
 
 
 def test_on_demand_nothing_is_fetched_before_a_request_needs_it(stages: Stages, remote: Remote, encoder: Mouth) -> None:
     p = stages.consumer(pool=TwoTiers(stages.arena, remote), feature_prefetch="demand")
     has(remote, "k")
-    p.arrived(["k"])
-    encoder.say_until(lambda: p._features.counters["events"] > 3, ready("k"), ready("k", **GRID))
+    p.look_for(["k"])
+    encoder.say_until(lambda: p.features.counters["events"] > 3, ready("k"), ready("k", **GRID))
     assert remote.fetches == []
     settled(p, "k")
     assert remote.fetches == ["k"]
@@ -128,13 +128,13 @@ def test_without_a_second_tier_what_is_elsewhere_only_is_lost_at_once(stages: St
     p = stages.consumer()
     p.settled("r", ["k"])
     encoder.say_until(lambda: p.settled("r", ["k"]), ready("k", pooled=False))
-    assert p._features.counters["recomputed.not_pooled"] == 1
+    assert p.features.counters["recomputed.not_pooled"] == 1
 
 
 def test_what_is_about_to_be_published_is_waited_for(stages: Stages, remote: Remote, encoder: Mouth) -> None:
     p = stages.consumer(pool=TwoTiers(stages.arena, remote))
     p.settled("r", ["k"])
-    encoder.say_until(lambda: p._features.counters["events"] > 0, ready("k", pooled=False))
+    encoder.say_until(lambda: p.features.counters["events"] > 0, ready("k", pooled=False))
     assert not p.settled("r", ["k"])
     has(remote, "k")
     encoder.say(ready("k"))
@@ -146,9 +146,9 @@ def test_what_never_gets_published_is_lost_for_that_reason(stages: Stages, remot
     p = stages.consumer(pool=TwoTiers(stages.arena, remote), feature_wait_s=0.3)
     p.settled("r", ["k"])
     encoder.say(ready("k", pooled=False))
-    encoder.say_until(lambda: p._features.counters["events"] > 0, ready("k", pooled=False))
+    encoder.say_until(lambda: p.features.counters["events"] > 0, ready("k", pooled=False))
     settled(p, "k")
-    assert p._features.counters["recomputed.not_pooled"] == 1
+    assert p.features.counters["recomputed.not_pooled"] == 1
 
 
 def test_a_lost_event_is_made_good_by_asking_the_second_tier(stages: Stages, remote: Remote) -> None:
@@ -166,7 +166,7 @@ def test_a_second_tier_that_is_gone_is_told_apart_from_a_slow_encoder(stages: St
     remote.trouble = StoreUnavailableError("no answer")
     p = stages.consumer(hears=False, pool=TwoTiers(stages.arena, remote))
     settled(p, "k")
-    assert p._features.counters["recomputed.unavailable"] == 1
+    assert p.features.counters["recomputed.unavailable"] == 1
 
 
 def test_a_second_tier_that_is_gone_costs_nothing_that_this_host_has(stages: Stages, remote: Remote) -> None:
@@ -184,7 +184,7 @@ def test_a_feature_that_the_second_tier_has_wrong_is_lost_as_corrupt(stages: Sta
     remote.trouble = CorruptFeatureError("k")
     p = stages.consumer(hears=False, pool=TwoTiers(stages.arena, remote))
     settled(p, "k")
-    assert p._features.counters["recomputed.corrupt"] == 1
+    assert p.features.counters["recomputed.corrupt"] == 1
 
 
 def test_a_feature_corrupt_here_is_fetched_from_the_second_tier(stages: Stages, remote: Remote, arena: Arena) -> None:
@@ -215,7 +215,7 @@ def test_a_full_arena_is_waited_for_until_the_deadline_only(stages: Stages, remo
     remote.trouble = StoreFullError("full")
     p = stages.consumer(hears=False, pool=TwoTiers(arena, remote), feature_wait_s=0.3)
     settled(p, "k")
-    assert p._features.counters["recomputed.no_room"] == 1
+    assert p.features.counters["recomputed.no_room"] == 1
 
 
 def test_a_slow_fetch_holds_up_no_other_feature(stages: Stages, remote: Remote, arena: Arena) -> None:
@@ -266,7 +266,7 @@ def test_a_fetch_whose_request_has_gone_is_never_begun(stages: Stages, remote: R
 def test_a_decoder_fetches_what_it_needs_and_prefetches_nothing(stages: Stages, remote: Remote, encoder: Mouth) -> None:
     d = stages.consumer(pool=TwoTiers(stages.arena, remote), role=Role.D)
     has(remote, "k")
-    encoder.say_until(lambda: d._features.counters["events"] > 3, ready("k"))
+    encoder.say_until(lambda: d.features.counters["events"] > 3, ready("k"))
     assert remote.fetches == []
     settled(d, "k")
 
@@ -280,13 +280,13 @@ def test_a_prefill_that_takes_over_from_a_dead_one_fetches_what_it_had_only_hear
         pools = [TwoTiers(arena, remote) for arena in arenas]
         dies, heir = (stages.consumer(pool=pool, arena_id=f"host {at}") for at, pool in enumerate(pools))
         has(remote, "k")
-        dies.arrived(["k"])
-        encoder.say_until(lambda: is_ready(dies, "k") and heir._features.counters["events"], ready("k", **GRID))
+        dies.look_for(["k"])
+        encoder.say_until(lambda: is_ready(dies, "k") and heir.features.counters["events"], ready("k", **GRID))
         assert (remote.fetches, arenas[1].contains("k")) == (["k"], False)
         assert dies.settled("r", ["k"])
         stages.parts.remove(dies)
         dies.close()
-        heir.arrived(["k"])
+        heir.look_for(["k"])
         wait_for(lambda: is_ready(heir, "k"))
         assert heir.settled("r", ["k"])
         assert remote.fetches == ["k", "k"]
@@ -300,6 +300,6 @@ def test_a_prefill_that_takes_over_from_a_dead_one_fetches_what_it_had_only_hear
 def test_a_prefill_that_has_just_started_finds_what_it_never_heard_of(stages: Stages, remote: Remote) -> None:
     p = stages.consumer(pool=TwoTiers(stages.arena, remote))
     has(remote, "k")
-    p.arrived(["k"])
+    p.look_for(["k"])
     settled(p, "k")
     assert p.pinned("k") is not None

@@ -10,28 +10,24 @@ import torch
 
 from epd_serve import wire
 from epd_serve.engine.ec.announcer import Announcer
-from epd_serve.engine.ec.feature_writer import FeatureWriter
-from epd_serve.engine.ec.publishing import SecondTierPublisher
-from epd_serve.engine.ec.write_queue import WriteQueue
 from epd_serve.roles import Role
-from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
 from npu_ops.torch_memory import HostMemory
 from store.arena import Arena
 from store.feature_pool import FeaturePool
-from tests.epd_serve.engine.ec.stages import Ear, feature, make_arena
+from tests.epd_serve.engine.ec.stages import Ear, Remote, Speechless, TwoTiers, feature, make_arena
 from tests.waiting import wait_for
 
 
 class Told:
     """What became of keys; the word about `bad` raises, as one would that cannot be encoded."""
 
-    def __init__(self, bad: str = "") -> None:
-        self.bad = bad
+    def __init__(self, bad: str = "", bad_event: str = "") -> None:
+        self.bad, self.bad_event = bad, bad_event
         self.words: list[tuple[str, str, str]] = []
 
     def __call__(self, key: str, event: str, nbytes: int = 0, *, pooled: bool = False, reason: str = "") -> None:
-        if key == self.bad:
+        if key == self.bad and event in (self.bad_event or event):
             raise ValueError("this key cannot be told")
         self.words.append((key, event, reason))
 
@@ -44,8 +40,8 @@ def arena() -> Iterator[Arena]:
     made.path.unlink(missing_ok=True)
 
 
-def writer_to(arena: Arena, told: Told, queue: WriteQueue, memory: HostMemory) -> FeatureWriter:
-    return FeatureWriter(FeaturePool(Arena.attach(arena.path)), told, Trace("", "E0"), queue, memory=memory)
+def writer_to(arena: Arena, told: Told, memory: HostMemory | None = None) -> Speechless:
+    return Speechless(FeaturePool(Arena.attach(arena.path)), told, memory=memory)
 
 
 def test_renewals_and_reports_go_on_after_one_that_failed(tmp_path: Path) -> None:
@@ -69,12 +65,12 @@ def test_renewals_and_reports_go_on_after_one_that_failed(tmp_path: Path) -> Non
 
 
 def test_the_writer_goes_on_after_a_word_that_could_not_be_said(arena: Arena) -> None:
-    told, queue = Told(bad="bad"), WriteQueue(1 << 20)
-    writer = writer_to(arena, told, queue, HostMemory())
+    told = Told(bad="bad")
+    writer = writer_to(arena, told)
     writer.put("bad", feature())
     writer.put("good", feature())
     wait_for(lambda: told.words)
-    wait_for(lambda: not queue.keys())
+    wait_for(lambda: not writer._pending())
     writer.close()
     assert told.words == [("good", "put", "")] and arena.contains("good")
 
@@ -84,21 +80,21 @@ def test_features_of_a_writer_that_cannot_enter_the_device_are_announced_as_fail
         def enter_thread(self) -> None:
             raise RuntimeError("set_device: device is lost")
 
-    told, queue = Told(), WriteQueue(1 << 20)
-    writer = writer_to(arena, told, queue, Lost())
+    told = Told()
+    writer = writer_to(arena, told, Lost())
     for key in ("one", "two"):
         writer.put(key, torch.ones(4))
     wait_for(lambda: len(told.words) == 2)
-    wait_for(lambda: not queue.keys())
+    wait_for(lambda: not writer._pending())
     writer.close()
     assert told.words == [(key, "put_failed", "set_device: device is lost") for key in ("one", "two")]
 
 
-def test_the_publisher_of_the_second_tier_goes_on_after_a_word_that_could_not_be_said() -> None:
-    told = Told(bad="bad")
-    publisher = SecondTierPublisher(lambda key: True, told)
-    publisher.submit("bad", 8)
-    publisher.submit("good", 8)
-    wait_for(lambda: told.words)
-    publisher.close()
-    assert told.words == [("good", "published", "")] and not publisher.pending()
+def test_the_publisher_of_the_second_tier_goes_on_after_a_word_that_could_not_be_said(arena: Arena) -> None:
+    told, remote = Told("bad", "published"), Remote()
+    writer = Speechless(TwoTiers(arena, remote), told)
+    for key in ("bad", "good"):
+        writer.put(key, feature())
+    wait_for(lambda: set(remote.features) == {"bad", "good"} and not writer._pending())
+    writer.close()
+    assert [word for word in told.words if word[0] == "good"] == [("good", "put", ""), ("good", "published", "")]

@@ -8,14 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from epd_serve.engine.ec.feature_writer import FeatureWriter
 from epd_serve.engine.ec.step import FeatureSlot
-from epd_serve.engine.ec.store_access import ArenaReader
-from epd_serve.engine.ec.write_queue import WriteQueue
-from epd_serve.trace import Trace
 from store.arena import Arena
 from store.feature_pool import FeaturePool
-from tests.epd_serve.engine.ec.stages import feature, make_arena
+from tests.epd_serve.engine.ec.stages import Speechless, feature, make_arena
 from tests.fake_npu.device import FakeDevice
 from tests.waiting import wait_for
 
@@ -38,11 +34,9 @@ def device() -> FakeDevice:
 def test_a_feature_is_stored_only_when_the_device_has_written_it(arena: Arena, device: FakeDevice) -> None:
     told: list[str] = []
     right, gate = feature(), threading.Event()
-    writer = FeatureWriter(
+    writer = Speechless(
         FeaturePool(Arena.attach(arena.path)),
         lambda key, event, nbytes=0, *, pooled=False, reason="": told.append(event + reason),
-        Trace("", "E0"),
-        WriteQueue(1 << 20),
         memory=device,
     )
     made = device.allocate(right.nbytes).data.view(torch.bfloat16).view(right.shape)
@@ -64,8 +58,7 @@ def test_a_feature_of_the_arena_is_on_the_device_for_the_next_step(arena: Arena,
     right = feature()
     arena.put("k", right.view(torch.uint8).numpy().reshape(-1), shape=tuple(right.shape), dtype="bfloat16")
     with arena.lease("k") as lease:  # type: ignore[union-attr]
-        slot = FeatureSlot.of(lease)
-        read = ArenaReader(arena, device).read(slot)
+        read = FeatureSlot.of(lease).read(arena, device)
     arena.remove("k")  # the reader has taken the bytes: nothing is read from the arena any more
     seen: list[torch.Tensor] = []
     device.run(lambda: seen.append(read.clone()))

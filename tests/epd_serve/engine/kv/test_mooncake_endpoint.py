@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from epd_serve.engine.kv import mooncake_endpoint
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.regions import Layers, layers_of
 from epd_serve.engine.kv.transport import LinkError
+from store.mooncake import client
+from store.mooncake.client import process_engine
 from tests.epd_serve.engine.kv.fakes import HOST, SCRATCH
 from tests.fake_npu.device import FakeDevice
 from tests.waiting import PATIENCE_S, wait_for
@@ -85,6 +88,17 @@ def test_on_a_device_all_that_is_registered_is_aligned_and_the_devices() -> None
     assert len(engine.registered) == 3
     assert all(address % (2 * MB) == 0 and device.owns(address, nbytes) for address, nbytes in engine.registered)
     assert not device.broken
+
+
+def test_over_ascend_the_engine_is_the_one_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, engine = FakeDevice(), RecordingEngine()
+    device.enter_thread()
+    monkeypatch.setattr(client, "_process_engines", [])
+    monkeypatch.setattr(mooncake_endpoint, "transfer_engine", lambda: engine)
+    block = device.allocate(2 * MB)
+    layers = layers_of({"a": (block.data.view(8, -1),)}, 8)
+    endpoint = MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, device.allocate(4 * MB))
+    assert endpoint.engine is engine is process_engine(RecordingEngine, "127.0.0.1", "ascend")
 
 
 def test_a_cache_in_too_many_pieces_is_refused_before_the_engine_starts() -> None:

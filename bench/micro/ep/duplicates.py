@@ -1,4 +1,4 @@
-"""`python -m tests.soak.duplicates`: encodes of an image that many clients send at once, behind two proxies.
+"""Encodes of an image that many clients send at once, behind two proxies. A part of `epd-bench transfer ep`.
 
 2E-P-D with the launcher's proxy, and a second `epd-serve proxy` in front of the same stages. Every round has an image
 of its own, sent by all clients at the same moment, half of them to each proxy, and once more to each proxy when its
@@ -15,14 +15,14 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
 
 from bench.clients.sender import Flow, ask, send
 from bench.clients.target import Target, requests
-from bench.micro.measurement import Goal
+from bench.micro.measurement import Goal, Row
 from bench.served import Served, answers, scratch, served
 from bench.workloads.synthetic import demo_body, demo_image
 from deploy.host.ports import free_ports
@@ -32,7 +32,6 @@ from deploy.plan.blueprint import draw
 from deploy.plan.proxy_settings import build_proxy_settings
 from epd_serve.endpoint import unix_url
 from epd_serve.errors import StageError
-from tests.soak.harness import Result, Soak
 
 LAYOUT = "2E-P-D"
 SIZE = 224
@@ -41,22 +40,20 @@ REPORT_S = 0.7  # stages report at least every 0.5 s
 _ENCODED = re.compile(r'epd_store_events_total\{(.*event="(?:encoded|recomputed\.\w+)".*)\} (\S+)')
 _INSTANCE = re.compile(r'instance="(\w+)"')
 GOALS = (Goal("encodes_for_64_duplicates", "==", 1), Goal("encodes_for_a_known_feature", "==", 0))
+CLIENTS = 64
 
 
-CLIENTS, ROUNDS, QUICK_ROUNDS = 64, 10, 3
-
-
-def measure(arguments: argparse.Namespace) -> Result:
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """A row of each image."""
     with served(LAYOUT, traced=False) as launch, second_proxy(launch) as other:
         urls = (launch.url, other)
         for number, url in enumerate(urls):  # connections, kernels, first-time imports
             ask(url, demo_body(launch.model, demo_image(900 + number, SIZE)))
-        rounds = range(QUICK_ROUNDS if arguments.quick else ROUNDS)
-        rows = [_round(launch, urls, CLIENTS, number) for number in rounds]
-    return figures(rows), rows, ""
+        for number in range(arguments.rounds):
+            yield _round(launch, urls, CLIENTS, number)
 
 
-def _round(launch: Served, urls: Sequence[str], clients: int, number: int) -> dict[str, Any]:
+def _round(launch: Served, urls: Sequence[str], clients: int, number: int) -> Row:
     """Raises StageError when a request is not answered whole."""
     body = demo_body(launch.model, demo_image(number, SIZE))
     before = _encodes(launch.url)
@@ -128,17 +125,9 @@ def stages_file(launch: Served) -> dict[str, Any]:
     return {"model": launch.model, "revision": identity.revision, "dtype": identity.dtype, "stages": stages}
 
 
-def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Of the worst round."""
     return {
         f"encodes_for_{rows[0]['clients']}_duplicates": max(row["encodes"] for row in rows),
         "encodes_for_a_known_feature": max(row["encodes_when_known"] for row in rows),
     }
-
-
-SOAK = Soak(
-    "duplicates", "encodes of one image that many clients send at once", measure, GOALS, kind="real: CPU, demo model"
-)
-
-if __name__ == "__main__":
-    raise SystemExit(SOAK.main())

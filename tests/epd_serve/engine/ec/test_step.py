@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from epd_serve.engine.ec.request_facts import (
+from epd_serve.engine.ec.step import (
     item_keys,
+    items_ahead,
     must_not_recompute,
     not_encoded,
     proxy_request_id,
@@ -45,8 +46,8 @@ def request(**extra: Any) -> Any:
 
 def test_items_that_the_prefill_has_passed_are_not_needed() -> None:
     assert item_keys(request()) == ["a", "b"]
-    assert item_keys(request(), 10) == ["b"]
-    assert item_keys(request(), 20) == []
+    assert [item.identifier for item in items_ahead(request(), 10)] == ["b"]
+    assert items_ahead(request(), 20) == []
 
 
 def test_xargs_are_read_and_nonsense_is_not() -> None:

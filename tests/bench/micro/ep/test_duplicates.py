@@ -1,20 +1,22 @@
-"""What `tests.soak.duplicates` tells the second proxy, and how it counts."""
+"""Duplicates behind two proxies: what the second one is told, how encodes are counted, and real stages."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from types import SimpleNamespace
 
 import httpx
+import pytest
 from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
+from bench.micro.ep import duplicates
+from bench.micro.ep.duplicates import GOALS, encodes, figures, measure
 from bench.served import Served, Stage
 from deploy.alone.stages import read_stages_file
 from epd_serve.wire import StoreReport
 from proxy.registry.stage_metrics import StageMetrics, store_metrics
-from tests.soak import duplicates
-from tests.soak.duplicates import encodes, figures
 
 
 def test_the_second_proxy_reads_what_it_is_told_of_the_stages(tmp_path, monkeypatch):
@@ -54,3 +56,11 @@ def test_the_worst_round_counts():
     rows = [{"clients": 64, "encodes": count, "encodes_when_known": known} for count, known in ((1, 0), (2, 1), (1, 0))]
 
     assert figures(rows) == {"encodes_for_64_duplicates": 2, "encodes_for_a_known_feature": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_duplicates_through_two_proxies_are_encoded_once():
+    named = figures(list(measure(argparse.Namespace(rounds=3))))
+
+    assert [goal.figure for goal in GOALS if not goal.met(named[goal.figure])] == []
