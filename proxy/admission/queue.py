@@ -420,13 +420,14 @@ class AdmissionQueue:
         for stage, pace in self._paces.items():
             pace.tick(now, backlog=bool(self.lines[stage]))
 
-    def has_room(self, ticket: Ticket, stage: Stage) -> bool:
-        """Whether a ticket may have a place, whoever waits."""
+    def has_room(self, ticket: Ticket, stage: Stage, *, any_instance: bool = False) -> bool:
+        """Whether a ticket may have a place, whoever waits. `any_instance`: also one that is left to short ones."""
         if stage is Stage.ENCODE:
             places = self.settings.encodes_per_instance * self.speeds().encoders / self._processes
             if self.encoding >= max(1, math.ceil(places)):
                 return False
-        enough = 1 + self.owed[stage] + (self._kept(stage) if ticket.is_long(stage) else 0)
+        kept = self._kept(stage) if ticket.is_long(stage) and not any_instance else 0
+        enough = 1 + self.owed[stage] + kept
         return self.rooms(stage, ticket.need, enough) == enough
 
     def _kept(self, stage: Stage) -> int:
@@ -437,26 +438,33 @@ class AdmissionQueue:
             return 0
         return 1 if stage is Stage.SERVE else min(math.ceil(SPARE * used), instances // 2)
 
-    def _next(self, stage: Stage) -> Ticket | None:
+    def _next(self, stage: Stage, *, short: bool = False) -> Ticket | None:
+        """`short`: of these, since long ones leave them what is free; so it is not overtaking."""
         passed: list[Ticket] = []
-        for ticket in itertools.islice(self._in_order(stage), LOOKS):
+        for ticket in itertools.islice(self._in_order(stage, short=short), LOOKS):
             if self.has_room(ticket, stage):
                 for other in passed:
                     other.passed += 1
                 return ticket
+            if ticket.is_long(stage) and self.has_room(ticket, stage, any_instance=True):
+                return self._next(stage, short=True)
             if ticket.passed >= MOST_PASSED:
                 return None
             passed.append(ticket)
         return None
 
-    def _in_order(self, stage: Stage) -> Iterator[Ticket]:
+    def _in_order(self, stage: Stage, *, short: bool = False) -> Iterator[Ticket]:
         lines, now = self.lines[stage], self.now()
+
+        def those_of(line: Line[Ticket]) -> Iterator[tuple[tuple[int, float, int], Ticket]]:
+            return (one for one in line.in_order(now) if not (short and one[1].is_long(stage)))
+
         if len(lines) == 1:
-            return (ticket for line in lines.values() for _, ticket in line.in_order(now))
+            return (ticket for line in lines.values() for _, ticket in those_of(line))
         over = self.shares.over(lines.keys())
         keyed = [
             ((account in over, *key), ticket)
             for account, line in lines.items()
-            for key, ticket in itertools.islice(line.in_order(now), LOOKS)
+            for key, ticket in itertools.islice(those_of(line), LOOKS)
         ]
         return (ticket for _, ticket in heapq.nsmallest(LOOKS, keyed, key=lambda one: one[0]))

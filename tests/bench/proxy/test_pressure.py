@@ -31,19 +31,39 @@ def test_a_prompt_without_an_answer_was_not_computed() -> None:
 def test_figures_compare_orders_at_what_can_be_encoded_and_a_tenant_with_itself_alone() -> None:
     waits = {"requests": 1, "bad": 0, "first_p50_ms": 1.0, "first_p90_ms": 1.0}
     judged = [
-        {"order": order, "load": load, "attained": share, "attained_small": 0.0, "longest_s": 1.0, **waits}
-        for order, load, share in (("fcfs", 1.0, 0.25), ("deadline", 1.0, 0.5), ("fcfs", 1.2, 0.0))
+        {"order": order, "load": load, "attained": share, **waits, "first_p99_ms": 1.0, "first_p100_ms": longest}
+        for order, load, share, longest in (
+            ("fcfs", 1.0, 0.25, 4.0),
+            ("deadline", 1.0, 0.5, 5.0),
+            ("fcfs", 1.2, 0.0, 9.0),
+        )
     ]
     tenants = [
         {"tenant": "quiet", "when": when, "round": 0, **waits, "first_p99_ms": p99}
         for when, p99 in (("alone", 100.0), ("beside", 120.0))
     ]
     parts = {
-        "pressure-mixed": [{"kind": "long", "utilisation": 0.8, **waits, "first_p99_ms": 1.0}],
-        "pressure-deadlines": [{**row, "first_p99_ms": 1.0} for row in judged],
+        "pressure-mixed": [
+            {"kind": "short alone", **waits, "first_p99_ms": 100.0},
+            {"kind": "short", "utilisation": 0.8, **waits, "first_p99_ms": 150.0},
+            {"kind": "long", "utilisation": 0.8, **waits, "first_p99_ms": 1000.0},
+        ],
+        "pressure-deadlines": judged,
+        "pressure-real": judged,
+        "pressure-videos": [
+            {"kind": kind, "when": when, **waits, "first_p99_ms": p99}
+            for kind, when, p99 in (
+                ("text", "alone", 10.0),
+                ("text", "beside", 11.0),
+                ("small", "alone", 100.0),
+                ("small", "beside", 140.0),
+            )
+        ],
         "pressure-tenants": tenants,
     }
     found = figures(parts)
     assert found["slo_points_over_fcfs"] == 25.0 and found["slo_attained_fcfs_1.2"] == 0.0
-    assert (found["prefill_utilisation_mixed"], found["other_tenant_p99_ratio"]) == (0.8, 1.2)
+    assert (found["slo_points_over_fcfs_real"], found["longest_over_fcfs"]) == (25.0, 1.25)
+    assert (found["prefill_utilisation_mixed"], found["short_prompt_p99_ratio"]) == (0.8, 1.5)
+    assert (found["small_beside_video_p99_ratio"], found["other_tenant_p99_ratio"]) == (1.4, 1.2)
     assert not figures({})

@@ -57,6 +57,7 @@ async def test_the_client_s_word_counts_before_its_key_s_and_that_before_the_mod
 ) -> None:
     """And the deployment's where nobody said anything; of each of the two objectives apart."""
     config = settings(
+        served_models=(MODEL, "another"),
         slo=Slo(ttft_s=40.0, tpot_s=4.0),
         model_slos=(f"{MODEL}=30000:3000", "another=1:1") if model else ("another=1:1",),
         key_limits=KeyLimits(slo_ttft_ms=20_000, slo_tpot_ms=2000) if key else KeyLimits(),
@@ -141,8 +142,15 @@ def test_an_objective_of_a_model_that_cannot_be_read_is_named(text: str) -> None
     assert refused.value.param == "model_slos" and repr(text) in refused.value.message
 
 
+def test_an_objective_of_a_model_that_is_not_served_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'dem'.*demo") as refused:
+        settings(model_slos=("dem=1:2",))
+    assert refused.value.param == "model_slos"
+
+
 def test_objectives_of_models_are_read() -> None:
-    assert settings(model_slos=("a=b=5:6", "c=2000:50.5")).slos_of_models() == {
+    config = settings(served_models=("a=b", "c"), model_slos=("a=b=5:6", "c=2000:50.5"))
+    assert config.slos_of_models() == {
         "a=b": (0.005, 0.006),
         "c": (2.0, 0.0505),
     }

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.admission.order import PATIENCE
-from proxy.admission.queue import LEAST_GRANTS, LOOKS, MOST_PASSED, AdmissionQueue, Kind, Pace, Stage, Ticket
+from proxy.admission.queue import LAST_S, LEAST_GRANTS, LOOKS, MOST_PASSED, AdmissionQueue, Kind, Pace, Stage, Ticket
 from proxy.config.limits import AdmissionLimits
 from proxy.registry.instance_state import Lease, Ledger, Work
 from proxy.routing.credits import Credit, Need, Speeds, heads_with_room
@@ -266,14 +266,40 @@ def test_long_ones_leave_the_last_instance_to_short_ones_as_long_as_these_come(s
     short = queue.stands(Kind.MEDIA, stage, items=(300.0,), slo_s=1e6)
     assert queue.grants() == [short]
     queue.ends(short)
-    queue.now += 200.0
-    assert queue.grants() == more[1:2], "none has come for long"
+    queue.now += LAST_S - 0.1
+    assert queue.grants() == []
+    queue.now += 0.2
+    assert queue.grants() == more[1:2], "and no instance idles for longer than that"
     alone = Queue(encoders=1)
     for tokens in (300.0, 300.0, 9000.0):
         ticket = alone.enters(Kind.MEDIA, tokens=tokens, items=(tokens,))
         assert ticket.goes_at_once(stage)
         alone.leased(ticket)
         alone.ends(ticket)
+
+
+@pytest.mark.parametrize("accounts", ["a", "ab"])
+@pytest.mark.parametrize("long", [1, LOOKS + 2])
+def test_what_long_ones_leave_to_short_ones_these_get_however_many_wait_before_them(long: int, accounts: str) -> None:
+    queue = Queue(replace(LIMITS, encodes_per_instance=1000), encoders=4)
+    for _ in range(20):
+        queue.now += 1.0
+        short = queue.enters(Kind.MEDIA, items=(300.0,))
+        assert short.goes_at_once(Stage.ENCODE)
+        queue.leased(short)
+        queue.ends(short)
+    waits = {"items": (9000.0,), "slo_s": 100.0}
+    videos = [queue.stands(Kind.MEDIA, Stage.ENCODE, account=accounts[0], **waits) for _ in range(3 + long)]
+    assert queue.grants() == videos[:3]
+    for number in range(3 * MOST_PASSED):
+        queue.now += 0.5
+        account = accounts[number % len(accounts)]
+        short = queue.stands(Kind.MEDIA, Stage.ENCODE, account=account, items=(300.0,), slo_s=200.0)
+        assert queue.grants() == [short]
+        queue.ends(short)
+    assert videos[3].passed == 0
+    queue.ends(videos[0])
+    assert queue.grants() == [videos[3]], "who is first of them has the next that is not left"
 
 
 def test_who_goes_in_its_order_overtakes_nobody() -> None:

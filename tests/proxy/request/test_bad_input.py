@@ -150,13 +150,6 @@ ROWS: list[tuple[str, str, Any, int, str | None]] = [
     ("corrupt PNG", CHAT, image(data_url(image_file(64, 64).replace(b"IDAT", b"IDAU"))), 400, ITEM),
     ("truncated JPEG", CHAT, image(data_url(JPEG[: len(JPEG) // 2])), 400, ITEM),
     ("a format that is not accepted", CHAT, image(data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n")), 400, ITEM),
-    (
-        "processor options nested beyond what has a name",
-        CHAT,
-        image_body(mm_processor_kwargs={"a": json.loads("[" * 700 + "]" * 700)}),
-        400,
-        "mm_processor_kwargs",
-    ),
     ("too many items", CHAT, image_body(*[PNG] * 5), 400, "messages"),
     ("an item too large", CHAT, image(data_url(b"x" * 300_000)), 413, ITEM),
     ("bad audio", CHAT, part(type="input_audio", input_audio={"data": "%%", "format": "wav"}), 400, None),
