@@ -7,6 +7,7 @@ images starves no text. P and D of a switchable deployment rather become each ot
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +32,9 @@ HEARD = 0.5
 """Of the front doors: what fewer say is not gone by."""
 
 
+@functools.lru_cache(maxsize=256)
 def name_of(group: Group) -> str:
+    """A copy of it; asked for all copies at each look."""
     return str(replace(group, repeat=1))
 
 

@@ -58,14 +58,16 @@ def by_clients(
             param="--from",
         )
     earlier, later = set(known[: len(known) // 2]), set(known[len(known) // 2 :])
-    first = later_tokens = 1.0
+    first = later_tokens = step = before = 1.0
     for _ in range(ROUNDS):
         fitted = _waits(profile, first, later_tokens)
         served = simulate(layout, fitted, traffic, options=options).served
         off = [_median(traffic, earlier, seen) / _median(served, earlier, seen) for seen in (_ttft_s, _tpot_s)]
         if all(abs(one - 1) < CLOSE for one in off):
             break
-        first, later_tokens = first * off[0], later_tokens * off[1]
+        if (off[0] < 1) is not (before < 1) and before != 1.0:
+            step /= 2  # it went too far: what waits grows faster than what it waits for
+        before, first, later_tokens = off[0], first * off[0] ** step, later_tokens * off[1]
     off = [abs(_median(served, later, one) / _median(traffic, later, one) - 1) for one in (_ttft_s, _tpot_s, _e2e_s)]
     ttft, tpot, e2e = (round(one, 4) for one in off)
     noise = Noise(ttft, tpot, e2e, fitted.noise.repeat)

@@ -1,4 +1,5 @@
-"""The instances of a deployment in virtual time, and who is chosen: the proxy's own policies (`proxy/routing`). Pure.
+"""The instances of a deployment in virtual time, and who is chosen: the proxy's own policies (`proxy/routing`), behind
+its own door. Pure.
 
 Instances come, drain, take another part and go while requests are under way; whoever does that drives the `Fleet`, from
 the ticks of `simulate`. Loads are what stages report, without the delay of reports. What becomes of a request on its
@@ -10,12 +11,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from msgspec.structs import replace as changed
 
+from deploy.planner.door import Door
 from deploy.planner.profile import KINDS, DeviceProfile, beside_name
 from deploy.planner.stage import Clock, SharedDevice, VirtualStage
 from epd_serve.budgets import Budgets
@@ -23,9 +25,14 @@ from epd_serve.placement import InstancePlan
 from epd_serve.roles import Role
 from epd_serve.slo import Slo
 from epd_serve.traffic import Request
+from proxy.admission.queue import Stage
 from proxy.registry.instance_state import pending_s, reported_pending, reported_rate
+from proxy.routing.credits import Credit, kv_room, seats
 from proxy.routing.plan import Path, paths
 from proxy.routing.policy import POLICIES, UNMEASURED_RATE, Candidate, Placement
+
+USUAL_TTFT_S = 2.0
+"""Of a request's objective, where no SLO is asked about."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +40,15 @@ class Options:
     """How a layout is run.
 
     Attributes:
-        policy: of the proxy. first_token: `prefill` shows streams the token of P, `decode` that of D.
+        policy: of the proxy. order: of those that wait at its door (`proxy/admission/order.py`).
+        first_token: `prefill` shows streams the token of P, `decode` that of D.
         budgets: steps are held to it; None leaves them to the limits.
         max_running, step_tokens, encoder_tokens: of every stage, by role; else the profile's.
         core_share: of the cores of a device, as `--core-share` has it; "" is no limit.
     """
 
     policy: str = "first-token"
+    order: str = "deadline"
     first_token: str = "prefill"
     budgets: Slo | None = None
     max_running: Mapping[str, int] = field(default_factory=dict)
@@ -74,8 +83,9 @@ class VirtualInstance:
         removed_s: when; infinite while it is there.
         draining: it gets nothing new.
         prompts: requests that came through its front and are not done with: a P has their KV until that has left, an E
-            their features until they are handed over. answers: that it decodes to prompts of others.
-        unseen: of its load, what its scheduler does not know of yet. last_pick: grows with every pick.
+            their features until they are handed over. answers: that it decodes to prompts of others, or will.
+        unseen, unseen_kv: of its load, and of tokens whose KV it is to hold, what its scheduler does not know of yet.
+        looked_s: when it was last seen how busy it is. last_pick: grows with every pick.
         front: seconds of its API server's work, in order, and what is called after each.
         front_devices: those that may compute it, its own first. around: who is on its device.
     """
@@ -87,6 +97,8 @@ class VirtualInstance:
     prompts: int = 0
     answers: int = 0
     unseen: float = 0.0
+    unseen_kv: int = 0
+    looked_s: float = 0.0
     last_pick: int = 0
     front: deque[tuple[float, Callable[[], None]]] = field(default_factory=deque)
     front_devices: Sequence[SharedDevice] = ()
@@ -101,6 +113,7 @@ class Fleet:
         instances: by name, those that serve or drain. held: those and the ones that start.
         ever: all that were added, in order.
         counts: of requests, by kind: `text`, `media`.
+        door: where requests wait until instances take them.
     """
 
     def __init__(
@@ -114,7 +127,8 @@ class Fleet:
         self._policy = POLICIES[options.policy]
         self._limits_s = tuple(slo.tpot_ms / 1e3 for slo in slos)
         self._picks = itertools.count(1)
-        self._waiting: deque[Callable[[], None]] = deque()  # until there is a path
+        slo_s = slos[0].ttft_ms / 1e3 if slos else USUAL_TTFT_S
+        self.door = Door(options.order, slo_s, clock, self.credits, lambda: bool(self._heads[False]), self._soonest)
         self._device_s, self._device_count, self._counted_s = 0.0, 0, clock.now_s
         self._slowdowns = {(one, other): profile.slows(one, other) for one in KINDS for other in KINDS}
         self._devices: dict[int, SharedDevice] = defaultdict(lambda: SharedDevice(clock, self._slowdowns))
@@ -233,17 +247,18 @@ class Fleet:
         """After a change: who is beside whom, who can be chosen, which paths there are."""
         self._meet()
         self._known: dict[Role, dict[str, Candidate]] = {role: {} for role in Role}
+        self._credits: dict[Role, dict[str, Credit]] = {role: {} for role in Role}
         self._stale: dict[Role, set[VirtualInstance]] = {role: set() for role in Role}
         for one in self.instances.values():
-            one.stage.changed = self._changed(one)
+            line = Stage.ENCODE if one.stage.role is Role.E else Stage.SERVE
+            one.stage.changed, one.stage.gave = self._changed(one), partial(self.door.look, (line,))
             if not one.draining:
-                self._known[one.stage.role][one.stage.name] = self._candidate(one)
+                self._look_at(one)
         roles = [role for role, known in self._known.items() if known]
         self._heads = [  # for requests without items, and with some
             {path.head: path for path in paths(roles, multimodal=multimodal)} for multimodal in (False, True)
         ]
-        if self._waiting:
-            self.clock.after(0.0, self._go_on)
+        self.door.renewed()
 
     def _meet(self) -> None:
         """Those of a host share what computes for its fronts and slow each other, those of a device more so."""
@@ -267,16 +282,11 @@ class Fleet:
 
     # --- the proxy's choices --------------------------------------------------------------------------------------
 
-    def when_served(self, call: Callable[[], None]) -> None:
-        """Call it now, or as soon as there is a path, in the order of those that wait."""
-        if self._heads[False] and not self._waiting:
-            call()
-        else:
-            self._waiting.append(call)
-
-    def _go_on(self) -> None:
-        while self._waiting and self._heads[False]:
-            self._waiting.popleft()()
+    def encodes_apart(self, request: Request) -> bool:
+        """Whether its items are to go to encoders before it goes elsewhere: where some heads encode for themselves,
+        that follows from where it would go now."""
+        apart = {path.encode for path in self._heads[True].values()} if request.items else ()
+        return True in apart and (len(apart) == 1 or self.route(request, None)[0].encode)
 
     def route(self, request: Request, last: VirtualInstance | None) -> tuple[Path, VirtualInstance]:
         """Returns the path and its head, chosen of all that take prompts; there is a path. `last`: served the
@@ -291,21 +301,43 @@ class Fleet:
         head = self._chosen(candidates, float(request.prompt_tokens))
         return by_role[head.stage.role], head
 
-    def decoder(self, role: Role) -> VirtualInstance | None:
-        """Of this role; None where nobody is there any more."""
-        candidates = self.candidates(role)
-        return self._chosen(candidates, 1.0) if candidates else None
+    def chosen(self, role: Role) -> VirtualInstance:
+        """Of this role, of which there is one, to decode a request."""
+        return self._chosen(self.candidates(role), 1.0)
 
     def picked(self, one: VirtualInstance) -> None:
         one.last_pick = next(self._picks)
 
     def candidates(self, role: Role) -> Sequence[Candidate]:
         """All of a role that get something new. Of many only those that have changed are looked at again."""
-        known, stale = self._known[role], self._stale[role]
-        for one in stale:
-            known[one.stage.name] = self._candidate(one)
-        stale.clear()
-        return list(known.values())
+        self._refresh(role)
+        return list(self._known[role].values())
+
+    def credits(self, role: Role) -> Collection[Credit]:
+        """The same as what they may be given goes by."""
+        self._refresh(role)
+        return self._credits[role].values()
+
+    def _soonest(self, stage: Stage, credit_s: float) -> tuple[float, Callable[[], None]] | None:
+        """See `Door`."""
+        found: tuple[float, Callable[[], None]] | None = None
+        for role in (Role.E,) if stage is Stage.ENCODE else self._heads[False]:
+            self._refresh(role)
+            for name, credit in self._credits[role].items():
+                rate = credit.rate
+                if rate and (left_s := credit.tokens / rate - credit_s) > 0:
+                    one = self.instances[name]
+                    at_s = one.looked_s + left_s
+                    if (found is None or at_s < found[0]) and one.stage.steps and one.unseen < credit_s * rate:
+                        found = at_s, one.stage.changed
+        return found
+
+    def _refresh(self, role: Role) -> None:
+        if stale := self._stale[role]:
+            for one in list(stale):
+                self._look_at(one)
+                if not one.stage.fills:
+                    stale.discard(one)
 
     def _chosen(self, candidates: Sequence[Candidate], cost: float) -> VirtualInstance:
         chosen = candidates[0] if len(candidates) == 1 else self._policy(candidates, Placement(cost))
@@ -323,11 +355,23 @@ class Fleet:
 
         return changed
 
-    def _candidate(self, one: VirtualInstance) -> Candidate:
-        stage = one.stage
-        rate = reported_rate(stage.role, stage)
+    def _look_at(self, one: VirtualInstance) -> None:
+        """How busy it is now."""
+        stage, role = one.stage, one.stage.role
+        one.looked_s = self.clock.now_s
+        decodes, running, shared = role.decodes, stage.running, stage.shared_tokens
+        held = max(one.prompts + one.answers, running + stage.waiting)
+        rate, load = reported_rate(role, stage), self._load(one)
         neighbours_s = tuple([self._pending_s(other) for other in one.around]) if one.around else ()
-        return Candidate(stage.name, "1", self._load(one), one.last_pick, rate=rate, neighbours_s=neighbours_s)
+        shares = (shared, held - (running - 1 if decodes and running else 0)) if shared else (0, 0)
+        self._known[role][stage.name] = Candidate(
+            stage.name, "1", load, one.last_pick, False, rate, False, neighbours_s, 0.0, *shares
+        )
+        done = min(load - one.unseen, rate * stage.step_age_s)
+        sequences = kv_tokens = math.inf
+        if decodes:
+            sequences, kv_tokens = seats(stage, held, stage.max_running), kv_room(stage, one.unseen_kv)
+        self._credits[role][stage.name] = Credit(role, load - done, rate, *shares, held, sequences, kv_tokens)
 
     def _load(self, one: VirtualInstance) -> float:
         return reported_pending(one.stage.role, one.stage, both_halves=one.plan.both) + one.unseen

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from deploy.planner.door import Turn
 from deploy.planner.fleet import Counts, Fleet, Options, VirtualInstance
 from deploy.planner.profile import FRONT, KINDS, DeviceProfile
 from deploy.planner.stage import Clock
@@ -24,6 +25,7 @@ from epd_serve.roles import Role
 from epd_serve.sim.sequence import Sequence as Job
 from epd_serve.slo import Slo
 from epd_serve.traffic import Item, Request
+from proxy.admission.queue import Stage
 from proxy.routing.plan import Path
 from proxy.routing.policy import share_of, spread, with_neighbours
 
@@ -179,18 +181,21 @@ class _Underway:
     """One request.
 
     Attributes:
-        counts: of its kind. path: through the layout. head: that takes its prompt. instances: that it met, in order.
-        prepared: it has passed a front. encoded: its items are, and P can have them.
+        counts: of its kind. turn: its place at the door. path: through the layout. head: that takes its prompt.
+        decoder: that answers. priority: at the stages. instances: that it met, in order.
+        encoded: its items are, and P can have them.
         first_s: when its first token was there. second_s: when the stage where it decodes had made one for it.
         step_s: of that stage, then. steps, within: of its `Gaps`, then.
     """
 
     request: Request
     counts: Counts
+    turn: Turn
     path: Path = field(init=False)
     head: VirtualInstance = field(init=False)
+    decoder: VirtualInstance = field(init=False)
+    priority: int = 0
     instances: dict[str, None] = field(default_factory=dict)
-    prepared: bool = False
     encoded: bool = False
     first_s: float = 0.0
     second_s: float = 0.0
@@ -219,25 +224,49 @@ class _Requests:
         ] = {}  # by key: who waits for it, None once it is there
 
     def arrive(self, request: Request) -> None:
-        """It has come; while there is no path it waits."""
+        """It has come, and waits for its turn."""
         counts = self._fleet.counts["media" if request.items else "text"]
         counts.came += 1
         counts.items += len(request.items)
         counts.item_tokens += request.item_tokens
         counts.prompt_tokens += request.prompt_tokens
-        self._fleet.when_served(partial(self._place, _Underway(request, counts)))
+        self._goes_on(_Underway(request, counts, self._fleet.door.enter(request)))
+
+    def _goes_on(self, one: _Underway) -> None:
+        """To encoders, or to where it is served."""
+        if one.encoded or not self._fleet.encodes_apart(one.request):
+            self._fleet.door.wait(one.turn, Stage.SERVE, partial(self._place, one))
+        else:
+            self._to_encoders(one)
+
+    def _to_encoders(self, one: _Underway) -> None:
+        """It needs no turn where others are having all of its items encoded, or had."""
+        if any(not item.key or item.key not in self._encoded for item in one.request.items):
+            self._fleet.door.wait(one.turn, Stage.ENCODE, partial(self._encode, one))
+        else:
+            self._encode(one)
 
     def _place(self, one: _Underway) -> None:
-        """Who takes it first is chosen: it counts as pending there from now on, though the front takes its time
-        (`proxy/registry/instance_state.py`)."""
-        request = one.request
-        one.path, one.head = self._fleet.route(request, self._at.get(request.session))
+        """Its turn has come: who prefills and who decodes is chosen. It counts as pending there from now on, though the
+        front takes its time (`proxy/registry/instance_state.py`)."""
+        request, fleet = one.request, self._fleet
+        one.path, one.head = fleet.route(request, self._at.get(request.session))
         if one.path.encode and not one.encoded:
-            self._encode(one)
-        elif one.prepared:
+            one.turn.give_back()
+            self._to_encoders(one)
+            return
+        one.decoder = fleet.chosen(one.path.tail) if one.path.tail is not None else one.head
+        one.priority = round(one.turn.due() * 1e3)
+        one.decoder.unseen_kv += request.prompt_tokens
+        if one.decoder is not one.head:
+            one.decoder.answers += 1
+            one.decoder.unseen += 1
+            one.decoder.stage.changed()
+        if one.encoded:
             self._generate(one)
         else:
             self._through_front(one.head, request.item_tokens, request.prompt_tokens, lambda: self._generate(one))
+        one.turn.leased(Stage.SERVE)
 
     def _through_front(self, one: VirtualInstance, item_tokens: int, pending: float, then: Callable[[], None]) -> None:
         """HTTP and preprocessing, of which the stage's scheduler knows nothing yet."""
@@ -251,9 +280,10 @@ class _Requests:
 
         def seen() -> None:
             one.unseen -= pending
-            one.stage.changed()
             then()
             one.prompts -= 1
+            one.stage.changed()
+            one.stage.gave()
 
         def computed() -> None:
             self._clock.after(idle_s, seen)
@@ -279,7 +309,8 @@ class _Requests:
         device.run({FRONT: 1.0}, one.front[0][0], done)
 
     def _encode(self, one: _Underway) -> None:
-        """All items, spread over the encoders, each key once; it goes on when P can have them all."""
+        """All items, spread over the encoders, each key once; it goes on when P can have them all, or at once where the
+        encoders have gone since it asked for them."""
         items = one.request.items
         left = len(items)
 
@@ -287,9 +318,14 @@ class _Requests:
             nonlocal left
             left -= 1
             if not left:
-                one.encoded = one.prepared = True
-                self._fleet.when_served(partial(self._place, one))  # what is pending has changed since it came
+                one.encoded = True
+                self._goes_on(one)
 
+        encoders = self._fleet.candidates(Role.E)
+        if not encoders:
+            one.turn.give_back()
+            self._goes_on(one)
+            return
         own: list[int] = []
         for index, item in enumerate(items):
             if item.key and item.key in self._encoded:
@@ -303,9 +339,9 @@ class _Requests:
                 if item.key:
                     self._encoded[item.key] = []
         if not own:
+            one.turn.leave_encoders()
             return
         costs = [float(items[index].tokens) for index in own]
-        encoders = self._fleet.candidates(Role.E)
         workers = with_neighbours(encoders, share_of(costs, len(encoders)))
         keys = [items[index].key or f"{one.request.id}/{index}" for index in own]
         for worker, share in zip(workers, spread(keys, costs, workers), strict=True):
@@ -316,6 +352,7 @@ class _Requests:
                 self._through_front(
                     encoder, tokens, tokens, partial(self._encode_at, encoder, one, several, handed_over)
                 )
+        one.turn.leased(Stage.ENCODE)
 
     def _encode_at(
         self, encoder: VirtualInstance, one: _Underway, items: Sequence[Item], handed_over: Callable[[], None]
@@ -338,12 +375,8 @@ class _Requests:
         self._submit(one, encoder, sequence)
 
     def _generate(self, one: _Underway) -> None:
-        request, path, head = one.request, one.path, one.head
-        decoder = self._fleet.decoder(path.tail) if path.tail is not None else head
-        if decoder is None:  # they have gone since it was placed
-            one.prepared = True
-            self._fleet.when_served(partial(self._place, one))
-            return
+        request, head, decoder = one.request, one.head, one.decoder
+        decoder.unseen_kv -= request.prompt_tokens
         has_features = one.encoded and head.stage.role.takes_features
         own_items = () if has_features else tuple(item.tokens for item in request.items)
         cached = request.cached_tokens if self._at.get(request.session) is head else 0
@@ -355,17 +388,19 @@ class _Requests:
             whole.cached = cached
             self._submit(one, head, whole)
             return
-        decoder.answers += 1
+        decoder.unseen -= 1
         answer = Job(request.prompt_tokens, request.output_tokens, self._tokens(one, decoder))
 
         def transferred() -> None:
             head.prompts -= 1
             head.stage.scheduler.free(prompt)
             head.stage.wake()
+            head.stage.gave()
             decoder.stage.scheduler.loaded(answer)
             decoder.stage.wake()
 
         def prefilled(number: int, last: bool) -> None:
+            one.turn.prefilled()
             if self._options.first_token == "prefill":
                 one.first_s = self._clock.now_s
                 if request.output_tokens == 1:
@@ -388,6 +423,7 @@ class _Requests:
 
         def token(number: int, last: bool) -> None:
             if number == 1:
+                one.turn.prefilled()
                 one.first_s = one.first_s or self._clock.now_s
                 one.second_s, one.step_s = self._clock.now_s, stage.decode_s
                 one.steps, one.within = stage.gaps.steps, tuple(stage.gaps.within)
@@ -416,6 +452,7 @@ class _Requests:
                 own -= 1
             counted.append(min(own, gaps))
         one.ended = True
+        one.turn.leave()
         found = (one.first_s, now, request.output_tokens, gaps, tuple(counted))
         served = Served(request.id, request.at_s, *found, one.path.name, tuple(one.instances))
         one.counts.ended += 1
@@ -428,5 +465,6 @@ class _Requests:
         """`held`: see `Scheduler.add`."""
         self._fleet.picked(instance)
         one.instances.setdefault(instance.stage.name)
+        sequence.priority = one.priority
         instance.stage.scheduler.add(sequence, held=held)
         instance.stage.wake()

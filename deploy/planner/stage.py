@@ -217,7 +217,8 @@ class VirtualStage:
         begun_s: when it was made. gaps: its steps.
         busy_s: by kind of work, how long it has worked, by the time of a stage alone.
         stepped: called with the seconds of each step with decodes, for its neighbours.
-        changed: called when it is as busy as before no more.
+        changed: called when it is as busy as before no more. gave: called after that where it may have room for
+            something new: not between decodes that follow one another.
         others, beside: on other devices of its host, and how much they slow it.
     """
 
@@ -235,12 +236,16 @@ class VirtualStage:
         slow: float = 1.0,
     ) -> None:
         self.name, self.role = name, role
-        self.scheduler, self.rates = Scheduler(profile.capacity, shares_steps=role.sends_kv, budgets=budgets), Rates()
+        self.scheduler = Scheduler(
+            profile.capacity, priorities=role.has_language_model, shares_steps=role.sends_kv, budgets=budgets
+        )
+        self.rates = Rates()
         self.gaps = Gaps(limits_s, spread, name)
         self.busy_s = dict.fromkeys(KINDS, 0.0)
         self.device = device
         self.stepped: Callable[[float], None] = lambda seconds: None
         self.changed: Callable[[], None] = lambda: None
+        self.gave: Callable[[], None] = lambda: None
         self.others: Sequence[VirtualStage] = ()
         self.beside: Beside = {}
         self._profile, self._clock, self.begun_s = profile, clock, clock.now_s
@@ -282,12 +287,54 @@ class VirtualStage:
         return self.scheduler.pending_item_tokens
 
     @property
+    def max_running(self) -> int:
+        return self.scheduler.capacity.max_running
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.scheduler.capacity.kv_tokens
+
+    @property
+    def kv_used(self) -> float:
+        """With what decodes have filled since steps began that count as one."""
+        scheduler, run, more = self.scheduler, self._run, 0
+        if run is not None and run.times > 1 and run.work is not None and run.alone_s > 0:
+            self.device.advance()
+            tokens, size = run.done() + 1, scheduler.capacity.block_tokens
+            more = sum([max(0, -(-(one.computed + tokens) // size) - one.blocks) for one in run.step.decodes])
+        return 1 - (scheduler.free_blocks - more) / scheduler.blocks
+
+    @property
+    def fills(self) -> bool:
+        """Before steps end that count as one, its KV may come to leave no room for a prompt."""
+        run, scheduler = self._run, self.scheduler
+        if run is None or run.times == 1:
+            return False
+        room = scheduler.free_blocks * scheduler.capacity.block_tokens - run.times * len(run.step.decodes)
+        return room < scheduler.capacity.max_model_len
+
+    @property
+    def shared_tokens(self) -> int:
+        return self.scheduler.capacity.step_tokens if self.scheduler.shares_steps else 0
+
+    @property
     def prompt_tokens_per_s(self) -> float:
         return self.rates.prompt_tokens_per_s
 
     @property
     def item_tokens_per_s(self) -> float:
         return self.rates.item_tokens_per_s
+
+    @property
+    def steps(self) -> bool:
+        """A step is under way."""
+        return self._run is not None
+
+    @property
+    def step_age_s(self) -> float:
+        """Since the step that is under way began; 0 where there is none, or none but decodes."""
+        run = self._run
+        return self._clock.now_s - run.begun_s if run is not None and run.mixture is not DECODES else 0.0
 
     def _begin(self) -> None:
         scheduler = self.scheduler
@@ -336,7 +383,7 @@ class VirtualStage:
         if run is None or run.times == 1 or run.work is None or run.cut or run.alone_s <= 0:
             return 0.0
         done_s = run.alone_s * run.times - run.work.left_s
-        run.cut, run.full = True, min(run.times - 1, int(done_s / run.alone_s + 1e-9))
+        run.cut, run.full = True, run.done()
         if run.full:
             run.each_s = (self._clock.now_s - run.begun_s) * run.alone_s / done_s
         less, run.times = run.times - run.full - 1, run.full + 1
@@ -362,7 +409,10 @@ class VirtualStage:
             work = {"prompt_tokens": step.prompt_tokens, "item_tokens": step.item_tokens}
             for _ in range(run.times):
                 budgets.measured(each_s, decodes=len(step.decodes), **work)
+        before = self.running
         self.scheduler.complete(step, run.times)
+        if step.prefills or step.encodes or self.running < before:
+            self.gave()
         self._begin()
 
 
@@ -385,3 +435,8 @@ class _Run:
     each_s: float = 0.0
     cut: bool = False
     work: Work | None = None
+
+    def done(self) -> int:
+        """How many have ended, as its device has advanced."""
+        assert self.work is not None
+        return min(self.times - 1, int(self.times - self.work.left_s / self.alone_s + 1e-9))

@@ -19,7 +19,6 @@ from typing import Protocol
 from msgspec import Struct
 
 from epd_serve.roles import Role
-from epd_serve.wire import StageReport
 from proxy.routing.policy import share_of, usual_rate
 
 AHEAD = 1.25
@@ -38,6 +37,21 @@ class CreditLimits(Protocol):
     def prefill_s(self) -> float: ...
     @property
     def prefill_tokens(self) -> int: ...
+
+
+class Holds(Protocol):
+    """What of a `StageReport` says how much who decodes may have more; a simulated stage has it without a report."""
+
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def max_running(self) -> int: ...
+    @property
+    def kv_used(self) -> float: ...
+    @property
+    def kv_tokens(self) -> int: ...
 
 
 class Credit(Struct, frozen=True):
@@ -177,7 +191,7 @@ class Speeds(Struct, frozen=True):
         return Service(share / self.encode, prefill_s, sum(need.items) / self.encode, prefill_s, longest_s)
 
 
-def seats(report: StageReport, held: int, otherwise: int) -> int:
+def seats(report: Holds, held: int, otherwise: int) -> int:
     """Sequences that an instance which decodes may have more of.
 
     Args:
@@ -189,6 +203,6 @@ def seats(report: StageReport, held: int, otherwise: int) -> int:
     return max(0, can - max(held, report.running + report.waiting))
 
 
-def kv_room(report: StageReport, unseen_tokens: float) -> float:
+def kv_room(report: Holds, unseen_tokens: float) -> float:
     """Tokens for whose KV there is room, beside those that it does not know of yet; infinite where it does not say."""
     return max(0.0, (KV_FULL - report.kv_used) * report.kv_tokens - unseen_tokens) if report.kv_tokens else math.inf

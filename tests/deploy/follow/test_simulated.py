@@ -81,7 +81,7 @@ def test_other_groups_take_over_on_the_same_devices_and_give_them_back(seed: int
     assert moves == ["EP-D", "2EPD"]
     assert all(one.last_s < float("inf") for one in run.served)
     paths = [one.path for one in run.served]
-    assert paths[0] == paths[-1] != paths[len(paths) // 2]
+    assert paths[0] == paths[-1] == "EPD" and "EP-D" in paths
 
 
 def test_groups_that_share_a_device_come_and_go_as_wholes() -> None:
