@@ -371,7 +371,9 @@ class Fleet:
         sequences = kv_tokens = math.inf
         if decodes:
             sequences, kv_tokens = seats(stage, held, stage.max_running), kv_room(stage, one.unseen_kv)
-        self._credits[role][stage.name] = Credit(role, load - done, rate, *shares, held, sequences, kv_tokens)
+        self._credits[role][stage.name] = Credit(
+            role, load - done, rate, *shares, held, sequences, kv_tokens, self._profile.front.setup_s
+        )
 
     def _load(self, one: VirtualInstance) -> float:
         return reported_pending(one.stage.role, one.stage, both_halves=one.plan.both) + one.unseen

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from proxy.admission.order import ORDERS, Line, Stand
 from proxy.admission.shares import Shares
@@ -427,8 +428,10 @@ class AdmissionQueue:
             if self.encoding >= max(1, math.ceil(places)):
                 return False
         kept = self._kept(stage) if ticket.is_long(stage) and not any_instance else 0
-        enough = 1 + self.owed[stage] + kept
-        return self.rooms(stage, ticket.need, enough) == enough
+        enough, need = 1 + self.owed[stage] + kept, ticket.need
+        if ticket.line is not None and ticket.stand.late_at < self.now():
+            need = replace(need, yields=True)
+        return self.rooms(stage, need, enough) == enough
 
     def _kept(self, stage: Stage) -> int:
         """Instances that are left to short ones: half of them at most, and one where prompts share steps anyway."""

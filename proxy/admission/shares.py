@@ -3,10 +3,9 @@
 What counts is service in predicted seconds of an instance, divided by the account's weight. Each account has had so
 much by a virtual time that goes on with whoever is served, but never past one that waits, and nobody falls behind it
 by more than `SAVED_S` who asks for less: what was used while nobody else wanted it is held against nobody, and a burst
-of who asks for little goes first. Whoever is more than `AHEAD_S`
-ahead of the one of those that wait who has had least is over its share: its requests go after those of all others,
-whatever their deadlines, so what it asks beyond its share delays nobody else. While nobody else waits it may have
-everything.
+of who asks for little goes first. Whoever is more than `AHEAD_S` ahead of the one of those that wait who has had least
+is over its share: its requests go after those of all others, whatever their deadlines, so what it asks beyond its share
+delays nobody else. While nobody else waits it may have everything.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from statistics import median
 
 AHEAD_S = 0.1
 SAVED_S = 1.0
-"""Who asked for less than its share has so much before others: requests come in bursts also from who asks for little."""
+"""Who asked for less than its share has so much before others: requests come in bursts, also of who asks for little."""
 
 MOST = 1024
 """Accounts that are remembered. Of more the half that had least are all as if they had nothing."""

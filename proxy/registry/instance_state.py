@@ -40,6 +40,8 @@ REPORT_TRUST_S = 3.0
 KV_TRUST_S = 5.0
 """The same of KV links, which are reported every second at least."""
 
+PREPARING_HALF_LIFE_S, MOST_PREPARING_S = 10.0, 0.5
+
 GRACE_S = 15.0
 """How long a healthy instance waits at most for its KV links."""
 
@@ -277,6 +279,8 @@ class InstanceRow:
         store, stage: its last reports, and when they came.
         given: weight acquired in total when `stage` came; counted: as much of it as may be in that report.
         kv_given: the same of KV.
+        came, came_s: requests that its API server got, and how long it had them before its scheduler did, in all; both
+            of late, up to `stage`. taken: requests acquired until then.
         kv, kv_at: the last report of each worker that sends KV, and when it came; by rank.
     """
 
@@ -296,6 +300,9 @@ class InstanceRow:
     given: int = 0
     counted: int = 0
     kv_given: int = 0
+    came: float = 0.0
+    came_s: float = 0.0
+    taken: int = 0
     kv: dict[int, KvReport] = field(default_factory=dict)
     kv_at: dict[int, float] = field(default_factory=dict)
 
@@ -326,6 +333,19 @@ class InstanceRow:
     def fresh(self) -> StageReport | None:
         """Its last word on its load, while it can be trusted."""
         return self.stage if time.monotonic() - self.stage_at < REPORT_TRUST_S else None
+
+    def prepared(self, total: Tally, report: StageReport, now: float) -> None:
+        """Requests that are held of it and that its scheduler does not report are being prepared: by their number and
+        by how many come it is known for how long (Little's law). To be called before `stage` is replaced."""
+        passed_s = min(now - self.stage_at, REPORT_TRUST_S)
+        fades = 0.5 ** (passed_s / PREPARING_HALF_LIFE_S)
+        preparing = max(0, total.held - report.waiting - report.running)
+        self.came_s = fades * self.came_s + preparing * passed_s
+        self.came, self.taken = fades * self.came + total.acquired - self.taken, total.acquired
+
+    @property
+    def preparing_s(self) -> float:
+        return min(self.came_s / self.came, MOST_PREPARING_S) if self.came >= 1 else 0.0
 
     @property
     def rate(self) -> float:

@@ -203,7 +203,9 @@ class InstanceTable:
                 row.kv[report.rank], row.kv_at[report.rank] = report, now
                 self._settle()
             case StageReport() if row.stage is None or report.seq > row.stage.seq:
-                given = self._ledger.total(row.instance.incarnation_id).acquired_weight
+                total = self._ledger.total(row.instance.incarnation_id)
+                given = total.acquired_weight
+                row.prepared(total, report, now)
                 row.kv_given = self._ledger.aside(row.instance.incarnation_id, Work.KV).acquired_weight
                 row.counted = row.given if now < row.stage_at + 2 * REPORT_EVERY_S else given
                 row.given, row.stage, row.stage_at = given, report, now
@@ -438,10 +440,10 @@ class InstanceTable:
         requests = max(total.held, report.waiting + report.running)
         credit = (role, max(0.0, tokens), row.rate, *self._shared(row, total.held), requests)
         if not role.decodes:
-            return Credit(*credit)
+            return Credit(*credit, preparing_s=row.preparing_s)
         kv = ledger.aside(instance.incarnation_id, Work.KV)
         unseen = min(kv.held_weight, kv.acquired_weight - row.kv_given) / PER_UNIT
-        return Credit(*credit, seats(report, total.held, unreported), kv_room(report, unseen))
+        return Credit(*credit, seats(report, total.held, unreported), kv_room(report, unseen), row.preparing_s)
 
     def _silence_s(self, row: InstanceRow) -> float:
         last = max(row.store_at, row.stage_at)

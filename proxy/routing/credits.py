@@ -64,6 +64,7 @@ class Credit(Struct, frozen=True):
         requests: that it has.
         sequences: that it may have more of; infinite where it does not decode.
         kv_tokens: for whose KV it has room; infinite where nobody knows.
+        preparing_s: for so long its API server has a request, lately, before its scheduler does.
     """
 
     role: Role
@@ -74,13 +75,14 @@ class Credit(Struct, frozen=True):
     requests: int = 0
     sequences: float = math.inf
     kv_tokens: float = math.inf
+    preparing_s: float = 0.0
 
-    def before_s(self, cost: float, usual: float) -> float:
-        """Seconds that are before work of so many tokens: nothing where it has its part of the next step, beside all
-        that are there. `usual`: rate of its kind."""
-        if self.shared_tokens and self.prompts * cost <= self.shared_tokens:
+    def before_s(self, cost: float, usual: float, *, shares: bool = True) -> float:
+        """Seconds that are before work of so many tokens, beyond those that it takes to prepare it: nothing where it
+        has its part of the next step, beside all that are there, unless it `shares` none. `usual`: rate of its kind."""
+        if shares and self.shared_tokens and self.prompts * cost <= self.shared_tokens:
             return 0.0
-        return self.tokens / (self.rate or usual)
+        return self.tokens / (self.rate or usual) - self.preparing_s
 
 
 class Need(Struct, frozen=True):
@@ -89,12 +91,14 @@ class Need(Struct, frozen=True):
     Attributes:
         tokens: of its prompt. items: of each of its media items. sequences: that it decodes at once.
         fused: it needs one instance that prefills and decodes.
+        yields: it is late, so it is given no part of a step that others may come to want.
     """
 
     tokens: float = 1.0
     items: Sequence[float] = ()
     sequences: int = 1
     fused: bool = False
+    yields: bool = False
 
 
 Credits = Callable[[Role], Iterable[Credit]]
@@ -107,7 +111,7 @@ def encoders_with_room(credits_of: Credits, need: Need, settings: CreditLimits, 
     if not speeds.encoders_there:
         return enough
     item = max(need.items, default=1.0)
-    return _count(credits_of(Role.E), item, settings.encode_s, speeds.encode, enough)
+    return _count(credits_of(Role.E), item, need, settings.encode_s, speeds.encode, enough)
 
 
 def heads_with_room(credits_of: Credits, need: Need, settings: CreditLimits, speeds: Speeds, enough: int) -> int:
@@ -116,16 +120,18 @@ def heads_with_room(credits_of: Credits, need: Need, settings: CreditLimits, spe
     if not speeds.paths_there:
         return enough
     whole = (one for role in (Role.PD, Role.EPD) for one in credits_of(role) if _may_decode(one, need))
-    rooms = _count(whole, need.tokens, settings.prefill_s, speeds.prefill, enough)
+    rooms = _count(whole, need.tokens, need, settings.prefill_s, speeds.prefill, enough)
     if rooms < enough and (speeds.fused_alone or not need.fused):
         alone = need.fused or any(_may_decode(one, need) for one in credits_of(Role.D))
         first = (one for role in (Role.P, Role.EP) for one in credits_of(role)) if alone else ()
-        rooms += _count(first, need.tokens, settings.prefill_s, speeds.prefill, enough - rooms)
+        rooms += _count(first, need.tokens, need, settings.prefill_s, speeds.prefill, enough - rooms)
     return rooms
 
 
-def _count(instances: Iterable[Credit], cost: float, credit_s: float, usual: float, enough: int) -> int:
-    return sum(1 for _ in islice((one for one in instances if one.before_s(cost, usual) <= credit_s), enough))
+def _count(instances: Iterable[Credit], cost: float, need: Need, credit_s: float, usual: float, enough: int) -> int:
+    shares = not need.yields
+    with_room = (one for one in instances if one.before_s(cost, usual, shares=shares) <= credit_s)
+    return sum(1 for _ in islice(with_room, enough))
 
 
 def _may_decode(one: Credit, need: Need) -> bool:

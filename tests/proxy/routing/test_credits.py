@@ -369,3 +369,27 @@ def test_speeds_are_those_measured_of_a_usual_one() -> None:
     assert Speeds.measured(of(p(), d()), LIMITS).fused_alone and not Speeds.measured(of(p()), LIMITS).paths_there
     nobody = Speeds.measured(of(), LIMITS)
     assert (nobody.encoders, nobody.heads) == (1, 1) and nobody.prefill == 2000.0
+
+
+def test_what_an_api_server_prepares_is_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests a second that it has for 0.4 s each before its scheduler does: credit reaches that much further."""
+    table = Table(monkeypatch, Role.E)
+    said = {"item_tokens_per_s": 1000.0, "max_running": 8}
+    table.reports(**said)
+    for _ in range(20):
+        lease = table.all.acquire("x", Work.ENCODE, 100.0)
+        table.now += 0.4
+        table.reports(**said)
+        table.now += 0.1
+        table.reports(**said, running=1, pending_item_tokens=100)
+        lease.release()
+    assert table.credit.preparing_s == pytest.approx(0.4, rel=0.1)
+    assert Credit(Role.E, 800.0, 1000.0, preparing_s=0.4).before_s(100.0, 1.0) == pytest.approx(0.4)
+
+
+def test_who_is_late_has_no_part_of_a_step_that_others_may_want() -> None:
+    one, beside = p(1000.0, shared_tokens=2048, prompts=1), d()
+    assert heads(one, beside, tokens=1000.0) == 1
+    crowded = p(9000.0, shared_tokens=2048, prompts=1)
+    assert heads(crowded, beside, tokens=1000.0) == 1
+    assert heads(crowded, beside, tokens=1000.0, yields=True) == 0
