@@ -212,7 +212,7 @@ class Pass(Ticket, kw_only=True):
         gate, begun = self.gate, time.monotonic()
         if (paused := bool(gate.pause.left_s)) or not self.goes_at_once(stage):
             self.enqueue(stage)
-            over_share = self.account in self.queue.shares.over(self.queue.lines[stage].keys())
+            over_share = self.account in self.queue.over_share(stage)
             if over_share:
                 gate.over_share[stage].inc()
             self.record.note(

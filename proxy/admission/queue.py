@@ -49,6 +49,9 @@ LOOKS = 8
 MOST_PASSED = 16
 """So many may overtake one that has no room."""
 
+SEEN_S = 1.0
+"""For so long an account that has asked is about."""
+
 LONG_S = 0.5
 """One that keeps an instance for longer leaves some to short ones: a video takes nobody's image the last encoder."""
 
@@ -112,6 +115,7 @@ class Ticket(Struct, eq=False):
         """It is let in. To be called once, as `leave`."""
         self.number = next(self.queue.numbers)
         self.queue.arrived[self.kind] += 1
+        self.queue.seen[self.account] = self.queue.now()
         self.queue.use[self.kind].waiting += 1
 
     def sized(self, need: Need) -> None:
@@ -321,7 +325,8 @@ class AdmissionQueue:
         owed: how many have had their turn and are not counted at an instance yet.
         arrived: how many requests of each kind have been let in.
         begun_s: how long after their turn the last answers of each kind began.
-        shares: what accounts have had. short: seconds of instances that those took which are not long.
+        shares: what accounts have had. seen: when each asked last, of those that did within `SEEN_S`.
+        short: seconds of instances that those took which are not long.
         room_made: called where somebody else may go now (`grants`).
     """
 
@@ -345,6 +350,7 @@ class AdmissionQueue:
         self.begun_s = {kind: deque[float](maxlen=REMEMBERED) for kind in Kind}
         self.use = {kind: Use() for kind in Kind}
         self.shares = Shares()
+        self.seen: dict[str, float] = {}
         self.short = {stage: Recent() for stage in Stage}
         self.room_made: Callable[[], None] = lambda: None
         self._paces = {stage: Pace() for stage in Stage}
@@ -410,7 +416,7 @@ class AdmissionQueue:
             seen[stage.value] = {
                 "waiting": sum(map(len, lines.values())),
                 "late": sum(line.late(now) for line in lines.values()),
-                "over_share": sum(len(lines[account]) for account in self.shares.over(lines.keys())),
+                "over_share": sum(len(lines[account]) for account in self.over_share(stage) & lines.keys()),
                 "work_s": round(self.work_s[stage], 3),
             }
         return seen
@@ -429,9 +435,17 @@ class AdmissionQueue:
                 return False
         kept = self._kept(stage) if ticket.is_long(stage) and not any_instance else 0
         enough, need = 1 + self.owed[stage] + kept, ticket.need
-        if ticket.line is not None and ticket.stand.late_at < self.now():
+        if ticket.line is not None and (ticket.stand.late_at < self.now() or ticket.account in self.over_share(stage)):
             need = replace(need, yields=True)
         return self.rooms(stage, need, enough) == enough
+
+    def over_share(self, stage: Stage) -> frozenset[str]:
+        """Accounts that are over their share, among those that wait or have just asked."""
+        if len(self.seen) < 2:
+            return frozenset()
+        since = self.now() - SEEN_S
+        self.seen = {account: at for account, at in self.seen.items() if at > since}
+        return self.shares.over(self.lines[stage].keys() | self.seen.keys())
 
     def _kept(self, stage: Stage) -> int:
         """Instances that are left to short ones: half of them at most, and one where prompts share steps anyway."""
@@ -464,7 +478,7 @@ class AdmissionQueue:
 
         if len(lines) == 1:
             return (ticket for line in lines.values() for _, ticket in those_of(line))
-        over = self.shares.over(lines.keys())
+        over = self.over_share(stage)
         keyed = [
             ((account in over, *key), ticket)
             for account, line in lines.items()

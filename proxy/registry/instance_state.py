@@ -40,6 +40,10 @@ REPORT_TRUST_S = 3.0
 KV_TRUST_S = 5.0
 """The same of KV links, which are reported every second at least."""
 
+REPORT_EVERY_S = 0.05
+"""A busy instance reports as often as this. What it was given since its last report but one may have come too late for
+the last one: it reaches the stage's scheduler, and the report this proxy, some time after it was acquired."""
+
 PREPARING_HALF_LIFE_S, MOST_PREPARING_S = 10.0, 0.5
 
 GRACE_S = 15.0
@@ -345,7 +349,9 @@ class InstanceRow:
 
     @property
     def preparing_s(self) -> float:
-        return min(self.came_s / self.came, MOST_PREPARING_S) if self.came >= 1 else 0.0
+        """For how long, beyond that of a report: what has come since the last one seems to be prepared, too."""
+        took_s = self.came_s / self.came - REPORT_EVERY_S if self.came >= 1 else 0.0
+        return min(max(took_s, 0.0), MOST_PREPARING_S)
 
     @property
     def rate(self) -> float:

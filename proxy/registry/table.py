@@ -27,6 +27,7 @@ from proxy.registry.instance_state import (
     GRACE_S,
     KV_TRUST_S,
     PER_UNIT,
+    REPORT_EVERY_S,
     InstanceRow,
     InstanceView,
     Lease,
@@ -43,10 +44,6 @@ from proxy.routing.credits import Credit, kv_room, seats
 from proxy.routing.policy import Candidate, usual_rate
 
 logger = logging.getLogger(__name__)
-
-REPORT_EVERY_S = 0.05
-"""A busy instance reports as often as this. What it was given since its last report but one may have come too late for
-the last one: it reaches the stage's scheduler, and the report this proxy, some time after it was acquired."""
 
 SILENCE_S = 5.0
 """Reports come twice a second. Machines that are short of cores hold them up, but not for as long as this."""

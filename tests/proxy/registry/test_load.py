@@ -11,6 +11,7 @@ from epd_serve.roles import Role
 from epd_serve.wire import StageReport
 from proxy.registry.instance_state import (
     PER_UNIT,
+    REPORT_EVERY_S,
     REPORT_TRUST_S,
     Lease,
     Ledger,
@@ -20,7 +21,7 @@ from proxy.registry.instance_state import (
     reported_rate,
     whole,
 )
-from proxy.registry.table import REPORT_EVERY_S, InstanceTable
+from proxy.registry.table import InstanceTable
 from tests.proxy.fakes import in_flight
 
 P0 = Instance("P0", Role.P, "http://x", "one")

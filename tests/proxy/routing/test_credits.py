@@ -383,7 +383,7 @@ def test_what_an_api_server_prepares_is_no_queue(monkeypatch: pytest.MonkeyPatch
         table.now += 0.1
         table.reports(**said, running=1, pending_item_tokens=100)
         lease.release()
-    assert table.credit.preparing_s == pytest.approx(0.4, rel=0.1)
+    assert table.credit.preparing_s == pytest.approx(0.35, rel=0.1)
     assert Credit(Role.E, 800.0, 1000.0, preparing_s=0.4).before_s(100.0, 1.0) == pytest.approx(0.4)
 
 
