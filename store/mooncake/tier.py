@@ -62,7 +62,7 @@ class MooncakeStore:
         self._staged = config.host_memory is not None
         self._own = threading.local()  # `place`: registered memory of the thread that transfers; a stuck one keeps it
         self._registered: list[Part] = []
-        self._suspect = ""  # read by the probe: the value whose transfer was given up last
+        self._suspect = ""  # read by the probe: the value whose transfer failed last
         self._probing: Bytes  # where to
         self.guard = Guard(
             f"Mooncake at {config.master}",
@@ -70,7 +70,6 @@ class MooncakeStore:
             threads=config.threads,
             failures_to_open=config.failures_to_open,
             probe_after_s=config.probe_after_s,
-            is_open=True,
         )
 
     @classmethod
@@ -201,7 +200,7 @@ class MooncakeStore:
         """`fn` with the client and the key's name, on a thread of the guard, whose deadline follows from the bytes that
         it moves; 0 for a question to the master."""
         checked_key(key)
-        name, late_calls = self.config.namespace + key, self.guard.late_calls
+        name, asked = self.config.namespace + key, self.state == "up"
 
         def begun() -> T:
             self.config.begin_thread()
@@ -213,7 +212,7 @@ class MooncakeStore:
             # The master alone answers calls that move no bytes: they say nothing of the owners.
             return self.guard.call(begun, timeout_s=self.deadline_s(nbytes), on_failure=on_failure, proof=nbytes > 0)
         except StoreUnavailableError:
-            if nbytes and self.guard.late_calls != late_calls:
+            if nbytes and asked:
                 self._suspect = name
             raise
 

@@ -100,7 +100,7 @@ def test_a_feature_goes_from_host_to_host_through_memory_of_the_devices(
         lease = prefill.fetch(f"k{number}")
         assert lease is not None and bytes(lease.view()) == data.tobytes() and lease.meta.shape == (nbytes,)
         lease.release()
-    assert prefill.fetch("missing") is None and prefill.remove("k0") and prefill.counts()["fetched"] == 4
+    assert prefill.fetch("missing") is None and prefill.remove("k0")
     assert encoder.arena.stats().leased == prefill.arena.stats().leased == 0
     assert (e.device.broken, p.device.broken) == ([], [])
 
