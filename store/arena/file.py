@@ -10,7 +10,6 @@ and the kernel lets go of them when their process ends, however it ends.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -40,7 +39,6 @@ HEADER_WORDS = 64
 
 _INDEX_BYTE, _FIRST_ROW_BYTE = 0, 1  # of the file, as the kernel's locks count them
 _FIRST_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
-_MADV_POPULATE_WRITE = 23  # madvise(2), Linux 5.14; Python 3.11 has no name for it
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
@@ -168,23 +166,11 @@ def map_file(fd: int, geometry: Geometry, *, prefault: bool) -> memoryview:
     """The whole file, shared and writable. It is unmapped when the last view of it is gone.
 
     Raises:
-        StoreError: no address space, or no memory to prefault.
+        StoreError: no address space.
     """
     with _named(f"arena: mapping {geometry.file_bytes} bytes"):
-        mapping = mmap.mmap(fd, geometry.file_bytes)
-        if prefault:
-            _populate(mapping)
-    return memoryview(mapping)
-
-
-def _populate(mapping: mmap.mmap) -> None:
-    try:
-        mapping.madvise(_MADV_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        # An older kernel: reading a byte of each page maps it, and changes nothing that others may be writing.
-        sum(memoryview(mapping)[::PAGE])
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
+        return memoryview(mmap.mmap(fd, geometry.file_bytes, flags))
 
 
 class ArenaLocks:
