@@ -117,6 +117,7 @@ class FeaturePool:
         finally:
             room.abandon()  # unless committed
 
+
 def open_pool(*, arena: str, mooncake: MooncakeConfig | None = None, spare_s: float = 0.0) -> FeaturePool:
     """Opens the MM Store of a stage: its host's arena, and the second tier if the deployment has one.
 

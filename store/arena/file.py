@@ -235,13 +235,9 @@ class ArenaLocks:
             inherited, self._fd = self._fd, open_anew(self._fd)
             os.close(inherited)
 
-    def close(self, *, keep_row: bool) -> None:
-        """Locked, and unlocks; later attempts raise StoreError. `keep_row`: it stays ours until this process ends."""
-        if keep_row:
-            self._set(_INDEX_BYTE, fcntl.F_UNLCK)
-            _kept_until_the_end.add(self._fd)
-        else:
-            os.close(self._fd)
+    def close(self) -> None:
+        """Locked, and unlocks; later attempts raise StoreError."""
+        os.close(self._fd)
         self._fd = -1
         self._header = memoryview(b"")
 
@@ -271,14 +267,3 @@ def open_anew(fd: int) -> int:
     """A description of its own of the same file: a dup would share its locks."""
     # Through /proc, because the path may be unlinked by now.
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-
-
-_kept_until_the_end: set[int] = set()
-
-
-def _drop_after_fork() -> None:
-    while _kept_until_the_end:
-        os.close(_kept_until_the_end.pop())
-
-
-os.register_at_fork(after_in_child=_drop_after_fork)
