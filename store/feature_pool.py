@@ -21,19 +21,18 @@ _OTHER_FETCH_NAP_S = 0.001
 
 
 class FeaturePool:
-    """One or two tiers. Thread-safe. Owns both: `close` closes them."""
+    """One or two tiers, the second of which moves features where they lie in the first. Thread-safe. Owns both: `close`
+    closes them."""
 
     def __init__(self, arena: Arena, remote: MooncakeStore | None = None) -> None:
         self.arena = arena
         self._remote = remote
         self._memory = arena.memory()  # stays mapped while a transfer that was given up may write to it
-        if remote is not None:
-            remote.register(self._memory.ctypes.data, self._memory.nbytes)
 
     @property
     def state(self) -> PoolState:
         """Of the second tier: there is `none`, or it is `up`, or `down` (calls fail at once until it answers)."""
-        return "none" if self._remote is None else self._remote.state
+        return "none" if self._remote is None else self._remote.guard.state
 
     def publish(self, key: str) -> bool:
         """Copies a feature of the arena to the second tier. True when that holds it, from us or from somebody else.
@@ -129,7 +128,7 @@ def open_pool(*, arena: str, mooncake: MooncakeConfig | None = None, spare_s: fl
     """
     attached = Arena.attach(arena, spare_s=spare_s)
     try:
-        return FeaturePool(attached, None if mooncake is None else MooncakeStore(mooncake))
+        return FeaturePool(attached, None if mooncake is None else MooncakeStore(mooncake, attached.memory()))
     except BaseException:
         attached.close()
         raise

@@ -248,12 +248,6 @@ class MooncakeClient:
         if self._store.unregister_buffer(address) != 0:
             raise StoreError(f"Mooncake: unregistering {address:#x} failed")
 
-    def exists(self, name: str) -> bool:
-        """In the index and complete; says nothing about its owner. Pins it for the master's lease time."""
-        code = int(self._store.is_exist(name))
-        outcome(code, f"is_exist of {name}")
-        return code == 1
-
     def size(self, name: str) -> int | None:
         """Bytes of the value; None when there is none that is complete."""
         code = int(self._store.get_size(name))

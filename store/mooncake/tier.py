@@ -25,7 +25,7 @@ import numpy as np
 
 from store.errors import CorruptFeatureError, StoreError, StoreFullError, StoreUnavailableError
 from store.feature import RECORD_BYTES, Bytes, FeatureMeta, checked_key, decoded, encoded
-from store.mooncake.breaker import Guard, State
+from store.mooncake.breaker import Guard
 from store.mooncake.client import MooncakeClient, MooncakeConfig, Outcome, Part, load_mooncake
 
 log = logging.getLogger(__name__)
@@ -41,16 +41,20 @@ _LEAVE_S = 30.0
 class MooncakeStore:
     """The transfers that `store.feature_pool` is made of. Thread-safe.
 
-    Their memory is registered (`register`), or copied from and to memory of the device (`MooncakeConfig.host_memory`).
-    Either way it must not be reused before they end, which may be long after they have raised: `on_failure` says when.
+    Features are moved where they lie, or copied from and to memory of the device (`MooncakeConfig.host_memory`). Their
+    memory must not be reused before transfers end, which may be long after they have raised: `on_failure` says when.
     Until it is connected every call raises StoreUnavailableError.
 
     Attributes:
         guard: its breaker. client: None until it has connected for the first time, and after `close`.
     """
 
-    def __init__(self, config: MooncakeConfig) -> None:
+    def __init__(self, config: MooncakeConfig, memory: Bytes | None = None) -> None:
         """Begins to connect, in the background.
+
+        Args:
+            memory: where `put_from` and `fetch_into` find features and put them; it stays mapped until `close` has
+                returned.
 
         Raises:
             StoreError: Mooncake is not installed.
@@ -58,10 +62,9 @@ class MooncakeStore:
         load_mooncake(config.host)
         self.config = config
         self.client: MooncakeClient | None = None
-        self._lock = threading.Lock()
         self._staged = config.host_memory is not None
         self._own = threading.local()  # `place`: registered memory of the thread that transfers; a stuck one keeps it
-        self._registered: list[Part] = []
+        self._in_place = [memory] if memory is not None and not self._staged else []
         self._suspect = ""  # read by the probe: the value whose transfer failed last
         self._probing: Bytes  # where to
         self.guard = Guard(
@@ -73,35 +76,22 @@ class MooncakeStore:
         )
 
     @classmethod
-    def connect(cls, config: MooncakeConfig, *, wait_s: float = 10.0) -> Self:
+    def connect(cls, config: MooncakeConfig, memory: Bytes | None = None, *, wait_s: float = 10.0) -> Self:
         """Connects, and waits for it.
 
         Raises:
             StoreUnavailableError: not within `wait_s`.
             StoreError: Mooncake is not installed.
         """
-        store = cls(config)
+        store = cls(config, memory)
         if not store.guard.wait_until_up(wait_s):
             store.close()
             raise StoreUnavailableError(f"no Mooncake master at {config.master} within {wait_s} s")
         return store
 
-    @property
-    def state(self) -> State:
-        return self.guard.state
-
     def deadline_s(self, nbytes: int) -> float:
         """How long a transfer of that size may take."""
         return self.config.timeout_s + nbytes / self.config.bytes_per_s
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Makes memory usable in `put_from` and `fetch_into`. It stays mapped until `close` has returned."""
-        if self._staged:
-            return
-        with self._lock:
-            if self.client is not None:
-                self.client.register(address, nbytes)
-            self._registered.append((address, nbytes))
 
     def put_from(self, meta: FeatureMeta, address: int, *, on_failure: Callable[[], None]) -> None:
         """Stores the `meta.nbytes` at `address`, which stay unchanged until this returns or `on_failure` is called.
@@ -182,8 +172,7 @@ class MooncakeStore:
         if not self.guard.close(self.config.timeout_s):
             log.warning("%s: left with calls in progress", self.guard.name)
             return
-        with self._lock:
-            client, self.client = self.client, None
+        client, self.client = self.client, None
         if client is not None:  # not in the caller's thread, which may be the model's: its stream is not to be changed
             leaving = threading.Thread(target=self._leave, args=(client,), name="Mooncake leaves", daemon=True)
             leaving.start()
@@ -200,7 +189,7 @@ class MooncakeStore:
         """`fn` with the client and the key's name, on a thread of the guard, whose deadline follows from the bytes that
         it moves; 0 for a question to the master."""
         checked_key(key)
-        name, asked = self.config.namespace + key, self.state == "up"
+        name, asked = self.config.namespace + key, self.guard.state == "up"
 
         def begun() -> T:
             self.config.begin_thread()
@@ -270,7 +259,7 @@ class MooncakeStore:
         """Runs while the breaker is open: connects if need be, then asks for what was not answered last."""
         self.config.begin_thread()
         client = self.client or self._connect()
-        client.exists(self.config.namespace + "probe")
+        client.size(self.config.namespace + "probe")
         if self._suspect:
             started = time.monotonic()
             client.get_range(self._suspect, 0, (self._probing.ctypes.data, 1))
@@ -280,15 +269,14 @@ class MooncakeStore:
 
     def _connect(self) -> MooncakeClient:
         client = MooncakeClient(self.config)
-        with self._lock:
-            try:
-                self._probing = self._memory(1)
-                for address, nbytes in (*self._registered, (self._probing.ctypes.data, self._probing.nbytes)):
-                    client.register(address, nbytes)
-            except StoreError:
-                client.close()
-                raise
-            self.client = client
+        try:
+            self._probing = self._memory(1)
+            for place in (*self._in_place, self._probing):
+                client.register(place.ctypes.data, place.nbytes)
+        except StoreError:
+            client.close()
+            raise
+        self.client = client
         return client
 
 

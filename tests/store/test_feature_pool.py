@@ -21,11 +21,8 @@ class Tier:
     """Counts what it is asked; its one value is 64 bytes."""
 
     def __init__(self) -> None:
-        self.state = "up"
         self.asked = 0
         self.was_asked = threading.Event()
-
-    def register(self, address: int, nbytes: int) -> None: ...
 
     def close(self) -> None: ...
 

@@ -34,9 +34,10 @@ from store.feature_pool import FeaturePool
 from store.mooncake.tier import MooncakeStore
 from store.mooncake.client import MooncakeConfig
 path, master, namespace = sys.argv[1:]
+arena = Arena.create(path, 64 << 20)
 remote = MooncakeStore.connect(
-    MooncakeConfig(master=master, namespace=namespace, segment_bytes=64 << 20, timeout_s=30.0))
-pool = FeaturePool(Arena.create(path, 64 << 20), remote)
+    MooncakeConfig(master=master, namespace=namespace, segment_bytes=64 << 20, timeout_s=30.0), arena.memory())
+pool = FeaturePool(arena, remote)
 print("up", flush=True)
 for line in sys.stdin:
     verb, key, nbytes = line.split()
