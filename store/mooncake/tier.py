@@ -33,8 +33,8 @@ T = TypeVar("T")
 Call: TypeAlias = Callable[[MooncakeClient, str], T]
 """What asks a Mooncake Store something about the value of this name."""
 
-_FULL_RETRIES, _FULL_NAP_S = 10, 0.02  # the master evicts in the background, a moment after it refused
-_UNFINISHED_NAP_S, _RETRY_NAP_S = 0.005, 0.1
+_PUT_NAP_S = 0.02
+_FULL_RETRIES = 10  # the master evicts in the background, a moment after it refused
 _LEAVE_S = 30.0
 
 
@@ -110,9 +110,11 @@ class MooncakeStore:
             return self._put(client, name, meta, parts, record)
 
         stored = self._call(store, meta.key, meta.nbytes, on_failure)
+        if stored is Outcome.FULL:
+            raise StoreFullError(f"{meta.key}: no room for {meta.nbytes} bytes in the second tier")
         if stored is Outcome.UNFINISHED:
             raise StoreUnavailableError(f"{meta.key}: another writer has not finished it")
-        if stored is Outcome.LOST:
+        if stored is not Outcome.DONE:
             raise StoreUnavailableError(f"{meta.key}: put into the second tier, but cannot be read there yet")
 
     def size(self, key: str) -> int | None:
@@ -230,30 +232,22 @@ class MooncakeStore:
     def _put(
         self, client: MooncakeClient, name: str, meta: FeatureMeta, parts: Sequence[Part], record: Bytes
     ) -> Outcome:
-        """`DONE`: a value of this feature can be read back, ours or another's. `UNFINISHED`: another writer of the name
-        has not finished in time. `LOST`: it went to memory whose owner is gone, and the master does not know yet."""
-        deadline = time.monotonic() + self.config.timeout_s / 2
-        full = 0
+        """`DONE`: a value of this feature can be read back, ours or another's. Else how the last try of several ended:
+        `FULL`, `UNFINISHED` (by another writer of the name), or it went to memory whose owner is gone, and the master
+        does not know yet."""
+        deadline, tries = time.monotonic() + self.config.timeout_s / 2, 0
         while True:
             record[:] = np.frombuffer(encoded(meta), dtype=np.uint8)
-            put = client.put(name, parts)
-            if put is Outcome.FULL:
-                full += 1
-                if full > _FULL_RETRIES:
-                    raise StoreFullError(f"{meta.key}: no room for {meta.nbytes} bytes in the second tier")
-                time.sleep(_FULL_NAP_S)
-                continue
-            while (read := _read_back(client, name, meta, record)) is Outcome.UNFINISHED:
-                if time.monotonic() > deadline:
-                    return read
-                time.sleep(_UNFINISHED_NAP_S)
-            if read is Outcome.DONE:
-                return read
-            if time.monotonic() > deadline:
-                return Outcome.LOST
-            client.remove(name)  # of an owner that is gone, or not what it should be
-            if put is not Outcome.DONE:
-                time.sleep(_RETRY_NAP_S)  # its memory is still offered by the master
+            outcome = client.put(name, parts)
+            full = outcome is Outcome.FULL
+            if not full:
+                outcome = _read_back(client, name, meta, record)
+            if outcome is Outcome.DONE or time.monotonic() > deadline or (full and tries == _FULL_RETRIES):
+                return outcome
+            if not full and outcome is not Outcome.UNFINISHED:
+                client.remove(name)  # of an owner that is gone, or not what it should be
+            tries += 1
+            time.sleep(_PUT_NAP_S)
 
     def _probe(self) -> None:
         """Runs while the breaker is open: connects if need be, then asks for what was not answered last."""
