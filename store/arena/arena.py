@@ -69,12 +69,11 @@ class Lease:
         nbytes: its size.
     """
 
-    __slots__ = ("_arena", "_incarnation", "_released", "_spared", "meta", "nbytes", "offset", "slot")
+    __slots__ = ("_arena", "_own", "_released", "_spared", "meta", "nbytes", "offset", "slot")
 
     def __init__(self, arena: Arena, slot: int, offset: int, meta: FeatureMeta, *, spared: bool = True) -> None:
         """For `Arena` only."""
-        self._arena, self._spared = arena, spared
-        self._incarnation = arena._incarnation
+        self._arena, self._own, self._spared = arena, arena._own, spared
         self._released = False
         self.slot = slot
         self.meta = meta
@@ -96,7 +95,7 @@ class Lease:
         child."""
         arena = self._arena
         with arena._own:
-            if not self._released and self._incarnation is arena._incarnation:  # else closed, or a fork since
+            if not self._released and self._own is arena._own:  # else closed, or a fork since
                 arena._table.unpin(self.slot, arena._row(), spared=self._spared)
             self._released = True
 
@@ -120,8 +119,7 @@ class Reservation:
 
     def __init__(self, arena: Arena, slot: int, offset: int, key: str, data: Bytes) -> None:
         """For `Arena` only."""
-        self._arena = arena
-        self._incarnation = arena._incarnation
+        self._arena, self._own = arena, arena._own
         self._slot = slot
         self._offset = offset
         self._ended = self._detached = False
@@ -157,14 +155,14 @@ class Reservation:
         The room stays taken until `abandon`, and can no longer be committed.
         """
         with self._arena._index() as table, self._arena._own:
-            if not self._ended and self._incarnation is self._arena._incarnation:
+            if not self._ended and self._own is self._arena._own:
                 table.disown(self._slot)
                 self._detached = True
 
     def _end(self) -> bool:
         """Whether it had not ended yet, nor all of its arena's. Locked (`_own`)."""
         ended, self._ended = self._ended, True
-        return not ended and self._incarnation is self._arena._incarnation
+        return not ended and self._own is self._arena._own
 
 
 class Arena:
@@ -189,11 +187,11 @@ class Arena:
         self._owners = geometry.owners
         self._lock_timeout_s = lock_timeout_s
         self._features = file[geometry.data_byte :]
-        self._begin_incarnation()
+        self._begin_anew()
         _open_arenas.add(self)
 
-    def _begin_incarnation(self) -> None:
-        self._incarnation: object = object()  # leases of another incarnation (before a fork, before close) are over
+    def _begin_anew(self) -> None:
+        """What was begun under another lock, before a fork or `close`, is over."""
         self._own = threading.Lock()  # of our counts of leases; never held for long
 
     @classmethod
@@ -408,7 +406,7 @@ class Arena:
             return
         try:
             with self._index() as table, self._own:
-                self._begin_incarnation()
+                self._begin_anew()
                 if (row := self._lock.row) is not None:
                     table.leave(row)
                     if len(table.half_written(row)):
@@ -451,7 +449,7 @@ _open_arenas: set[Arena] = set()
 def _after_fork_in_child() -> None:
     for arena in _open_arenas:
         arena._lock.reopen_after_fork()
-        arena._begin_incarnation()
+        arena._begin_anew()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
