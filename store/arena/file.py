@@ -139,19 +139,16 @@ def open_file(path: Path) -> tuple[int, Geometry]:
         raise StoreError(f"arena {path}: not there; containers that share it need one /dev/shm (--ipc)")
     with _named(f"arena {path}"):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        with _named(f"arena {path}"):
+        try:
             return fd, _read_geometry(fd, path)
-    except BaseException:
-        os.close(fd)
-        raise
+        except BaseException:
+            os.close(fd)
+            raise
 
 
 def _read_geometry(fd: int, path: Path) -> Geometry:
-    header, size = os.pread(fd, HEADER_WORDS * WORD, 0), os.fstat(fd).st_size
-    if len(header) < HEADER_WORDS * WORD:
-        raise StoreError(f"{path} is not an arena: {len(header)} bytes")
-    magic, version, *sizes = struct.unpack_from("=5Q", header)
+    header, size = os.pread(fd, 5 * WORD, 0), os.fstat(fd).st_size
+    magic, version, *sizes = struct.unpack("=5Q", header.ljust(5 * WORD, b"\0"))
     if magic != MAGIC:
         raise StoreError(f"{path} is not an arena")
     if version != VERSION:

@@ -207,7 +207,8 @@ class SlotTable:
     def half_written(self, owner: int) -> npt.NDArray[np.int64]:
         """Slots of the features that a process is writing."""
         writing = (self._array(self.state) == ALLOCATED) & (self._array(self.owner) == owner)
-        return writing.nonzero()[0]
+        found: npt.NDArray[np.int64] = writing.nonzero()[0]
+        return found
 
     def totals(self) -> tuple[int, int, int]:
         """The bytes that all take, readable features, and those that are leased, dropped ones included."""

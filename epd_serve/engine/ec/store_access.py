@@ -34,15 +34,15 @@ def open_local_store(wiring: StageWiring) -> FeaturePool:
 
 def open_store(wiring: StageWiring) -> FeaturePool:
     """Attaches the arena, and connects to the second tier in the background where the wiring names one."""
-    if not wiring.mooncake_master:
-        return open_pool(arena=wiring.arena, spare_s=SPARE_S)
-    config = MooncakeConfig(
-        master=wiring.mooncake_master,
-        host=wiring.host,
-        protocol=wiring.mooncake_protocol,
-        segment_bytes=wiring.mooncake_segment_bytes,
-        **(on_device(memory_here("npu")) if wiring.mooncake_protocol == ASCEND else {}),
-    )
+    config = None
+    if wiring.mooncake_master:
+        config = MooncakeConfig(
+            master=wiring.mooncake_master,
+            host=wiring.host,
+            protocol=wiring.mooncake_protocol,
+            segment_bytes=wiring.mooncake_segment_bytes,
+            **(on_device(memory_here("npu")) if wiring.mooncake_protocol == ASCEND else {}),
+        )
     return open_pool(arena=wiring.arena, mooncake=config, spare_s=SPARE_S)
 
 
