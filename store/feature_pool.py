@@ -68,7 +68,11 @@ class FeaturePool:
         lease = self.arena.lease(key)
         if lease is not None or self._remote is None:
             return lease
-        return self._fetch(self._remote, key)
+        try:
+            return self._fetch(self._remote, key)
+        except CorruptFeatureError:
+            self._remote.drop_corrupt(key)
+            raise
 
     def remove(self, key: str) -> bool:
         """Makes the feature missing in both tiers. Whether it was in one.
@@ -110,9 +114,6 @@ class FeaturePool:
                 return None
             verify_payload(meta, room.data)
             return room.commit(meta)
-        except CorruptFeatureError:
-            remote.drop_corrupt(room.key)
-            raise
         finally:
             room.abandon()  # unless committed
 

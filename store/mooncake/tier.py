@@ -126,18 +126,17 @@ class MooncakeStore:
         """
         stored = self._call(MooncakeClient.size, key)
         if stored is not None and stored <= RECORD_BYTES:
-            self.drop_corrupt(key)
             raise CorruptFeatureError(f"{key}: a value of {stored} bytes")
         return None if stored is None else stored - RECORD_BYTES
 
     def fetch_into(self, key: str, address: int, nbytes: int, *, on_failure: Callable[[], None]) -> FeatureMeta | None:
         """Reads a feature of `nbytes` (`size`) into `address`; None when it is missing, or its bytes are lost.
 
-        The payload is *not* checked against `FeatureMeta.checksum` yet: `store.feature.verify_payload`, and
-        `drop_corrupt` if that fails. Until this returns or `on_failure` is called, anything may be written there.
+        The payload is *not* checked against `FeatureMeta.checksum` yet: `store.feature.verify_payload`. Until
+        this returns or `on_failure` is called, anything may be written there.
 
         Raises:
-            CorruptFeatureError: its record is not right; the value is dropped.
+            CorruptFeatureError: its record is not right.
             StoreUnavailableError: no answer in time.
         """
 
@@ -152,11 +151,7 @@ class MooncakeStore:
                 ctypes.memmove(address, parts[0][0], nbytes)
             return decoded(record.tobytes(), key, nbytes)
 
-        try:
-            return self._call(load, key, nbytes, on_failure)
-        except CorruptFeatureError:
-            self.drop_corrupt(key)
-            raise
+        return self._call(load, key, nbytes, on_failure)
 
     def remove(self, key: str) -> bool:
         """Whether it was there. At once, also under a reader: it will find the bytes corrupt."""
