@@ -72,30 +72,27 @@ def narrow(listening: socket.socket, address: str) -> None:
     program = b"".join(struct.pack("=HBBI", *instruction) for instruction in destination_filter(address))
     held = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: count of instructions, pointer to them; the kernel copies.
-    listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(program) // 8, _at(held)))
+    filtering = struct.pack("HP", len(program) // 8, ctypes.addressof(held))
+    listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filtering)
 
 
 def destination_filter(address: str) -> list[tuple[int, int, int, int]]:
-    """Classic BPF (code, jump if true, jump if false, operand) that passes one destination and drops all others.
+    """Classic BPF (code, jump if true, jump if false, operand) that passes one destination and drops all others: behind
+    each check stands the drop, which a match jumps over.
 
     A dual-stack socket sees IPv4 packets with their IPv4 header: one version is all to look for.
     """
+    drop = (_RETURN, 0, 0, _DROP)
     parsed = ipaddress.ip_address(address)
     start = _NETWORK_HEADER + (_V4_DESTINATION if parsed.version == 4 else _V6_DESTINATION)
-    program = [(_LOAD_BYTE, 0, 0, _NETWORK_HEADER), (_AND, 0, 0, 0xF0), (_JUMP_EQUAL, 0, 0, parsed.version << 4)]
+    program = [(_LOAD_BYTE, 0, 0, _NETWORK_HEADER), (_AND, 0, 0, 0xF0), (_JUMP_EQUAL, 1, 0, parsed.version << 4), drop]
     for at, (word,) in enumerate(struct.iter_unpack("!I", parsed.packed)):
-        program += [(_LOAD_WORD, 0, 0, start + 4 * at), (_JUMP_EQUAL, 0, 0, word)]
-    drop = len(program) + 1  # behind the pass
-    jumps = [(code, 0, drop - at - 1 if code == _JUMP_EQUAL else 0, k) for at, (code, _, _, k) in enumerate(program)]
-    return [*jumps, (_RETURN, 0, 0, _PASS), (_RETURN, 0, 0, _DROP)]
+        program += [(_LOAD_WORD, 0, 0, start + 4 * at), (_JUMP_EQUAL, 1, 0, word), drop]
+    return [*program, (_RETURN, 0, 0, _PASS)]
 
 
 def _numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-
-
-def _at(buffer: ctypes.Array[ctypes.c_char]) -> int:
-    return ctypes.addressof(buffer)
 
 
 def _wildcard_listeners() -> Iterator[tuple[int, socket.socket]]:

@@ -7,15 +7,11 @@ What is asked of `arena` never leaves the host. Trouble with the second tier nev
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 from store.arena import Arena, Lease, Reservation
-from store.errors import CorruptFeatureError, StoreError, StoreFullError, StoreUnavailableError
+from store.errors import CorruptFeatureError, StoreUnavailableError
 from store.feature import verify_payload
 from store.mooncake.client import MooncakeConfig
 from store.mooncake.tier import MooncakeStore
@@ -25,21 +21,18 @@ _OTHER_FETCH_NAP_S = 0.001
 
 
 class FeaturePool:
-    """One or two tiers. Thread-safe. Owns both: `close` closes them."""
+    """One or two tiers, the second of which moves features where they lie in the first. Thread-safe. Owns both: `close`
+    closes them."""
 
     def __init__(self, arena: Arena, remote: MooncakeStore | None = None) -> None:
         self.arena = arena
         self._remote = remote
         self._memory = arena.memory()  # stays mapped while a transfer that was given up may write to it
-        self._counts: Counter[str] = Counter()
-        self._counting = threading.Lock()
-        if remote is not None:
-            remote.register(self._memory.ctypes.data, self._memory.nbytes)
 
     @property
     def state(self) -> PoolState:
         """Of the second tier: there is `none`, or it is `up`, or `down` (calls fail at once until it answers)."""
-        return "none" if self._remote is None else self._remote.state
+        return "none" if self._remote is None else self._remote.guard.state
 
     def publish(self, key: str) -> bool:
         """Copies a feature of the arena to the second tier. True when that holds it, from us or from somebody else.
@@ -57,10 +50,8 @@ class FeaturePool:
         if lease is None:
             return False
         address = int(self._memory.ctypes.data) + lease.offset
-        with self._failures_counted("publish"):
-            self._remote.put_from(lease.meta, address, on_failure=lease.release)
+        self._remote.put_from(lease.meta, address, on_failure=lease.release)
         lease.release()
-        self._count("published")
         return True
 
     def fetch(self, key: str) -> Lease | None:
@@ -77,11 +68,11 @@ class FeaturePool:
         lease = self.arena.lease(key)
         if lease is not None or self._remote is None:
             return lease
-        with self._failures_counted("fetch"):
-            lease = self._fetch(self._remote, key)
-        if lease is None:
-            self._count("fetch_missing")
-        return lease
+        try:
+            return self._fetch(self._remote, key)
+        except CorruptFeatureError:
+            self._remote.drop_corrupt(key)
+            raise
 
     def remove(self, key: str) -> bool:
         """Makes the feature missing in both tiers. Whether it was in one.
@@ -92,20 +83,6 @@ class FeaturePool:
         here = self.arena.remove(key)
         there = self._remote is not None and self._remote.remove(key)
         return here or there
-
-    def counts(self) -> Counter[str]:
-        """What this process did with the second tier; all only grow.
-
-        `published`: features that it holds because of us, or held already; `publish_full`, `publish_failed`: there was
-        no room, no answer. `fetched`, `fetched_bytes`: brought into the arena; `fetch_missing`, `fetch_corrupt`: it did
-        not have it, had it wrong; `fetch_full`: the arena had no room; `fetch_failed`: no answer in time. `late_calls`,
-        `openings`: see `store.mooncake.breaker.Guard`.
-        """
-        with self._counting:
-            counts = self._counts.copy()
-        if self._remote is not None:
-            counts.update(late_calls=self._remote.guard.late_calls, openings=self._remote.guard.openings)
-        return counts
 
     def close(self) -> None:
         """Leaves both tiers. What a stuck transfer may still write stays taken until this process ends."""
@@ -136,28 +113,9 @@ class FeaturePool:
             if meta is None:
                 return None
             verify_payload(meta, room.data)
-            lease = room.commit(meta)
-        except CorruptFeatureError:
-            remote.drop_corrupt(room.key)
-            raise
+            return room.commit(meta)
         finally:
             room.abandon()  # unless committed
-        self._count("fetched")
-        self._count("fetched_bytes", room.nbytes)
-        return lease
-
-    @contextmanager
-    def _failures_counted(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except StoreError as error:
-            why = {StoreFullError: "full", CorruptFeatureError: "corrupt"}.get(type(error), "failed")
-            self._count(f"{what}_{why}")
-            raise
-
-    def _count(self, name: str, amount: int = 1) -> None:
-        with self._counting:
-            self._counts[name] += amount
 
 
 def open_pool(*, arena: str, mooncake: MooncakeConfig | None = None, spare_s: float = 0.0) -> FeaturePool:
@@ -171,7 +129,7 @@ def open_pool(*, arena: str, mooncake: MooncakeConfig | None = None, spare_s: fl
     """
     attached = Arena.attach(arena, spare_s=spare_s)
     try:
-        return FeaturePool(attached, None if mooncake is None else MooncakeStore(mooncake))
+        return FeaturePool(attached, None if mooncake is None else MooncakeStore(mooncake, attached.memory()))
     except BaseException:
         attached.close()
         raise

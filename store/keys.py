@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
 
 from store.errors import StoreError
 
@@ -23,15 +22,10 @@ TENANTS = 16**3
 """As many are told apart by `tenant_of`; two that meet there have one share together."""
 
 
-def content_digest(data: bytes) -> str:
-    """64 hex digits that name the media bytes (sha256: the fastest strong digest of hashlib where it has hardware)."""
-    return hashlib.sha256(data).hexdigest()
-
-
 def feature_key(
     data: bytes,
     *,
-    processor_options: Mapping[str, object],
+    processor_options: dict[str, object],
     model: str,
     revision: str,
     dtype: str,
@@ -52,7 +46,7 @@ def feature_key(
         StoreError: `processor_options` holds something that JSON cannot express.
     """
     fields = (
-        ("content", content_digest(data)),
+        ("content", hashlib.sha256(data).hexdigest()),  # the fastest strong digest of hashlib where hardware has it
         ("processor_options", _canonical_json(processor_options)),
         ("model", model),
         ("revision", revision),
@@ -77,26 +71,11 @@ def tenant_of(key: str) -> int:
     return int(ours[1], 16) if ours else 0
 
 
-def _canonical_json(options: Mapping[str, object]) -> str:
+def _canonical_json(options: dict[str, object]) -> str:
     try:
-        if not all(isinstance(name, str) for name in _names(options)):  # JSON would make 1 and "1" the same
-            raise TypeError("a key is not a string")
-        return json.dumps(options, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
+        text = json.dumps(options, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        if json.loads(text) != options:
+            raise TypeError("a key is not a string, or a value not JSON's")  # it would make 1 and "1" the same
+        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise StoreError(f"processor_options: {error}") from error
-
-
-def _names(value: object) -> Iterator[object]:
-    """Every key of every mapping in it."""
-    if isinstance(value, Mapping):
-        yield from value
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _names(item)
-
-
-def _plain(value: object) -> dict[object, object]:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} is not a JSON value")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -70,12 +69,11 @@ class Lease:
         nbytes: its size.
     """
 
-    __slots__ = ("_arena", "_incarnation", "_released", "_spared", "meta", "nbytes", "offset", "slot")
+    __slots__ = ("_arena", "_own", "_released", "_spared", "meta", "nbytes", "offset", "slot")
 
     def __init__(self, arena: Arena, slot: int, offset: int, meta: FeatureMeta, *, spared: bool = True) -> None:
         """For `Arena` only."""
-        self._arena, self._spared = arena, spared
-        self._incarnation = arena._incarnation
+        self._arena, self._own, self._spared = arena, arena._own, spared
         self._released = False
         self.slot = slot
         self.meta = meta
@@ -97,7 +95,7 @@ class Lease:
         child."""
         arena = self._arena
         with arena._own:
-            if not self._released and self._incarnation is arena._incarnation:  # else closed, or a fork since
+            if not self._released and self._own is arena._own:  # else closed, or a fork since
                 arena._table.unpin(self.slot, arena._row(), spared=self._spared)
             self._released = True
 
@@ -121,8 +119,7 @@ class Reservation:
 
     def __init__(self, arena: Arena, slot: int, offset: int, key: str, data: Bytes) -> None:
         """For `Arena` only."""
-        self._arena = arena
-        self._incarnation = arena._incarnation
+        self._arena, self._own = arena, arena._own
         self._slot = slot
         self._offset = offset
         self._ended = self._detached = False
@@ -135,8 +132,13 @@ class Reservation:
         Raises:
             StoreError: `meta` is of another key or size, or the reservation has ended.
         """
+        if meta.key != self.key or meta.nbytes != self.nbytes:
+            raise StoreError(f"room for {self.nbytes} bytes of {self.key}, not for {meta.nbytes} of {meta.key}")
         with self._arena._index() as table, self._arena._own:
-            self._commit(table, meta)
+            if self._detached or not self._end():
+                raise StoreError(f"room for {self.key}: its reservation has ended")
+            table.commit(self._slot, meta)
+            table.header[H_PUTS] += 1
             table.pin(self._slot, self._arena._row())
             return Lease(self._arena, self._slot, self._offset, meta)
 
@@ -153,26 +155,14 @@ class Reservation:
         The room stays taken until `abandon`, and can no longer be committed.
         """
         with self._arena._index() as table, self._arena._own:
-            if not self._ended and self._incarnation is self._arena._incarnation:
+            if not self._ended and self._own is self._arena._own:
                 table.disown(self._slot)
                 self._detached = True
 
-    def _commit(self, table: SlotTable, meta: FeatureMeta) -> None:
-        """Locked, the arena and `_own`."""
-        if meta.key != self.key or meta.nbytes != self.nbytes:
-            raise StoreError(f"room for {self.nbytes} bytes of {self.key}, not for {meta.nbytes} of {meta.key}")
-        if self._detached or not self._end():
-            raise StoreError(f"room for {self.key}: its reservation has ended")
-        table.commit(self._slot, meta)
-        table.header[H_PUTS] += 1
-
     def _end(self) -> bool:
         """Whether it had not ended yet, nor all of its arena's. Locked (`_own`)."""
-        if self._ended or self._incarnation is not self._arena._incarnation:
-            return False
-        self._ended = True
-        self._arena._writing -= 1
-        return True
+        ended, self._ended = self._ended, True
+        return not ended and self._own is self._arena._own
 
 
 class Arena:
@@ -197,13 +187,12 @@ class Arena:
         self._owners = geometry.owners
         self._lock_timeout_s = lock_timeout_s
         self._features = file[geometry.data_byte :]
-        self._begin_incarnation()
+        self._begin_anew()
         _open_arenas.add(self)
 
-    def _begin_incarnation(self) -> None:
-        self._incarnation: object = object()  # leases of another incarnation (before a fork, before close) are over
-        self._own = threading.Lock()  # of our counts of leases, and of what follows; never held for long
-        self._writing = 0  # rooms that are neither readable nor given back yet
+    def _begin_anew(self) -> None:
+        """What was begun under another lock, before a fork or `close`, is over."""
+        self._own = threading.Lock()  # of our counts of leases; never held for long
 
     @classmethod
     def create(
@@ -214,7 +203,6 @@ class Arena:
         slots: int = 4096,
         owners: int = 128,
         prefault: bool = True,
-        lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> Self:
         """Makes the arena's file and attaches to it. Who creates it unlinks it.
 
@@ -224,14 +212,13 @@ class Arena:
             slots: most features at one time.
             owners: most processes at one time.
             prefault: fill this process's page tables now.
-            lock_timeout_s: longest wait for the index.
 
         Raises:
             StoreError: the file exists, or the memory is not there.
         """
         make_file(Path(path), Geometry(align_up(capacity_bytes, ALIGNMENT), slots, owners))
         try:
-            return cls.attach(path, prefault=prefault, lock_timeout_s=lock_timeout_s)
+            return cls.attach(path, prefault=prefault)
         except BaseException:
             cls.unlink(path)
             raise
@@ -248,7 +235,8 @@ class Arena:
         """Opens an arena that somebody created.
 
         Args:
-            prefault, lock_timeout_s: as in `create`.
+            prefault: as in `create`.
+            lock_timeout_s: longest wait for the index.
             spare_s: what was stored or used in the last so many seconds is not evicted by this process.
 
         Raises:
@@ -275,9 +263,7 @@ class Arena:
         if room is None:
             return False
         try:
-            meta = replace(meta, checksum=copy_with_checksum(room.data, source))
-            with self._index() as table, self._own:
-                room._commit(table, meta)
+            room.commit(replace(meta, checksum=copy_with_checksum(room.data, source))).release()
         except BaseException:
             room.abandon()
             raise
@@ -297,8 +283,6 @@ class Arena:
             slot = table.reserve(name, nbytes, self._row(), tenant_of(key))
             if slot is None:
                 return None
-            with self._own:
-                self._writing += 1
             offset = table.offset[slot]
             return Reservation(self, slot, offset, key, self.memory()[offset : offset + nbytes])
 
@@ -415,16 +399,19 @@ class Arena:
     def close(self) -> None:
         """Ends all leases of this process and unmaps, as soon as no view is left. Any number of calls.
 
-        Where the lock is not had in time nothing is given back, until another call or the end of this process.
+        Where the lock is not had in time nothing is given back, until another call or the end of this process. Where a
+        thread or a transfer still writes, that room stays taken, and the arena open, until this process ends.
         """
         if self not in _open_arenas:
             return
         try:
             with self._index() as table, self._own:
-                if self._lock.row is not None:
-                    table.leave(self._lock.row)
-                self._lock.close(keep_row=self._writing > 0)  # another thread still writes there
-                self._begin_incarnation()
+                self._begin_anew()
+                if (row := self._lock.row) is not None:
+                    table.leave(row)
+                    if len(table.half_written(row)):
+                        return
+                self._lock.close()
                 self._features = memoryview(b"")
                 del self._table
                 _open_arenas.discard(self)
@@ -456,13 +443,13 @@ def _digest(key: str) -> bytes:
     return xxhash.xxh3_128_digest(checked_key(key))
 
 
-_open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+_open_arenas: set[Arena] = set()
 
 
 def _after_fork_in_child() -> None:
-    for arena in list(_open_arenas):
+    for arena in _open_arenas:
         arena._lock.reopen_after_fork()
-        arena._begin_incarnation()
+        arena._begin_anew()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -10,7 +10,6 @@ and the kernel lets go of them when their process ends, however it ends.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -40,7 +39,6 @@ HEADER_WORDS = 64
 
 _INDEX_BYTE, _FIRST_ROW_BYTE = 0, 1  # of the file, as the kernel's locks count them
 _FIRST_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
-_MADV_POPULATE_WRITE = 23  # madvise(2), Linux 5.14; Python 3.11 has no name for it
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
@@ -141,19 +139,16 @@ def open_file(path: Path) -> tuple[int, Geometry]:
         raise StoreError(f"arena {path}: not there; containers that share it need one /dev/shm (--ipc)")
     with _named(f"arena {path}"):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        with _named(f"arena {path}"):
+        try:
             return fd, _read_geometry(fd, path)
-    except BaseException:
-        os.close(fd)
-        raise
+        except BaseException:
+            os.close(fd)
+            raise
 
 
 def _read_geometry(fd: int, path: Path) -> Geometry:
-    header, size = os.pread(fd, HEADER_WORDS * WORD, 0), os.fstat(fd).st_size
-    if len(header) < HEADER_WORDS * WORD:
-        raise StoreError(f"{path} is not an arena: {len(header)} bytes")
-    magic, version, *sizes = struct.unpack_from("=5Q", header)
+    header, size = os.pread(fd, 5 * WORD, 0), os.fstat(fd).st_size
+    magic, version, *sizes = struct.unpack("=5Q", header.ljust(5 * WORD, b"\0"))
     if magic != MAGIC:
         raise StoreError(f"{path} is not an arena")
     if version != VERSION:
@@ -168,23 +163,11 @@ def map_file(fd: int, geometry: Geometry, *, prefault: bool) -> memoryview:
     """The whole file, shared and writable. It is unmapped when the last view of it is gone.
 
     Raises:
-        StoreError: no address space, or no memory to prefault.
+        StoreError: no address space.
     """
     with _named(f"arena: mapping {geometry.file_bytes} bytes"):
-        mapping = mmap.mmap(fd, geometry.file_bytes)
-        if prefault:
-            _populate(mapping)
-    return memoryview(mapping)
-
-
-def _populate(mapping: mmap.mmap) -> None:
-    try:
-        mapping.madvise(_MADV_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        # An older kernel: reading a byte of each page maps it, and changes nothing that others may be writing.
-        sum(memoryview(mapping)[::PAGE])
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
+        return memoryview(mmap.mmap(fd, geometry.file_bytes, flags))
 
 
 class ArenaLocks:
@@ -249,13 +232,9 @@ class ArenaLocks:
             inherited, self._fd = self._fd, open_anew(self._fd)
             os.close(inherited)
 
-    def close(self, *, keep_row: bool) -> None:
-        """Locked, and unlocks; later attempts raise StoreError. `keep_row`: it stays ours until this process ends."""
-        if keep_row:
-            self._set(_INDEX_BYTE, fcntl.F_UNLCK)
-            _kept_until_the_end.add(self._fd)
-        else:
-            os.close(self._fd)
+    def close(self) -> None:
+        """Locked, and unlocks; later attempts raise StoreError."""
+        os.close(self._fd)
         self._fd = -1
         self._header = memoryview(b"")
 
@@ -285,14 +264,3 @@ def open_anew(fd: int) -> int:
     """A description of its own of the same file: a dup would share its locks."""
     # Through /proc, because the path may be unlinked by now.
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-
-
-_kept_until_the_end: set[int] = set()
-
-
-def _drop_after_fork() -> None:
-    while _kept_until_the_end:
-        os.close(_kept_until_the_end.pop())
-
-
-os.register_at_fork(after_in_child=_drop_after_fork)

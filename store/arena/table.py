@@ -199,11 +199,16 @@ class SlotTable:
 
     def _take_back(self, owner: int) -> None:
         """The half-written features and the leases of a process that is gone."""
-        state = self._array(self.state)
-        half = ((state == ALLOCATED) & (self._array(self.owner) == owner)).nonzero()[0]
+        half = self.half_written(owner)
         self.header[H_RECLAIMED] += int(self._leases()[owner].sum()) + len(half)
         self.leave(owner)
-        state[half] = FREE
+        self._array(self.state)[half] = FREE
+
+    def half_written(self, owner: int) -> npt.NDArray[np.int64]:
+        """Slots of the features that a process is writing."""
+        writing = (self._array(self.state) == ALLOCATED) & (self._array(self.owner) == owner)
+        found: npt.NDArray[np.int64] = writing.nonzero()[0]
+        return found
 
     def totals(self) -> tuple[int, int, int]:
         """The bytes that all take, readable features, and those that are leased, dropped ones included."""

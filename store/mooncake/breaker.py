@@ -29,7 +29,7 @@ def _nothing() -> None: ...
 
 
 class Guard:
-    """Thread-safe. `state` is what the breaker says; `late_calls` and `openings` only grow."""
+    """Thread-safe. Begins open, and probes at once. `state` is what the breaker says."""
 
     def __init__(
         self,
@@ -39,7 +39,6 @@ class Guard:
         threads: int = 4,
         failures_to_open: int = 2,
         probe_after_s: float = 1.0,
-        is_open: bool = False,
     ) -> None:
         """
         Args:
@@ -48,20 +47,15 @@ class Guard:
             threads: calls at one time; when all are stuck, further calls fail at once.
             failures_to_open: late or unavailable calls in a row after which the breaker opens.
             probe_after_s: pause before each probe; longer and longer ones while probes are refused.
-            is_open: begin open, and probe without a pause.
         """
         self.name = name
-        self.openings = self.late_calls = 0
         self._probe, self._probe_after_s, self._failures_to_open = probe, probe_after_s, failures_to_open
         self._lock = threading.Lock()  # guards the counts
         self._failures = self._stuck = 0
         self._up, self._closed = threading.Event(), threading.Event()
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads = [self._start(self._work, "call") for _ in range(threads)]
-        if is_open:
-            self._start(lambda: self._probe_until_up(0.0), "probe")
-        else:
-            self._up.set()
+        self._start(lambda: self._probe_until_up(0.0), "probe")
 
     @property
     def state(self) -> State:
@@ -132,7 +126,6 @@ class Guard:
     def _give_up(self, call: Future[Any], on_failure: Callable[[], None]) -> None:
         with self._lock:
             self._stuck += 1
-            self.late_calls += 1
 
         def ended(call: Future[Any]) -> None:
             with self._lock:
@@ -158,7 +151,6 @@ class Guard:
             if self._failures < self._failures_to_open or self.state == "down":
                 return
             self._up.clear()
-            self.openings += 1
         log.warning("%s is down: failing fast until it answers", self.name)
         self._start(lambda: self._probe_until_up(self._probe_after_s), "probe")
 

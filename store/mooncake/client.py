@@ -117,9 +117,6 @@ class MooncakeConfig:
         begin_thread: called by each thread of ours before it calls Mooncake.
         host_memory: makes flat memory that the transport takes, of so many bytes at least; features are copied through
             it. None: any memory will do, and features are moved where they lie.
-
-    Raises:
-        StoreError: too small a segment, or memory that the transport will refuse.
     """
 
     master: str
@@ -135,14 +132,6 @@ class MooncakeConfig:
     namespace: str = "epd/"
     begin_thread: Callable[[], None] = lambda: None
     host_memory: Callable[[int], Bytes] | None = None
-
-    def __post_init__(self) -> None:
-        if 0 < self.segment_bytes < LEAST_SEGMENT_BYTES:
-            raise StoreError(
-                f"Mooncake takes no segment of {self.segment_bytes} bytes: 0, or {LEAST_SEGMENT_BYTES} and up"
-            )
-        if self.protocol == ASCEND and self.host_memory is None:
-            raise StoreError(f"Mooncake over ascend: {_FOREIGN}")
 
 
 def load_mooncake(host: str) -> Any:
@@ -248,12 +237,6 @@ class MooncakeClient:
         if self._store.unregister_buffer(address) != 0:
             raise StoreError(f"Mooncake: unregistering {address:#x} failed")
 
-    def exists(self, name: str) -> bool:
-        """In the index and complete; says nothing about its owner. Pins it for the master's lease time."""
-        code = int(self._store.is_exist(name))
-        outcome(code, f"is_exist of {name}")
-        return code == 1
-
     def size(self, name: str) -> int | None:
         """Bytes of the value; None when there is none that is complete."""
         code = int(self._store.get_size(name))
@@ -296,7 +279,5 @@ def _reach(master: str, timeout_s: float) -> None:
     host, _, port = master.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
-    except ValueError as error:
-        raise StoreError(f"Mooncake's master: {master!r} is not host:port") from error
     except OSError as error:
         raise StoreUnavailableError(f"Mooncake: no master at {master}: {error}") from error

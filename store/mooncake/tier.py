@@ -25,7 +25,7 @@ import numpy as np
 
 from store.errors import CorruptFeatureError, StoreError, StoreFullError, StoreUnavailableError
 from store.feature import RECORD_BYTES, Bytes, FeatureMeta, checked_key, decoded, encoded
-from store.mooncake.breaker import Guard, State
+from store.mooncake.breaker import Guard
 from store.mooncake.client import MooncakeClient, MooncakeConfig, Outcome, Part, load_mooncake
 
 log = logging.getLogger(__name__)
@@ -33,24 +33,28 @@ T = TypeVar("T")
 Call: TypeAlias = Callable[[MooncakeClient, str], T]
 """What asks a Mooncake Store something about the value of this name."""
 
-_FULL_RETRIES, _FULL_NAP_S = 10, 0.02  # the master evicts in the background, a moment after it refused
-_UNFINISHED_NAP_S, _RETRY_NAP_S = 0.005, 0.1
+_PUT_NAP_S = 0.02
+_FULL_RETRIES = 10  # the master evicts in the background, a moment after it refused
 _LEAVE_S = 30.0
 
 
 class MooncakeStore:
     """The transfers that `store.feature_pool` is made of. Thread-safe.
 
-    Their memory is registered (`register`), or copied from and to memory of the device (`MooncakeConfig.host_memory`).
-    Either way it must not be reused before they end, which may be long after they have raised: `on_failure` says when.
+    Features are moved where they lie, or copied from and to memory of the device (`MooncakeConfig.host_memory`). Their
+    memory must not be reused before transfers end, which may be long after they have raised: `on_failure` says when.
     Until it is connected every call raises StoreUnavailableError.
 
     Attributes:
         guard: its breaker. client: None until it has connected for the first time, and after `close`.
     """
 
-    def __init__(self, config: MooncakeConfig) -> None:
+    def __init__(self, config: MooncakeConfig, memory: Bytes | None = None) -> None:
         """Begins to connect, in the background.
+
+        Args:
+            memory: where `put_from` and `fetch_into` find features and put them; it stays mapped until `close` has
+                returned.
 
         Raises:
             StoreError: Mooncake is not installed.
@@ -58,11 +62,10 @@ class MooncakeStore:
         load_mooncake(config.host)
         self.config = config
         self.client: MooncakeClient | None = None
-        self._lock = threading.Lock()
         self._staged = config.host_memory is not None
         self._own = threading.local()  # `place`: registered memory of the thread that transfers; a stuck one keeps it
-        self._registered: list[Part] = []
-        self._suspect = ""  # read by the probe: the value whose transfer was given up last
+        self._in_place = [memory] if memory is not None and not self._staged else []
+        self._suspect = ""  # read by the probe: the value whose transfer failed last
         self._probing: Bytes  # where to
         self.guard = Guard(
             f"Mooncake at {config.master}",
@@ -70,39 +73,25 @@ class MooncakeStore:
             threads=config.threads,
             failures_to_open=config.failures_to_open,
             probe_after_s=config.probe_after_s,
-            is_open=True,
         )
 
     @classmethod
-    def connect(cls, config: MooncakeConfig, *, wait_s: float = 10.0) -> Self:
+    def connect(cls, config: MooncakeConfig, memory: Bytes | None = None, *, wait_s: float = 10.0) -> Self:
         """Connects, and waits for it.
 
         Raises:
             StoreUnavailableError: not within `wait_s`.
             StoreError: Mooncake is not installed.
         """
-        store = cls(config)
+        store = cls(config, memory)
         if not store.guard.wait_until_up(wait_s):
             store.close()
             raise StoreUnavailableError(f"no Mooncake master at {config.master} within {wait_s} s")
         return store
 
-    @property
-    def state(self) -> State:
-        return self.guard.state
-
     def deadline_s(self, nbytes: int) -> float:
         """How long a transfer of that size may take."""
         return self.config.timeout_s + nbytes / self.config.bytes_per_s
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Makes memory usable in `put_from` and `fetch_into`. It stays mapped until `close` has returned."""
-        if self._staged:
-            return
-        with self._lock:
-            if self.client is not None:
-                self.client.register(address, nbytes)
-            self._registered.append((address, nbytes))
 
     def put_from(self, meta: FeatureMeta, address: int, *, on_failure: Callable[[], None]) -> None:
         """Stores the `meta.nbytes` at `address`, which stay unchanged until this returns or `on_failure` is called.
@@ -121,9 +110,11 @@ class MooncakeStore:
             return self._put(client, name, meta, parts, record)
 
         stored = self._call(store, meta.key, meta.nbytes, on_failure)
+        if stored is Outcome.FULL:
+            raise StoreFullError(f"{meta.key}: no room for {meta.nbytes} bytes in the second tier")
         if stored is Outcome.UNFINISHED:
             raise StoreUnavailableError(f"{meta.key}: another writer has not finished it")
-        if stored is Outcome.LOST:
+        if stored is not Outcome.DONE:
             raise StoreUnavailableError(f"{meta.key}: put into the second tier, but cannot be read there yet")
 
     def size(self, key: str) -> int | None:
@@ -135,18 +126,17 @@ class MooncakeStore:
         """
         stored = self._call(MooncakeClient.size, key)
         if stored is not None and stored <= RECORD_BYTES:
-            self.drop_corrupt(key)
             raise CorruptFeatureError(f"{key}: a value of {stored} bytes")
         return None if stored is None else stored - RECORD_BYTES
 
     def fetch_into(self, key: str, address: int, nbytes: int, *, on_failure: Callable[[], None]) -> FeatureMeta | None:
         """Reads a feature of `nbytes` (`size`) into `address`; None when it is missing, or its bytes are lost.
 
-        The payload is *not* checked against `FeatureMeta.checksum` yet: `store.feature.verify_payload`, and
-        `drop_corrupt` if that fails. Until this returns or `on_failure` is called, anything may be written there.
+        The payload is *not* checked against `FeatureMeta.checksum` yet: `store.feature.verify_payload`. Until
+        this returns or `on_failure` is called, anything may be written there.
 
         Raises:
-            CorruptFeatureError: its record is not right; the value is dropped.
+            CorruptFeatureError: its record is not right.
             StoreUnavailableError: no answer in time.
         """
 
@@ -161,11 +151,7 @@ class MooncakeStore:
                 ctypes.memmove(address, parts[0][0], nbytes)
             return decoded(record.tobytes(), key, nbytes)
 
-        try:
-            return self._call(load, key, nbytes, on_failure)
-        except CorruptFeatureError:
-            self.drop_corrupt(key)
-            raise
+        return self._call(load, key, nbytes, on_failure)
 
     def remove(self, key: str) -> bool:
         """Whether it was there. At once, also under a reader: it will find the bytes corrupt."""
@@ -183,8 +169,7 @@ class MooncakeStore:
         if not self.guard.close(self.config.timeout_s):
             log.warning("%s: left with calls in progress", self.guard.name)
             return
-        with self._lock:
-            client, self.client = self.client, None
+        client, self.client = self.client, None
         if client is not None:  # not in the caller's thread, which may be the model's: its stream is not to be changed
             leaving = threading.Thread(target=self._leave, args=(client,), name="Mooncake leaves", daemon=True)
             leaving.start()
@@ -201,7 +186,7 @@ class MooncakeStore:
         """`fn` with the client and the key's name, on a thread of the guard, whose deadline follows from the bytes that
         it moves; 0 for a question to the master."""
         checked_key(key)
-        name, late_calls = self.config.namespace + key, self.guard.late_calls
+        name, asked = self.config.namespace + key, self.guard.state == "up"
 
         def begun() -> T:
             self.config.begin_thread()
@@ -213,7 +198,7 @@ class MooncakeStore:
             # The master alone answers calls that move no bytes: they say nothing of the owners.
             return self.guard.call(begun, timeout_s=self.deadline_s(nbytes), on_failure=on_failure, proof=nbytes > 0)
         except StoreUnavailableError:
-            if nbytes and self.guard.late_calls != late_calls:
+            if nbytes and asked:
                 self._suspect = name
             raise
 
@@ -242,36 +227,28 @@ class MooncakeStore:
     def _put(
         self, client: MooncakeClient, name: str, meta: FeatureMeta, parts: Sequence[Part], record: Bytes
     ) -> Outcome:
-        """`DONE`: a value of this feature can be read back, ours or another's. `UNFINISHED`: another writer of the name
-        has not finished in time. `LOST`: it went to memory whose owner is gone, and the master does not know yet."""
-        deadline = time.monotonic() + self.config.timeout_s / 2
-        full = 0
+        """`DONE`: a value of this feature can be read back, ours or another's. Else how the last try of several ended:
+        `FULL`, `UNFINISHED` (by another writer of the name), or it went to memory whose owner is gone, and the master
+        does not know yet."""
+        deadline, tries = time.monotonic() + self.config.timeout_s / 2, 0
         while True:
             record[:] = np.frombuffer(encoded(meta), dtype=np.uint8)
-            put = client.put(name, parts)
-            if put is Outcome.FULL:
-                full += 1
-                if full > _FULL_RETRIES:
-                    raise StoreFullError(f"{meta.key}: no room for {meta.nbytes} bytes in the second tier")
-                time.sleep(_FULL_NAP_S)
-                continue
-            while (read := _read_back(client, name, meta, record)) is Outcome.UNFINISHED:
-                if time.monotonic() > deadline:
-                    return read
-                time.sleep(_UNFINISHED_NAP_S)
-            if read is Outcome.DONE:
-                return read
-            if time.monotonic() > deadline:
-                return Outcome.LOST
-            client.remove(name)  # of an owner that is gone, or not what it should be
-            if put is not Outcome.DONE:
-                time.sleep(_RETRY_NAP_S)  # its memory is still offered by the master
+            outcome = client.put(name, parts)
+            full = outcome is Outcome.FULL
+            if not full:
+                outcome = _read_back(client, name, meta, record)
+            if outcome is Outcome.DONE or time.monotonic() > deadline or (full and tries == _FULL_RETRIES):
+                return outcome
+            if not full and outcome is not Outcome.UNFINISHED:
+                client.remove(name)  # of an owner that is gone, or not what it should be
+            tries += 1
+            time.sleep(_PUT_NAP_S)
 
     def _probe(self) -> None:
         """Runs while the breaker is open: connects if need be, then asks for what was not answered last."""
         self.config.begin_thread()
         client = self.client or self._connect()
-        client.exists(self.config.namespace + "probe")
+        client.size(self.config.namespace + "probe")
         if self._suspect:
             started = time.monotonic()
             client.get_range(self._suspect, 0, (self._probing.ctypes.data, 1))
@@ -281,15 +258,14 @@ class MooncakeStore:
 
     def _connect(self) -> MooncakeClient:
         client = MooncakeClient(self.config)
-        with self._lock:
-            try:
-                self._probing = self._memory(1)
-                for address, nbytes in (*self._registered, (self._probing.ctypes.data, self._probing.nbytes)):
-                    client.register(address, nbytes)
-            except StoreError:
-                client.close()
-                raise
-            self.client = client
+        try:
+            self._probing = self._memory(1)
+            for place in (*self._in_place, self._probing):
+                client.register(place.ctypes.data, place.nbytes)
+        except StoreError:
+            client.close()
+            raise
+        self.client = client
         return client
 
 

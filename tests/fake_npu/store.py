@@ -69,9 +69,6 @@ class FakeStore:
         gone, self.regions = len(kept) < len(self.regions), kept
         return 0 if gone else self._breaks(f"unregister {address:#x}, which is not registered")
 
-    def is_exist(self, key: str) -> int:
-        return int(key in self._values) if self._entered("ask") else REFUSED
-
     def get_size(self, key: str) -> int:
         return len(self._values[key]) if self._entered("ask") and key in self._values else NOT_THERE
 

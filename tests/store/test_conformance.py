@@ -15,6 +15,7 @@ from store.arena import Arena, Lease
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
 from store.feature import Buffer
 from store.feature_pool import FeaturePool
+from store.mooncake.client import MooncakeClient
 from store.mooncake.tier import MooncakeStore
 from tests.store.conftest import Master
 from tests.waiting import PATIENCE_S, wait_for
@@ -61,7 +62,7 @@ def open_tier(request: pytest.FixtureRequest, arena_path: Path) -> Iterator[Open
     """Opens the tier with a given capacity, 32 MB if the test does not close it; it is left after the test."""
     opened: list[Tier] = []
     left: list[Arena | MooncakeStore] = []
-    shared: list[MooncakeStore] = []
+    shared: list[tuple[MooncakeClient, int]] = []
 
     def open_one(capacity: int) -> Tier:
         if request.param == "arena":
@@ -71,21 +72,22 @@ def open_tier(request: pytest.FixtureRequest, arena_path: Path) -> Iterator[Open
             remote: MooncakeStore = request.getfixturevalue("shared_remote")
             assert remote.client is not None
             remote.client._store.remove_all(True)
-            shared.append(remote)
         else:
             remote = MooncakeStore.connect(request.getfixturevalue("shared_master").config(segment_bytes=capacity))
             left.append(remote)
         arena = Arena.create(arena_path, capacity, slots=64)
         left.append(arena)
+        assert remote.client is not None  # made before the arena that it serves
+        address, nbytes = arena.memory().ctypes.data, arena.memory().nbytes
+        remote.client.register(address, nbytes)
+        if capacity == 32 * MB:
+            shared.append((remote.client, address))
         opened.append(Stacked(FeaturePool(arena, remote)))
         return opened[-1]
 
     yield open_one
-    for remote in shared:  # a pool lives as long as its tiers; here this tier outlives the pool's arena
-        for address, _ in remote._registered:
-            assert remote.client is not None
-            remote.client.unregister(address)
-        remote._registered.clear()
+    for client, address in shared:  # a pool lives as long as its tiers; here this tier outlives the pool's arena
+        client.unregister(address)
     for one in left:
         one.close()
     for tier in opened:

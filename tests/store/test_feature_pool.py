@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import xxhash
@@ -22,12 +21,8 @@ class Tier:
     """Counts what it is asked; its one value is 64 bytes."""
 
     def __init__(self) -> None:
-        self.guard = SimpleNamespace(late_calls=0, openings=0)
-        self.state = "up"
         self.asked = 0
         self.was_asked = threading.Event()
-
-    def register(self, address: int, nbytes: int) -> None: ...
 
     def close(self) -> None: ...
 

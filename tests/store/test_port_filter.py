@@ -85,12 +85,14 @@ def test_data_passes_unharmed_through_a_filtered_port() -> None:
         assert received == SIZE
 
 
-def test_every_failed_check_jumps_to_the_drop() -> None:
+def test_every_failed_check_falls_into_a_drop() -> None:
     for address in ("10.1.2.3", "fd00::5"):
         program = destination_filter(address)
-        for at, (code, _, if_false, _) in enumerate(program):
-            if code == 0x15:
-                assert at + 1 + if_false == len(program) - 1
+        checks = [at for at, (code, *_) in enumerate(program) if code == 0x15]
+        assert len(checks) == (2 if "." in address else 5)
+        for at in checks:
+            assert program[at][1:3] == (1, 0) and program[at + 1] == (0x06, 0, 0, 0)
+        assert program[-1] == (0x06, 0, 0, 0xFFFFFFFF)
 
 
 @pytest.mark.mooncake

@@ -164,10 +164,9 @@ def main(pipe: Connection, address: str, nbytes: int, rounds: int = 0) -> None:
 
 def _own(pipe: Connection, address: str, nbytes: int) -> None:
     segment = 2 * len(KEYS) * (nbytes + RECORD_BYTES)
-    store = MooncakeStore.connect(MooncakeConfig(master=address, segment_bytes=segment))
-    rng = np.random.default_rng(0)
     source = _memory(nbytes)
-    store.register(source.ctypes.data, source.nbytes)
+    store = MooncakeStore.connect(MooncakeConfig(master=address, segment_bytes=segment), source)
+    rng = np.random.default_rng(0)
     for key in KEYS:
         digest = copy_with_checksum(source, rng.integers(0, 255, nbytes, np.uint8))
         meta = FeatureMeta(key, (nbytes,), "uint8", nbytes, digest)
@@ -179,8 +178,8 @@ def _own(pipe: Connection, address: str, nbytes: int) -> None:
 
 def _read(address: str, nbytes: int, rounds: int, warm_up: int = WARM_UP) -> dict[str, list[float]]:
     mooncake = MooncakeConfig(master=address)
-    store, target = MooncakeStore.connect(mooncake), _memory(nbytes)
-    store.register(target.ctypes.data, target.nbytes)
+    target = _memory(nbytes)
+    store = MooncakeStore.connect(mooncake, target)
     raw, raw_target = load_mooncake(HOST).MooncakeDistributedStore(), _memory(nbytes + RECORD_BYTES)
     if raw.setup(HOST, "P2PHANDSHAKE", 0, mooncake.buffer_bytes, "tcp", "", address) != 0:
         raise StoreError("the raw client does not connect")

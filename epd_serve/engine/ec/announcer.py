@@ -92,10 +92,9 @@ class Announcer:
                     report = self._report()
                     self._reports += 1
                     self._send(structs.replace(report, seq=self._reports))
-            except StoreError as error:  # the next report is half a second away
-                logger.warning("no store report: %s", error)
-            except Exception:  # a thread that ends would look like a dead encoder
-                logger.exception("no renewal, or no store report")
+            except Exception as error:  # a thread that ends would look like a dead encoder
+                named = isinstance(error, StoreError)  # the next report is half a second away
+                logger.warning("no renewal, or no store report: %s", error, exc_info=not named)
             left_s = min(renewed + RENEW_S, reported + self._report_every_s()) - time.monotonic()
             if left_s > 0 and self._changed.is_set():
                 time.sleep(left_s)

@@ -66,7 +66,7 @@ class FeatureConsumer:
         self._reserved: set[str] = set()  # requests of D that were let through
         self._fails_if_lost: dict[str, bool] = {}  # by request
         self._step = FeatureStep()
-        self._promised: set[str] = set()  # in this step
+        self._promised: dict[str, Lease] = {}  # in this step
         self._spare: SpareBlocks | None = None
         self._awaited_at: int | None = None  # where the request that was asked about last has to stop
         self._listener = FeatureListener(wiring, self._pool, self.features, self._announcer.changed)
@@ -144,16 +144,14 @@ class FeatureConsumer:
 
     def has(self, key: str) -> bool:
         """Whether it is pinned: it stays until the requests that it is pinned for have finished."""
-        if self.pinned(key) is not None:
-            self._promised.add(key)
+        if (held := self.pinned(key)) is not None:
+            self._promised[key] = held
         return key in self._promised
 
     def allocated(self, request: Request, key: str) -> None:
         """vLLM's cache has a place for it. What was not promised is being encoded, even if it came just now."""
         if key in self._promised:
-            held = self.pinned(key)
-            assert held is not None, "a feature that was promised in this step is unpinned"
-            self._step.loads.append(FeatureSlot.of(held))
+            self._step.loads.append(FeatureSlot.of(self._promised[key]))
 
     def step(self, finished: Collection[str]) -> FeatureStep:
         """What the worker is told. `finished`: requests that no step can be loading for any more."""
@@ -217,8 +215,6 @@ class FeatureConsumer:
     def close(self) -> None:
         self._listener.close()
         self._announcer.close()
-        with self.features.lock:
-            self.features.close()
         self._pool.close()  # ends the leases
 
     def _passed(self, request: Request) -> bool:

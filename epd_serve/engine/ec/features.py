@@ -98,9 +98,8 @@ class Row:
 
 
 class Failure(NamedTuple):
-    """A request that cannot go on, what it lacks, and why (of several causes, the first)."""
+    """What a request lacks that cannot go on, and why (of several causes, the first)."""
 
-    request: str
     keys: list[str]
     cause: str
 
@@ -173,7 +172,7 @@ class Features:
         lost = [key for key, state in states.items() if state is State.LOST]
         if lost and must_not_recompute:
             self._failed[request] = False
-            failure = Failure(request, lost, self._rows[lost[0]].cause)
+            failure = Failure(lost, self._rows[lost[0]].cause)
             self.counters[f"failed.{failure.cause}"] += 1
             return failure
         settled = State.WANTED not in states.values()
@@ -316,8 +315,6 @@ class Features:
     def announced(self, key: str, now: float, *, afar: bool) -> bool:
         """An encoder says that it can be had, in the second tier where that is `afar`. Whether it was being made."""
         row = self._row(key, now)
-        recomputed = any(key in keys for keys in self._recomputes.values())
-        self.counters["late_events"] += row.state is State.LOST and (recomputed or bool(row.requests))
         if row.state is State.LOST and not row.requests:
             row.state = State.WANTED  # a failure before that is forgotten
         row.look_at = 0.0
@@ -399,10 +396,6 @@ class Features:
         row = self._known(key)
         if row.state is State.WANTED and row.last_look:
             self._lose(row)
-
-    def close(self) -> None:
-        """Unpin everything."""
-        self.release(list(self._held))
 
     # --- rows -------------------------------------------------------------------------------------------------------
 

@@ -142,7 +142,9 @@ class FeatureListener:
                 continue
             hopeless = self._fetcher is None or row.cause in ("unavailable", "no_room") or self._pool.state == "down"
             if row.last_look and hopeless:
-                self._not_found(key)
+                with self._features.lock:
+                    self._features.not_found(key)
+                self._news()
             elif self._fetcher is not None:
                 self._fetch(self._fetcher, key, now)
 
@@ -170,11 +172,6 @@ class FeatureListener:
             self._features.found(lease.meta.key, time.monotonic())
         self._news()
         self._trace.stamp(lease.meta.key, "feature_pinned", nbytes=lease.nbytes)
-
-    def _not_found(self, key: str) -> None:
-        with self._features.lock:
-            self._features.not_found(key)
-        self._news()
 
     def _news(self) -> None:
         idle_waiter.wake()

@@ -71,9 +71,6 @@ def with_partial_prefill(base: Any) -> Any:
             Nothing changes where neither applies."""
             sender = getattr(getattr(self, "connector", None), "prefill_scheduler", None)
             ahead_tokens = sender.allow_ahead(_spare_blocks(self).fit) if sender is not None else 0
-            self._allow_partial_prefill(wiring, ahead_tokens)
-
-        def _allow_partial_prefill(self, wiring: StageWiring, ahead_tokens: int) -> None:
             if not (wiring.partial_prefill and wiring.role.takes_features and wiring.prefills):
                 return
             if self.ec_connector is None:  # in a layout without encoders no features travel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from epd_serve import wire
@@ -35,15 +34,15 @@ def open_local_store(wiring: StageWiring) -> FeaturePool:
 
 def open_store(wiring: StageWiring) -> FeaturePool:
     """Attaches the arena, and connects to the second tier in the background where the wiring names one."""
-    if not wiring.mooncake_master:
-        return open_pool(arena=wiring.arena, spare_s=SPARE_S)
-    config = MooncakeConfig(
-        master=wiring.mooncake_master,
-        host=wiring.host,
-        protocol=wiring.mooncake_protocol,
-        segment_bytes=wiring.mooncake_segment_bytes,
-        **(on_device(memory_here("npu")) if wiring.mooncake_protocol == ASCEND else {}),
-    )
+    config = None
+    if wiring.mooncake_master:
+        config = MooncakeConfig(
+            master=wiring.mooncake_master,
+            host=wiring.host,
+            protocol=wiring.mooncake_protocol,
+            segment_bytes=wiring.mooncake_segment_bytes,
+            **(on_device(memory_here("npu")) if wiring.mooncake_protocol == ASCEND else {}),
+        )
     return open_pool(arena=wiring.arena, mooncake=config, spare_s=SPARE_S)
 
 
@@ -64,9 +63,9 @@ def on_device(memory: DeviceMemory, gate: CaptureGate = capture_gate) -> dict[st
 
 
 def store_report(
-    wiring: StageWiring, pool: FeaturePool, counters: Mapping[str, int], *, waiting_puts: int, encoding: int = 0
+    wiring: StageWiring, pool: FeaturePool, counters: dict[str, int], *, waiting_puts: int, encoding: int = 0
 ) -> wire.StoreReport:
-    """What this process sees of the store, and what it has done with it: `counters`, and its second tier's.
+    """What this process sees of the store, and what it has done with it (`counters`).
 
     Raises:
         StoreError: the arena does not answer.
@@ -81,5 +80,5 @@ def store_report(
         pool=pool.state,
         waiting_puts=waiting_puts,
         encoding=encoding,
-        counters={**counters, **{f"pool.{name}": count for name, count in pool.counts().items() if count}},
+        counters=counters,
     )

@@ -144,9 +144,8 @@ def test_clear_reaches_the_second_tier(launch: Callable[..., FakeLaunch], capsys
         from store.feature import FeatureMeta
         from store.mooncake.client import MooncakeConfig
         from store.mooncake.tier import MooncakeStore
-        pool = MooncakeStore.connect(MooncakeConfig(master="{master}", segment_bytes=16 << 20))
         data = np.zeros(4096, dtype=np.uint8)
-        pool.register(data.ctypes.data, data.nbytes)
+        pool = MooncakeStore.connect(MooncakeConfig(master="{master}", segment_bytes=16 << 20), data)
         pool.put_from(FeatureMeta("k" * 64, (3000,), "uint8", 3000), data.ctypes.data, on_failure=lambda: None)
         print("stored", flush=True)
         sys.stdin.read()

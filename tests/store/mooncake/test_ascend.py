@@ -100,7 +100,7 @@ def test_a_feature_goes_from_host_to_host_through_memory_of_the_devices(
         lease = prefill.fetch(f"k{number}")
         assert lease is not None and bytes(lease.view()) == data.tobytes() and lease.meta.shape == (nbytes,)
         lease.release()
-    assert prefill.fetch("missing") is None and prefill.remove("k0") and prefill.counts()["fetched"] == 4
+    assert prefill.fetch("missing") is None and prefill.remove("k0")
     assert encoder.arena.stats().leased == prefill.arena.stats().leased == 0
     assert (e.device.broken, p.device.broken) == ([], [])
 
@@ -124,13 +124,13 @@ def test_memory_that_the_device_did_not_allocate_is_refused_and_the_fix_is_named
     node: Callable[[str], Node], arena: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = node("host0/npu0")
-    with pytest.raises(StoreError, match=r"DeviceMemory\.host_buffer.*neither mmap nor shared memory"):
-        MooncakeConfig(master="192.0.2.1:1", protocol=ASCEND)
     one.imports()
     one.device.enter_thread()
     made = MooncakeClient(one.config())
     for foreign in (np.frombuffer(mmap.mmap(-1, MB), dtype=np.uint8), arena.memory()):
-        with pytest.raises(StoreError, match=r"registering .*DeviceMemory\.host_buffer"):
+        with pytest.raises(
+            StoreError, match=r"registering .*DeviceMemory\.host_buffer.*neither mmap nor shared memory"
+        ):
             made.register(foreign.ctypes.data, foreign.nbytes)
     assert [rule.rpartition(": ")[2] for rule in one.device.broken] == ["not the device's memory"] * 2
 

@@ -283,7 +283,7 @@ def test_pins_go_with_the_last_request_and_are_promised_to_requests_only() -> No
     f.release(["s"])
     assert (f.pinned("a"), shelf.held, f.waiting()) == (None, 0, False)
     ask(f, "t", "a")
-    f.close()
+    f.release("t")
     assert shelf.held == 0
 
 
@@ -351,7 +351,7 @@ def test_a_request_that_must_not_recompute_fails_once() -> None:
     f = features()
     assert ask(f, "r", "ab", fails=True) is None
     lose(f, "a", cause="deadline")
-    assert ask(f, "r", "ab", fails=True) == Failure("r", ["a"], "deadline")
+    assert ask(f, "r", "ab", fails=True) == Failure(["a"], "deadline")
     assert ask(f, "r", "ab", fails=True) is None
     assert (f.take_failed(), f.take_failed()) == ({"r"}, set())
     assert ask(f, "r", "ab", fails=True) is None  # the step after, under async scheduling
@@ -400,7 +400,7 @@ def test_a_request_that_has_begun_and_must_not_recompute_fails_as_any_other() ->
     f.missed("b")
     assert ask(f, "r", "ab", fails=True, worth=1) == 1
     lose(f, "b")
-    assert ask(f, "r", "b", fails=True) == Failure("r", ["b"], "encoder")
+    assert ask(f, "r", "b", fails=True) == Failure(["b"], "encoder")
     f.release(["r"])
     assert f.partial == ""
 
