@@ -102,6 +102,8 @@ class Encoders:
         each = share_of(costs, len(encoders))
         workers = with_neighbours(encoders, each)
         shares = spread([item.key for item in items], costs, workers)
+        if not order.again:
+            self._join_makers(items, encoders, shares)
         ctx.record.spread(each, workers, [one.id for one, share in zip(workers, shares, strict=True) if share])
         with ExitStack() as leases:
             works = []
@@ -112,6 +114,21 @@ class Encoders:
                 works.append(self._encode_at(lease, order, [items[index] for index in part], tried))
             ctx.passed.leased(Stage.ENCODE)
             await together(works)
+
+    def _join_makers(
+        self, items: Sequence[LoadedItem], encoders: Sequence[Candidate], shares: Sequence[list[int]]
+    ) -> None:
+        """What an encoder is at work on, for another proxy, goes there and is encoded once, however busy that makes it
+        look."""
+        now, places = time.monotonic(), {one.incarnation: place for place, one in enumerate(encoders)}
+        for index, item in enumerate(items):
+            place = places.get(self._directory.made_by(item.key, now))
+            if place is not None and index not in shares[place]:
+                for share in shares:
+                    if index in share:
+                        share.remove(index)
+                shares[place].append(index)
+                shares[place].sort()
 
     async def _available(self, order: EncodeOrder, tried: Collection[IncarnationId]) -> Sequence[Candidate] | str:
         """Encoders to choose from, or why there are none. Waits for room in a store, `encode_s` at most, and in a pause

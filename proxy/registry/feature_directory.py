@@ -120,6 +120,11 @@ class FeatureDirectory:
         """Whether the feature is there, or an encoder is at work on it."""
         return now - self._of(key).expected_at < EXPECT_S or self.knows(key, now)
 
+    def made_by(self, key: str, now: float) -> str:
+        """The incarnation of the encoder that is at work on it, or ""."""
+        feature = self._of(key)
+        return feature.maker if now - feature.expected_at < EXPECT_S else ""
+
     @contextmanager
     def followed(self, keys: Iterable[str], listener: Callable[[], None]) -> Iterator[None]:
         """`listener` is called at announcements of one of these, for the time of this context."""
