@@ -14,6 +14,7 @@ from tests.soak import placement
 RESULTS = {
     "proxy-speed": (proxy.figures, 21),
     "proxy-irp": (placement.figures, 5),
+    "proxy-pressure": (proxy.figures, 8),
     "transfer-ep": (transfer_ep.figures, 74),
 }
 
