@@ -13,9 +13,8 @@ place with the stages while its items are encoded, where nobody waits for one an
 Whose turn it is says the order (`proxy/admission/order.py`), but whoever is over its share of the stages goes after all
 others (`proxy/admission/shares.py`). Whether an instance has room for it says its credit (`proxy/routing/credits.py`).
 Where the first one has no room, others that have may overtake it, a bounded number of times; and long ones leave the
-last instance to short ones, as long as these come. A place is given with the
-turn, and what it takes of an instance is counted there a moment later, when its plan is made: until then it counts here
-(`Ticket.leased`).
+last instance to short ones, as long as these come. A place is given with the turn, and what it takes of an instance is
+counted there a moment later, when its plan is made: until then it counts here (`Ticket.leased`).
 """
 
 from __future__ import annotations
@@ -24,21 +23,18 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import StrEnum
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from proxy.admission.order import ORDERS, Line, Stand
+from proxy.admission.pace import HALF_LIFE_S, Pace
 from proxy.admission.shares import Shares
 from proxy.config.limits import AdmissionLimits
 from proxy.registry.instance_state import Lease, Work
 from proxy.routing.credits import Need, Service, Speeds
-
-HALF_LIFE_S = 10.0
-LEAST_GRANTS = 3.0
-"""So many have to have been let through, lately, before anything is predicted."""
 
 REMEMBERED = 32
 """Requests from which it is known how quickly, at best, an answer begins."""
@@ -115,7 +111,7 @@ class Ticket(Struct, eq=False):
         """It is let in. To be called once, as `leave`."""
         self.number = next(self.queue.numbers)
         self.queue.arrived[self.kind] += 1
-        self.queue.seen[self.account] = self.queue.now()
+        self.queue.saw(self.account)
         self.queue.use[self.kind].waiting += 1
 
     def sized(self, need: Need) -> None:
@@ -273,44 +269,6 @@ class Recent:
         return float(self._sum * 0.5 ** ((now - self.at) / HALF_LIFE_S)) * math.log(2) / HALF_LIFE_S
 
 
-class Pace:
-    """How fast a line moves, what predicted waits rest on: grants per second of backlog, of late. Time without a
-    backlog says nothing: the line was waiting, not moving."""
-
-    def __init__(self) -> None:
-        self._grants = 0.0
-        self._backlog_s = 0.0
-        self._since: float | None = None  # when a backlog was last taken into account; None without one
-
-    def tick(self, now: float, *, backlog: bool) -> None:
-        """Note that from `now` on there is a backlog, or none."""
-        if self._since is not None and now > self._since:
-            passed_s = now - self._since
-            decay = 0.5 ** (passed_s / HALF_LIFE_S)
-            self._grants *= decay
-            self._backlog_s = self._backlog_s * decay + passed_s
-        self._since = now if backlog else None
-
-    def granted(self) -> None:
-        """One that had to wait in the line has gone."""
-        self._grants += 1.0
-
-    def wait_s(self, ahead: int, now: float, *, at_least: bool = False) -> float | None:
-        """How long it takes until `ahead` have gone; None while nobody can tell.
-
-        Args:
-            at_least: at the fastest pace at which it may well be no more than chance that so few have gone: twice the
-                standard deviation of their count above it. At the beginning of a backlog there are few.
-        """
-        if not ahead:
-            return 0.0
-        self.tick(now, backlog=self._since is not None)
-        if self._grants < LEAST_GRANTS or self._backlog_s <= 0:
-            return None
-        grants = self._grants + (2 * math.sqrt(self._grants) + 1 if at_least else 0.0)
-        return ahead * self._backlog_s / grants
-
-
 class AdmissionQueue:
     """The lines, and what is with the stages.
 
@@ -427,15 +385,19 @@ class AdmissionQueue:
         for stage, pace in self._paces.items():
             pace.tick(now, backlog=bool(self.lines[stage]))
 
-    def has_room(self, ticket: Ticket, stage: Stage, *, any_instance: bool = False) -> bool:
-        """Whether a ticket may have a place, whoever waits. `any_instance`: also one that is left to short ones."""
+    def has_room(self, ticket: Ticket, stage: Stage, over: Collection[str] = (), *, any_instance: bool = False) -> bool:
+        """Whether a ticket may have a place, whoever waits.
+
+        Args:
+            over: accounts that are over their share. any_instance: also one that is left to short ones.
+        """
         if stage is Stage.ENCODE:
             places = self.settings.encodes_per_instance * self.speeds().encoders / self._processes
             if self.encoding >= max(1, math.ceil(places)):
                 return False
         kept = self._kept(stage) if ticket.is_long(stage) and not any_instance else 0
         enough, need = 1 + self.owed[stage] + kept, ticket.need
-        if ticket.line is not None and (ticket.stand.late_at < self.now() or ticket.account in self.over_share(stage)):
+        if ticket.line is not None and (ticket.stand.late_at < self.now() or ticket.account in over):
             need = replace(need, yields=True)
         return self.rooms(stage, need, enough) == enough
 
@@ -443,9 +405,20 @@ class AdmissionQueue:
         """Accounts that are over their share, among those that wait or have just asked."""
         if len(self.seen) < 2:
             return frozenset()
-        since = self.now() - SEEN_S
-        self.seen = {account: at for account, at in self.seen.items() if at > since}
+        self._forget()
         return self.shares.over(self.lines[stage].keys() | self.seen.keys())
+
+    def saw(self, account: str) -> None:
+        """It has asked now."""
+        self.seen.pop(account, None)
+        self.seen[account] = self.now()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Accounts that have not asked for a while; the last that asked is the last in `seen`."""
+        since = self.now() - SEEN_S
+        while self.seen and next(iter(self.seen.values())) <= since:
+            del self.seen[next(iter(self.seen))]
 
     def _kept(self, stage: Stage) -> int:
         """Instances that are left to short ones: half of them at most, and one where prompts share steps anyway."""
@@ -458,19 +431,20 @@ class AdmissionQueue:
     def _next(self, stage: Stage, *, short: bool = False) -> Ticket | None:
         """`short`: of these, since long ones leave them what is free; so it is not overtaking."""
         passed: list[Ticket] = []
-        for ticket in itertools.islice(self._in_order(stage, short=short), LOOKS):
-            if self.has_room(ticket, stage):
+        over = self.over_share(stage)
+        for ticket in itertools.islice(self._in_order(stage, over, short=short), LOOKS):
+            if self.has_room(ticket, stage, over):
                 for other in passed:
                     other.passed += 1
                 return ticket
-            if ticket.is_long(stage) and self.has_room(ticket, stage, any_instance=True):
+            if ticket.is_long(stage) and self.has_room(ticket, stage, over, any_instance=True):
                 return self._next(stage, short=True)
             if ticket.passed >= MOST_PASSED:
                 return None
             passed.append(ticket)
         return None
 
-    def _in_order(self, stage: Stage, *, short: bool = False) -> Iterator[Ticket]:
+    def _in_order(self, stage: Stage, over: Collection[str], *, short: bool = False) -> Iterator[Ticket]:
         lines, now = self.lines[stage], self.now()
 
         def those_of(line: Line[Ticket]) -> Iterator[tuple[tuple[int, float, int], Ticket]]:
@@ -478,7 +452,6 @@ class AdmissionQueue:
 
         if len(lines) == 1:
             return (ticket for line in lines.values() for _, ticket in those_of(line))
-        over = self.over_share(stage)
         keyed = [
             ((account in over, *key), ticket)
             for account, line in lines.items()

@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
 from proxy.admission.order import PATIENCE
-from proxy.admission.queue import LAST_S, LEAST_GRANTS, LOOKS, MOST_PASSED, AdmissionQueue, Kind, Pace, Stage, Ticket
+from proxy.admission.pace import LEAST_GRANTS, Pace
+from proxy.admission.queue import LAST_S, LOOKS, MOST_PASSED, AdmissionQueue, Kind, Stage, Ticket
 from proxy.config.limits import AdmissionLimits
 from proxy.registry.instance_state import Lease, Ledger, Work
 from proxy.routing.credits import Credit, Need, Speeds, heads_with_room
@@ -705,7 +706,7 @@ class Life(RuleBasedStateMachine):
         for ticket in queue.grants():
             self.queue.leased(ticket)
         for stage in Stage:
-            for ticket in [*queue._in_order(stage)][:LOOKS]:
+            for ticket in [*queue._in_order(stage, queue.over_share(stage))][:LOOKS]:
                 assert not queue.has_room(ticket, stage)
                 if ticket.passed >= MOST_PASSED:
                     break
@@ -871,7 +872,7 @@ def test_no_instance_idles_while_work_that_fits_it_waits_and_all_get_through(
                 ticket.enqueue()
         for ticket in queue.grants():
             planned(ticket)
-        first = [*queue._in_order(Stage.SERVE)] if queue.anybody else []
+        first = [*queue._in_order(Stage.SERVE, queue.over_share(Stage.SERVE))] if queue.anybody else []
         held_up = next((at for at, ticket in enumerate(first) if ticket.passed >= MOST_PASSED), LOOKS - 1)
         for ticket in first[: held_up + 1]:
             idle = sum(not one.left and fits(one, ticket) for one in instances)
@@ -888,3 +889,13 @@ def test_no_instance_idles_while_work_that_fits_it_waits_and_all_get_through(
                 ticket.leave()
                 served += 1
     assert served == len(shapes) and not any(queue.owed.values()) and not any(queue.work_s.values())
+
+
+def test_accounts_that_ask_no_more_are_not_remembered() -> None:
+    """Who names a tenant of its own with each request makes nothing grow."""
+    queue = Queue(places=1000)
+    for number in range(5000):
+        queue.now = number * 0.01
+        ticket = queue.enters(account=f"tenant {number}")
+        ticket.leave()
+    assert len(queue.all.seen) <= 101
