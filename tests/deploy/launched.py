@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -26,10 +27,11 @@ class FakeLaunch:
 
     def __init__(self, root: Path, port: int, layout: str, *flags: str) -> None:
         self.root, self.port = root, port
+        self._printed = tempfile.TemporaryFile("a+")  # noqa: SIM115 - open as long as the launch; in append mode it may be read meanwhile
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, SCRIPT, str(root), str(port), layout, *flags],
-            stdout=subprocess.PIPE,
+            stdout=self._printed,
             stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
             text=True,
@@ -48,8 +50,18 @@ class FakeLaunch:
         _, body = self.get("/instances")
         return {row["id"]: row for row in body["instances"]} if body else {}
 
+    def printed(self) -> str:
+        """On its standard output, so far."""
+        self._printed.seek(0)
+        return self._printed.read()
+
     def wait_ready(self) -> None:
-        wait_for(lambda: self.get("/ready?all")[0] == 200 or self.process.poll() is not None, "ready")
+        """Until it serves and has said so."""
+
+        def ready() -> bool:
+            return "Ready in" in self.printed() and self.get("/ready?all")[0] == 200
+
+        wait_for(lambda: ready() or self.process.poll() is not None, "ready")
         assert self.process.poll() is None, self.process.communicate()[1]
 
     @property
@@ -72,8 +84,10 @@ class FakeLaunch:
         return [p.pid for p in processes.running() if processes.has_environment(p.pid, LAUNCH_ENV, launch_id)]
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[str, str]:
+        """Its standard output and its standard error, when it has ended."""
         self.process.send_signal(number)
-        return self.process.communicate(timeout=DEADLINE_S)
+        _, err = self.process.communicate(timeout=DEADLINE_S)
+        return self.printed(), err
 
     def assert_nothing_remains(self, launch_id: str) -> None:
         wait_for(lambda: not self.members(launch_id), "no process")

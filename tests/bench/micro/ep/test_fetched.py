@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bench.micro.ep.command import figures
-from bench.micro.ep.fetched import METADATA, fetched_and_needed
+from bench.micro.ep.fetched import METADATA, fetched_and_needed, figures
 
 
 def test_a_feature_is_fetched_by_the_prefill_that_has_its_request():

@@ -122,7 +122,7 @@ class Launch:
     """E, P and D of one host, each killed as often as a test wants."""
 
     def __init__(self, stages: Stages) -> None:
-        self._stages = stages
+        self.arena, self._stages = stages.arena, stages
         self.parts: dict[str, Process] = {}
         for role in (Role.E, Role.P, Role.D):
             self.start(role)
@@ -147,7 +147,7 @@ def launch(stages: Stages) -> Iterator[Launch]:
     made = Launch(stages)
     yield made
     made.end()
-    give_back(stages.arena)
+    give_back(made.arena)
 
 
 def give_back(arena: Arena) -> None:
@@ -197,7 +197,8 @@ def test_nobody_waits_for_a_dead_encoder_beyond_the_deadline(launch: Launch, nam
     p("releases", "r")
     launch.parts["E"]("encodes", "k")  # the successor makes it anew, whatever the dead one had begun
     launch.parts["E"]("stores", "k")
-    wait_for(lambda: p("settled", "s", "k") == "reads")
+    wait_for(lambda: launch.arena.contains("k"), "its writer, of which nobody may hear: it has just begun to speak")
+    wait_for(lambda: p("settled", "s", "k") == "reads", "P to find it")
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -214,6 +215,7 @@ def test_a_dead_consumer_costs_others_nothing_and_its_successor_finds_what_there
     if name in ("expected", "wanted"):
         e("encodes", "k")
         e("stores", "k")
+        wait_for(lambda: launch.arena.contains("k"), "its writer")
     expected = "recomputes" if name == "lost" else "reads"
     for part in (other, successor):
         assert wait_for(lambda part=part: part("settled", "again", "k"), "it to go on", MOST_S) == expected
