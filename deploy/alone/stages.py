@@ -21,7 +21,7 @@ STATIC = "static"
 LISTED = (Role.EPD, Role.PD, Role.E)
 """Roles for which an address is enough. What E has made its answers say; P and D meet at addresses of their own."""
 
-_SAID_BY_OTHERS = {"core_share", "cores", "cpu_cores"}
+_SAID_BY_OTHERS = {"core_share", "cores"}
 """What a launcher says of an instance, and nobody writes by hand."""
 
 

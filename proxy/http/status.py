@@ -189,6 +189,7 @@ def instances(table: InstanceTable, circuits: Circuits | None = None) -> dict[st
                 "labels": instance.role.labels,
                 "incarnation": instance.incarnation,
                 "devices": list(instance.devices),
+                "cpu_cores": list(instance.cpu_cores),
                 "core_share": instance.core_share,
                 "cores": [
                     # what one worker has of its device's cores, and whether anything holds it to that

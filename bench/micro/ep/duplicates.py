@@ -1,6 +1,6 @@
 """Encodes of an image that many clients send at once, behind two proxies. A part of `epd-bench transfer ep`.
 
-2E-P-D with the launcher's proxy, and a second `epd-serve proxy` in front of the same stages. Every round has an image
+2E-P-D with the launcher's proxy, and a second `epd-serve proxy` in front of the same stages that hears what it hears. Every round has an image
 of its own, sent by all clients at the same moment, half of them to each proxy, and once more to each proxy when its
 feature is known. Encodes are what the encoders report to the proxy; a feature that P encodes again because it got lost
 counts as one too.
@@ -56,28 +56,37 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
 def _round(launch: Served, urls: Sequence[str], clients: int, number: int) -> Row:
     """Raises StageError when a request is not answered whole."""
     body = demo_body(launch.model, demo_image(number, SIZE))
-    before = _encodes(launch.url)
+    before = _encodes_so_far(launch.url)
     run = send(Target(urls), Flow(requests([body]), dues=[0.0] * clients))
     if bad := [one for one in run.rows if not one.ok]:
         raise StageError(f"{len(bad)} of {clients} duplicates failed: {bad[0].fault}: {bad[0].error}", stage="proxy")
-    time.sleep(REPORT_S)
-    after = _encodes(launch.url)
+    after = _encodes_so_far(launch.url)
     for url in urls:
         ask(url, body)
-    time.sleep(REPORT_S)
     by = after - before
     return {
         "image": number,
         "clients": clients,
         "encodes": by.total(),
         "by": ",".join(by),
-        "encodes_when_known": (_encodes(launch.url) - after).total(),
+        "encodes_when_known": (_encodes_so_far(launch.url) - after).total(),
         "slowest_ms": round(max(one.e2e_s for one in run.rows) * 1e3, 1),
     }
 
 
-def _encodes(url: str) -> Counter[str]:
-    return encodes(httpx.get(f"{url}/metrics", trust_env=False).text)
+def _encodes_so_far(url: str) -> Counter[str]:
+    """When all has been reported: what follows begins with encoders that have nothing to do, as both proxies know.
+
+    Raises:
+        StageError: somebody goes on encoding.
+    """
+    found, end = None, time.monotonic() + START_S
+    while time.monotonic() < end:
+        before, found = found, encodes(httpx.get(f"{url}/metrics", trust_env=False).text)
+        if found == before:
+            return found
+        time.sleep(REPORT_S)
+    raise StageError(f"encoders go on for {START_S:g} s without a request", stage="E")
 
 
 def encodes(metrics: str) -> Counter[str]:
@@ -110,14 +119,15 @@ def stages_file(launch: Served) -> dict[str, Any]:
     """What `epd-serve proxy --stages` needs to know of a launch."""
     identity = build_proxy_settings(draw(DeployConfig(layout=LAYOUT, device="cpu"))).identity
     instances = httpx.get(f"{launch.url}/instances", trust_env=False).json()["instances"]
-    incarnations = {one["id"]: one["incarnation"] for one in instances}
+    known = {one["id"]: {name: one[name] for name in ("incarnation", "devices", "cpu_cores")} for one in instances}
     stages = [
         {
             "id": stage.instance,
             "role": stage.role,
             "url": unix_url(launch.run / stage.server),
-            "incarnation": incarnations[stage.instance],
+            **known[stage.instance],
             "events": f"ipc://{launch.run}/{stage.instance}.events",
+            "load_news": f"ipc://{launch.run}/{stage.instance}.load",
             **({"kv_endpoint": f"ipc://{launch.run}/{stage.instance}.kv"} if stage.role == "P" else {}),
         }
         for stage in launch.stages

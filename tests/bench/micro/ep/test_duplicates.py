@@ -23,7 +23,10 @@ def test_the_second_proxy_reads_what_it_is_told_of_the_stages(tmp_path, monkeypa
     stages = tuple(Stage(f"{role}0", role, f"{role}0.http") for role in "EPD")
     launch = Served("E-P-D", "http://proxy", "m", {}, 1.0, stages, tmp_path, tmp_path)
     instances = {
-        "instances": [{"id": stage.instance, "incarnation": f"incarnation of {stage.role}"} for stage in stages]
+        "instances": [
+            {"id": stage.instance, "incarnation": f"incarnation of {stage.role}", "devices": [1], "cpu_cores": [0, 1]}
+            for stage in stages
+        ]
     }
     monkeypatch.setattr(httpx, "get", lambda url, **_: httpx.Response(200, json=instances))
     file = tmp_path / "stages.json"
@@ -36,6 +39,8 @@ def test_the_second_proxy_reads_what_it_is_told_of_the_stages(tmp_path, monkeypa
         "P0": f"ipc://{tmp_path}/P0.kv",
         "D0": None,
     }
+    assert [one.load_news for one in read.instances] == [f"ipc://{tmp_path}/{role}0.load" for role in "EPD"]
+    assert {(one.devices, one.cpu_cores) for one in read.instances} == {((1,), (0, 1))}
     assert [one.incarnation for one in read.instances] == ["incarnation of E", "incarnation of P", "incarnation of D"]
 
 
