@@ -16,13 +16,15 @@ large image has as many). The p99 of the first token of text and small images be
 tenants: one sends ten times its share of what two P compute, the other 0.8 of its own. The other's p99 over that of the
 same requests alone.
 
+cost: what the decisions take of the proxy's time for a request (`door_cost.py`).
+
 Arrivals are Poisson given their number, so that every run offers the same work.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from bench.clients.process import SenderProcess
 from bench.clients.results import RequestRecord
@@ -30,6 +32,7 @@ from bench.clients.sender import Flow, Run
 from bench.clients.target import Request
 from bench.micro.measurement import Goal, Row
 from bench.micro.rows import grouped, median
+from bench.proxy.door_cost import costs
 from bench.served import Served, served, simulated
 from bench.statistic import percentile
 from bench.workloads.synthetic import image_body, text_body
@@ -65,6 +68,7 @@ GOALS = (
     Goal("longest_over_fcfs", "<=", 1.5, "the same: the longest wait"),
     Goal("small_beside_video_p99_ratio", "<=", 1.5, "text and small images"),
     Goal("other_tenant_p99_ratio", "<=", 1.3, "one tenant at ten times its share"),
+    Goal("decisions_us", "<=", 20.0, "of the proxy's time, for each request"),
 )
 
 
@@ -220,12 +224,13 @@ def _tenants(sender: SenderProcess, quick: bool) -> Iterator[Row]:
                     yield {"tenant": tenant, "when": when, "round": turn, **counted(own)}
 
 
-PARTS = {
+PARTS: dict[str, Callable[[SenderProcess, bool], Iterator[Row]]] = {
     "pressure-mixed": _mixed,
     "pressure-deadlines": _deadlines,
     "pressure-real": _real,
     "pressure-videos": _videos,
     "pressure-tenants": _tenants,
+    "pressure-cost": lambda sender, quick: costs(),
 }
 
 
@@ -261,4 +266,8 @@ def figures(parts: dict[str, list[Row]]) -> dict[str, float]:
         by = grouped(tenants, "tenant", "when")
         alone, beside = (median(by["quiet", when], "first_p99_ms") for when in ("alone", "beside"))
         named["other_tenant_p99_ratio"] = round(beside / alone, 3)
+    if cost := parts.get("pressure-cost"):
+        by = grouped(cost, "what")
+        named["admission_us"] = by["decided",][0]["us"]
+        named["decisions_us"] = round(named["admission_us"] - by["undecided",][0]["us"], 2)
     return named

@@ -15,6 +15,7 @@ RESULTS = {
     "proxy-speed": (proxy.figures, 21),
     "proxy-irp": (placement.figures, 5),
     "proxy-pressure": (proxy.figures, 8),
+    "proxy-deadlines": (proxy.figures, 8),
     "transfer-ep": (transfer_ep.figures, 74),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.clients.results import Outcome, RequestRecord
+from bench.proxy.door_cost import costs
 from bench.proxy.pressure import computed_within, counted, dues, figures
 
 
@@ -50,6 +51,7 @@ def test_figures_compare_orders_at_what_can_be_encoded_and_a_tenant_with_itself_
         ],
         "pressure-deadlines": judged,
         "pressure-real": judged,
+        "pressure-cost": [{"what": "decided", "us": 25.0}, {"what": "undecided", "us": 10.0}],
         "pressure-videos": [
             {"kind": kind, "when": when, **waits, "first_p99_ms": p99}
             for kind, when, p99 in (
@@ -65,5 +67,11 @@ def test_figures_compare_orders_at_what_can_be_encoded_and_a_tenant_with_itself_
     assert found["slo_points_over_fcfs"] == 25.0 and found["slo_attained_fcfs_1.2"] == 0.0
     assert (found["slo_points_over_fcfs_real"], found["longest_over_fcfs"]) == (25.0, 1.25)
     assert (found["prefill_utilisation_mixed"], found["short_prompt_p99_ratio"]) == (0.8, 1.5)
+    assert (found["admission_us"], found["decisions_us"]) == (25.0, 15.0)
     assert (found["small_beside_video_p99_ratio"], found["other_tenant_p99_ratio"]) == (1.4, 1.2)
     assert not figures({})
+
+
+def test_a_request_costs_time_with_decisions_and_without() -> None:
+    rows = list(costs(rounds=1, requests=20))
+    assert [row["what"] for row in rows] == ["decided", "undecided"] and all(row["us"] > 0 for row in rows)
