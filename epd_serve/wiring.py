@@ -54,7 +54,7 @@ class StageWiring:
         slab: ZMQ address on which its scheduler tells its workers what to copy to their devices ahead of the steps that
             read it (who prefills, where features travel), or "" where they are copied in those steps.
         takes_slab: whether it is given one.
-        slab_bytes: device memory that each of its workers takes for that; 0: `engine.ec.slab_copier.default_bytes`.
+        slab_bytes: device memory that each of its workers takes for that; 0: `activation_peak.feature_slab`.
         feature_prefetch: `event` (what requests that have arrived will need is fetched when announced) or `demand`
             (fetched when one may run that needs it; for ablation).
         partial_prefill: whether a request may be prefilled up to its first feature that is not here.

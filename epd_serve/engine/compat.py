@@ -323,8 +323,8 @@ def encoder_cache_bytes(worker: Any) -> int:
 
 
 def counts_as_loaded(worker: Any, nbytes: int) -> None:
-    """Have vLLM leave so much less for KV: 0.23 subtracts what loading the model took, later ones all that is taken, and
-    on CPU the cache is as large as it is told."""
+    """Have vLLM leave so much less for KV: 0.23 subtracts what loading the model took, later ones all that is taken. On
+    CPU the cache is as large as it is told."""
     if hasattr(worker.model_runner, "model_memory_usage"):
         worker.model_runner.model_memory_usage += nbytes
 

@@ -75,7 +75,7 @@ def after_loading(call: Callable[[Any], None]) -> None:
         call(self.worker)
         return result
 
-    setattr(WorkerWrapperBase, "load_model", load_model)  # else it asks its worker for it, by `__getattr__`
+    WorkerWrapperBase.load_model = load_model  # else it asks its worker for it, by `__getattr__`
 
 
 def keep_threads_off_captures() -> None:

@@ -13,8 +13,8 @@ skips no encode, and P recomputes what is lost.
                   build_connector_meta name the bytes to load; pins go when the request is among the finished
     D scheduler   the same for a request that was preempted; until then ensure_cache_available keeps what it would need,
                   and before that defers a new request whose features are still being made, so that it holds no blocks
-    P worker      start_load_caches puts views of the slab (`slab_copier.py`) into vLLM's encoder cache, and copies from the
-                  arena what is not in it; a step that frees some of them says so before it begins
+    P worker      start_load_caches puts views of the slab (`slab_copier.py`) into vLLM's encoder cache, and copies from
+                  the arena what is not in it; a step that frees some of them says so before it begins
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
+from epd_serve.activation_peak import feature_slab
 from epd_serve.engine import compat
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.encoder_scheduler import EncoderScheduler
 from epd_serve.engine.ec.producer import FeatureProducer
-from epd_serve.engine.ec.slab_copier import SlabCopier, default_bytes
+from epd_serve.engine.ec.slab_copier import SlabCopier
 from epd_serve.engine.ec.step import FeatureStep
 from epd_serve.engine.ec.store_access import open_local_store
 from epd_serve.engine.worker_start import after_loading, before_steps
@@ -132,7 +133,7 @@ class FeatureConnector(ECConnectorBase):
 
     def _open_slab(self, worker: Any) -> None:
         assert self._copier is not None
-        wanted = self._slab_bytes or default_bytes(compat.encoder_cache_bytes(worker))
+        wanted = self._slab_bytes or feature_slab(compat.encoder_cache_bytes(worker))
         compat.counts_as_loaded(worker, self._copier.open(wanted))
 
     def _begin_step(self, scheduler_output: SchedulerOutput) -> None:

@@ -109,7 +109,8 @@ class Features:
     seconds.
 
     Args:
-        pin: pins all of these features for a request, or none (None) where one is not there, or not yet where it should.
+        pin: pins all of these features for a request, or none (None) where one is not there any more, or not yet where
+            it is to be read.
         recompute_limit: requests that recompute at one time: a slow encoder must not turn every P into an encoder.
         wait_s: how long a wanted feature may take, from its first need or its last renewal.
         renew_limit_s: how long an encoder can keep a feature wanted by renewals: it may be stuck, not slow.

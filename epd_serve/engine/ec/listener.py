@@ -2,9 +2,10 @@
 
 EPD-Serve §3.2, event-driven asynchronous prefetching: the event carries only the key; the listener looks the feature
 up, verifies its checksum, and only then can the scheduler pin and promise it. What is here is copied to the devices
-that will read it, where they have a slab (`slab.py`); what has to come from the second tier is fetched by threads of its own, so that neither a slow fetch nor a
-network that is gone holds up other features. A feature is looked up three times: on arrival of its request, on its
-event, and once more before recomputing. An event of which no request has arrived moves no byte.
+that will read it, where they have a slab (`slab.py`), else read in place by the worker; what has to come from the
+second tier is fetched by threads of its own, so that neither a slow fetch nor a network that is gone holds up others.
+A feature is looked up three times: on arrival of its request, on its event, and once more before recomputing. An event
+of which no request has arrived moves no byte.
 """
 
 from __future__ import annotations

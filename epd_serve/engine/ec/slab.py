@@ -99,8 +99,7 @@ class FeatureSlab:
         return True
 
     def hear(self) -> list[Lease]:
-        """What the workers have said meanwhile. Returns features that every rank has now, for the caller to give back.
-        """
+        """What the workers have said meanwhile. Returns features that every rank has now: the caller releases them."""
         there: list[Lease] = []
         while self.socket.poll(0):
             worker, word = self.socket.recv_multipart()

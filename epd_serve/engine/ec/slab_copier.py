@@ -1,12 +1,12 @@
 """Worker side of the slab: a thread that copies features from the arena to this rank's device, and the views of them.
 
 The slab is taken on the model's thread, when the model is loaded and before vLLM measures what is left for KV. The
-thread begins when graphs have been captured: page-locking and copies of another thread would break a capture. It has a
+copier begins when graphs have been captured: page-locking and copies of another thread would break a capture. It has a
 stream of its own, and two fences hold it and the model apart (`npu_ops.memory`, rule 3):
 
     what it copies         `SlabCopied` follows a fence behind the copy; the scheduler lets no request through before
-    what it overwrites     the model's thread records a fence at the beginning of each step in which vLLM frees features,
-                           when all that may read them is queued; a copy waits for that of the last such step
+    what it overwrites     the model's thread records a fence at the beginning of each step in which vLLM frees
+                           features, when all that may read them is queued; a copy waits for that of the last such step
 
 Each rank page-locks the arena where CUDA can, once. The pages are the same for all ranks and in memory anyway; what a
 copy without that costs is a core for as long as it takes. On an NPU copies pass through two page-locked buffers.
@@ -149,8 +149,3 @@ class SlabCopier:
 
     def _has_begun(self, step: int) -> bool:
         return bool(self._freeing) and self._freeing[-1][0] >= step
-
-
-def default_bytes(encoder_cache_bytes: int) -> int:
-    """As much as vLLM's encoder cache, for what steps read, and as much again for what comes next."""
-    return 2 * encoder_cache_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from epd_serve.engine.ec.slab_places import Place, SlabPlaces
@@ -74,8 +75,8 @@ def test_no_two_features_overlap_and_none_is_kept_in_vain() -> None:
         for turn in range(200):
             made = placed(places, str(turn), chance.randint(1, 8))
             there = sorted(places, key=lambda place: place.offset)
-            assert all(one.offset + one.span <= other.offset for one, other in zip(there, there[1:], strict=False))
-            assert all(0 <= place.offset and place.offset + place.span <= places.capacity for place in there)
+            assert all(one.offset + one.span <= other.offset for one, other in itertools.pairwise(there))
+            assert all(place.offset >= 0 and place.offset + place.span <= places.capacity for place in there)
             if made is not None:
                 made.cached = chance.random() < 0.5
             for place in there:
