@@ -113,7 +113,9 @@ class FeatureListener:
                     for lease in self._slab.hear():
                         self._ready_to_read(lease)
                 while not self._fetched.empty():
-                    self._found(self._fetched.get())
+                    lease = self._fetched.get()
+                    if self._slab is None or not self._slab.copy(lease, time.monotonic()):
+                        self._ready_to_read(lease)
                 self._look_for_all(time.monotonic())
             except Exception:  # without its listener every request of this stage would wait for its deadline
                 logger.exception("feature listener")
@@ -172,27 +174,31 @@ class FeatureListener:
         """Whether it is here, and whole, or there is nothing more to do for it now."""
         if self._slab is not None and self._slab.is_copied(key):
             return True
+        lease, copied = None, False
         try:
-            lease = self._pool.arena.lease(key)
+            lease = self._pool.arena.lease(key, verify=False)
+            if lease is not None:
+                copied = self._slab is not None and self._slab.copy(lease, time.monotonic())
+                self._pool.arena.verify(lease)  # meanwhile
         except StoreError as error:  # it did not answer: looked up again, until the request's deadline
             logger.warning("feature %s: %s", key, error)
             if isinstance(error, CorruptFeatureError):  # it is fetched from elsewhere, or recomputed
                 with self._features.lock:
                     self._features.failed(key, "corrupt", time.monotonic())
+            if copied and self._slab is not None:
+                self._slab.spoil(key)
+            elif lease is not None:
+                lease.release()
             return True
         if lease is not None:
-            self._found(lease)
+            if not copied:
+                self._ready_to_read(lease)
             return True
         with self._features.lock:
             news = self._features.missed(key)
         if news:
             idle_waiter.wake()  # its request may begin without it
         return False
-
-    def _found(self, lease: Lease) -> None:
-        """It is here, and whole."""
-        if self._slab is None or not self._slab.copy(lease, time.monotonic()):
-            self._ready_to_read(lease)
 
     def _ready_to_read(self, lease: Lease) -> None:
         with lease, self._features.lock:

@@ -34,8 +34,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Copy:
+    """One that is under way. `lease`: what it reads. `corrupt`: nobody may read what it writes."""
+
     place: Place
     lease: Lease
+    corrupt: bool = False
 
 
 @dataclass
@@ -98,6 +101,11 @@ class FeatureSlab:
             self.socket.send_multipart([worker, order])
         return True
 
+    def spoil(self, key: str) -> None:
+        """What is on its way has proved to be corrupt: nobody reads it."""
+        with self.features.lock:
+            next(copy for copy in self._copies.values() if copy.place.key == key).corrupt = True
+
     def hear(self) -> list[Lease]:
         """What the workers have said meanwhile. Returns features that every rank has now: the caller releases them."""
         there: list[Lease] = []
@@ -111,8 +119,13 @@ class FeatureSlab:
                         copy = self._copies[copied.job]
                         copy.place.copying.discard(copied.rank)
                         if not copy.place.copying:
-                            self.features.counters["slab_copied"] += 1
-                            there.append(self._copies.pop(copied.job).lease)
+                            self._copies.pop(copied.job)
+                            if self._places is not None and copy.corrupt:
+                                self._places.forget(copy.place)
+                                copy.lease.release()
+                            else:
+                                self.features.counters["slab_copied"] += 1
+                                there.append(copy.lease)
         return there
 
     def _open(self, worker: bytes, opened: wire.SlabOpened) -> None:

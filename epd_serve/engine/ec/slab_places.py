@@ -81,6 +81,11 @@ class SlabPlaces:
         self.use(made)
         return made
 
+    def forget(self, place: Place) -> None:
+        """It holds no feature any more."""
+        del self._named[place.key]
+        place.key, place.used = "", 0
+
     def use(self, place: Place) -> None:
         """It goes later than those whose last use was before this."""
         place.used = next(self._uses)

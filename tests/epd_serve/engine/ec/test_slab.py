@@ -234,6 +234,22 @@ def test_no_thread_touches_a_device_while_graphs_are_captured(stages: Stages, tm
     assert not rank.device.registered and not rank.device.broken
 
 
+def test_a_corrupt_feature_is_read_by_nobody_although_it_was_copied(world: Make) -> None:
+    """It is copied while its checksum is looked at."""
+    w = world(features=1).opened()
+    w.late()
+    w.put("a")
+    with w.arena.lease("a") as lease:  # type: ignore[union-attr]
+        w.arena.memory()[lease.offset] ^= 1
+    assert not w.may_run("r", "a")
+    wait_for(lambda: w.arena.stats().corrupt and not w.slab.is_copied("a"))
+    assert not w.may_run("r", "a") and w.slab._places.find("a") is None
+    wait_for(lambda: w.arena.stats().leased == 0)
+    w.put("a")
+    assert w.serve("r", "a").loads[0].slab_at == 0
+    w.done()
+
+
 def test_what_does_not_fit_is_copied_in_the_step_and_nobody_waits_for_room(world: Make) -> None:
     w = world(features=2).opened()
     w.put("a", "b", "c")
