@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -52,8 +51,9 @@ class SlabCopier:
         self._address, self._rank = address, rank
         self._memory, self._arena, self._gate = memory, arena, gate
         self._block: DeviceBlock | None = None
-        self._freeing: deque[tuple[int, Callable[[], None]]] = deque()  # steps, and what waits for those before
-        self._begun = threading.Condition()
+        self._begun = threading.Condition()  # guards the next two
+        self._freed_in = 0  # the last step in which vLLM freed features
+        self._read: Callable[[], None] | None = None  # waits for what was queued before it
         self._wake = WakeLine()
         self._closing = False
         self._thread = VitalThread("epd-feature-copier", self._run)
@@ -75,7 +75,7 @@ class SlabCopier:
     def begin_step(self, freed_in: int) -> None:
         """A step begins in which vLLM frees features: all that may read them has been queued by this thread."""
         with self._begun:
-            self._freeing.append((freed_in, self._memory.fence()))
+            self._freed_in, self._read = freed_in, self._memory.fence()
             self._begun.notify_all()
 
     def view(self, meta: FeatureMeta, slab_at: int) -> torch.Tensor:
@@ -137,15 +137,10 @@ class SlabCopier:
         if not freed_in:
             return True
         with self._begun:
-            begun = self._begun.wait_for(lambda: self._closing or self._has_begun(freed_in), _STEP_S)
+            self._begun.wait_for(lambda: self._closing or self._freed_in >= freed_in, _STEP_S)
             if self._closing:
                 return False
-            assert begun, f"step {freed_in} was scheduled {_STEP_S:g} s ago and has not begun"
-            while self._freeing[0][0] < freed_in:
-                self._freeing.popleft()
-            _, wait = self._freeing[0]
-        wait()
+            read = self._read
+            assert read is not None and self._freed_in >= freed_in, f"step {freed_in} has not begun in {_STEP_S:g} s"
+        read()
         return True
-
-    def _has_begun(self, step: int) -> bool:
-        return bool(self._freeing) and self._freeing[-1][0] >= step
