@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from epd_serve.activation_peak import feature_cache, language_peak, tower_peak
+from epd_serve.activation_peak import feature_cache, feature_slab, language_peak, tower_peak
 from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
 from epd_serve.largest_items import LargestItem, ProcessorConfigs, largest_items
 from epd_serve.memory_shares import Need
@@ -61,12 +61,14 @@ class Place:
         device: `npu`, `cuda` or `cpu`. tp: ranks.
         queue_bytes: of device memory that an encoder's features may keep on their way into the store.
         cpu_kv_bytes: KV cache of a rank on CPU.
+        slab: each rank takes a slab for features, of the usual size.
     """
 
     device: str
     tp: int
     queue_bytes: int = 0
     cpu_kv_bytes: int = 0
+    slab: bool = False
 
 
 def stage_need(
@@ -86,6 +88,7 @@ def stage_need(
     split = place.tp if flags.split_towers else 1
     weights = model.weights.tower // split if sees or role is Role.E else 0
     activations, cached = _encoding(model.sizes, items, flags, split)
+    slab = feature_slab(cached) if place.slab else 0
     kv_token = kv_least = longest = 0
     if role is Role.E:
         # Nobody profiles it: room for the longest clip is wished for, room for the largest picture is a must.
@@ -112,7 +115,7 @@ def stage_need(
         name,
         role,
         weights=weights * ranks,
-        activations=(activations + cached) * ranks,
+        activations=(activations + cached + slab) * ranks,
         runtime=_runtime(role, flags, place),
         longest=longest * ranks,
         kv_token=kv_token * ranks,

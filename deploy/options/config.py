@@ -115,6 +115,8 @@ class DeployConfig(EndpointConfig):
         stage_args: flags of vLLM for a role or an instance, as 'P:--max-num-seqs 8' or 'D0:…' or 'all:…'; repeatable.
         arena_mib: shared memory for features on each host, MM Store tier 1 (0: a 64th of the host's memory per encoder,
             from 256 MiB to 8 GiB, as far as /dev/shm has it).
+        feature_slab: on who prefills, copy features to the device ahead of the steps that read them, or in these steps.
+        feature_slab_mib: device memory for that in each worker (0: twice what vLLM's encoder cache holds).
         mm_store: where features lie: arena (this host's shared memory), mooncake (arena and Mooncake Store), auto
             (arena; with Mooncake on several nodes, but of NPUs, or when --mooncake-master is given).
         mooncake_master: HOST:PORT of a running mooncake_master (default: start one if it is needed).
@@ -167,6 +169,8 @@ class DeployConfig(EndpointConfig):
     core_share: str = ""
     stage_args: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
     arena_mib: CountFrom0 = 0
+    feature_slab: Literal["on", "off"] = "on"
+    feature_slab_mib: CountFrom0 = 0
     mm_store: Literal["auto", "arena", "mooncake"] = "auto"
     mooncake_master: str = ""
     mooncake_segment_mib: Annotated[int, Meta(ge=LEAST_SEGMENT_MIB)] = 512

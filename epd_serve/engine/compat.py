@@ -20,6 +20,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from epd_serve.errors import ConfigError
+from epd_serve.model_sizes import model_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -309,6 +310,23 @@ def media_connectors() -> tuple[Any, type]:
     from vllm.multimodal.media.connector import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
     return MEDIA_CONNECTOR_REGISTRY, MediaConnector
+
+
+def encoder_cache_bytes(worker: Any) -> int:
+    """Device memory of the features that vLLM keeps at one time on this worker, whose model is loaded."""
+    config = worker.vllm_config
+    budget = getattr(worker.model_runner, "mm_budget", None)  # which the second model runner keeps elsewhere
+    tokens = max(config.scheduler_config.encoder_cache_size, getattr(budget, "encoder_cache_size", 0))
+    sizes = model_sizes(config.model_config.hf_config.to_dict())
+    widths = [tower.feature_width for tower in sizes.towers.values()] if sizes is not None else []
+    return tokens * max(widths, default=config.model_config.get_hidden_size()) * config.model_config.dtype.itemsize
+
+
+def counts_as_loaded(worker: Any, nbytes: int) -> None:
+    """Have vLLM leave so much less for KV: 0.23 subtracts what loading the model took, later ones all that is taken. On
+    CPU the cache is as large as it is told."""
+    if hasattr(worker.model_runner, "model_memory_usage"):
+        worker.model_runner.model_memory_usage += nbytes
 
 
 def can_fail_requests() -> bool:

@@ -8,6 +8,7 @@ without tokens (reference: driving prefetch from worker steps starves it).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,6 +19,7 @@ from epd_serve.engine.ec.announcer import Announcer
 from epd_serve.engine.ec.features import Failure, Features
 from epd_serve.engine.ec.listener import FeatureListener
 from epd_serve.engine.ec.partial_prefill import SpareBlocks
+from epd_serve.engine.ec.slab import FeatureSlab
 from epd_serve.engine.ec.step import (
     FeatureSlot,
     FeatureStep,
@@ -45,6 +47,7 @@ class FeatureConsumer:
     """One per scheduler of P, PD or D. Owns the pool.
 
     Args:
+        ranks: workers that have a slab, where the wiring wants one.
         can_fail: vLLM can be told to fail a request.
         media_is_absent: whether some of these items came without their media.
     """
@@ -54,6 +57,7 @@ class FeatureConsumer:
         wiring: StageWiring,
         pool: FeaturePool | None = None,
         *,
+        ranks: int = 1,
         can_fail: bool = True,
         media_is_absent: Callable[[list[Any]], bool] = lambda items: False,
     ) -> None:
@@ -69,7 +73,9 @@ class FeatureConsumer:
         self._promised: dict[str, Lease] = {}  # in this step
         self._spare: SpareBlocks | None = None
         self._awaited_at: int | None = None  # where the request that was asked about last has to stop
-        self._listener = FeatureListener(wiring, self._pool, self.features, self._announcer.changed)
+        self._steps = itertools.count(1)
+        self._slab = FeatureSlab(wiring.slab, ranks, self.features) if wiring.slab else None
+        self._listener = FeatureListener(wiring, self._pool, self.features, self._announcer.changed, self._slab)
         self._announcer.start()
 
     def allow_partial(self, spare: SpareBlocks) -> None:
@@ -151,13 +157,22 @@ class FeatureConsumer:
     def allocated(self, request: Request, key: str) -> None:
         """vLLM's cache has a place for it. What was not promised is being encoded, even if it came just now."""
         if key in self._promised:
-            self._step.loads.append(FeatureSlot.of(self._promised[key]))
+            slab_at = self._slab.cache(key) if self._slab is not None else None
+            self._step.loads.append(FeatureSlot.of(self._promised[key], slab_at))
 
-    def step(self, finished: Collection[str]) -> FeatureStep:
-        """What the worker is told. `finished`: requests that no step can be loading for any more."""
+    def step(self, finished: Collection[str], freed: Collection[str] = ()) -> FeatureStep:
+        """What the worker is told.
+
+        Args:
+            finished: requests that no step can be loading for any more.
+            freed: features that vLLM's encoder cache frees in this step.
+        """
         self.release(finished)
         self._promised.clear()
         step, self._step = self._step, FeatureStep()
+        number = next(self._steps)
+        if freed and self._slab is not None and self._slab.free(freed, number):
+            step.freed_in = number
         return step
 
     def pinned(self, key: str) -> Lease | None:
@@ -208,12 +223,16 @@ class FeatureConsumer:
             self._reserved.discard(request)
         with self.features.lock:
             self.features.release(requests)
+            if self._slab is not None:
+                self._slab.release(requests)
             short = bool(requests) and self.features.without_room()
         if short:
             self._listener.ring()
 
     def close(self) -> None:
         self._listener.close()
+        if self._slab is not None:
+            self._slab.close()
         self._announcer.close()
         self._pool.close()  # ends the leases
 
@@ -268,12 +287,20 @@ class FeatureConsumer:
         if news:
             self._listener.ring()
 
-    def _pinned_together(self, keys: Collection[str]) -> list[Lease] | None:
+    def _pinned_together(self, request: str, keys: Collection[str]) -> list[Lease] | None:
+        """In the arena. None, too, where one of them can be copied to the slab before its step."""
         try:
-            return self._pool.arena.lease_all(keys, timeout_s=SCHEDULER_LOCK_S)
+            leases = self._pool.arena.lease_all(keys, timeout_s=SCHEDULER_LOCK_S)
         except StoreError as error:
             logger.warning("%d features are not pinned yet: %s", len(keys), error)
             return None
+        if leases and self._slab is not None:
+            sizes = {lease.meta.key: lease.nbytes for lease in leases}
+            if not self._slab.promise(request, sizes, time.monotonic()):
+                for lease in leases:
+                    lease.release()
+                return None
+        return leases
 
     def _report(self) -> wire.StoreReport:
         with self.features.lock:

@@ -82,8 +82,13 @@ class EncoderScheduler:
         self._held.pop(request.request_id, None)
         return self._remember(request)
 
-    def step(self, loaded: Iterable[str]) -> FeatureStep:
-        """What the worker is told. `loaded`: finished requests whose loads are surely done."""
+    def step(self, loaded: Iterable[str], freed: Iterable[str] = ()) -> FeatureStep:
+        """What the worker is told.
+
+        Args:
+            loaded: finished requests whose loads are surely done.
+            freed: what vLLM's cache frees. The worker sees it there.
+        """
         for request in loaded:
             self._held.pop(request, None)
             for lease in self._leases.pop(request, ()):

@@ -85,15 +85,20 @@ def remember(metadata: OrderedDict[str, dict[str, Any]], key: str, known: dict[s
 
 @dataclass(frozen=True)
 class FeatureSlot:
-    """Where the bytes of a feature lie in the arena, which the scheduler side has pinned."""
+    """Where the bytes of a feature lie in the arena, which the scheduler side has pinned.
+
+    Attributes:
+        slab_at: where they lie in the slab of every rank; None where they do not.
+    """
 
     meta: FeatureMeta
     slot: int
     offset: int
+    slab_at: int | None = None
 
     @classmethod
-    def of(cls, lease: Lease) -> FeatureSlot:
-        return cls(lease.meta, lease.slot, lease.offset)
+    def of(cls, lease: Lease, slab_at: int | None = None) -> FeatureSlot:
+        return cls(lease.meta, lease.slot, lease.offset, slab_at)
 
     @property
     def key(self) -> str:
@@ -121,12 +126,14 @@ class FeatureStep:
 
     Attributes:
         loads: features that this step's requests load instead of encoding them.
+        freed_in: the number of this step where vLLM frees features in it that lie in the slab, else 0.
         needed: (encoder) items of requests that are seen for the first time.
         held: (encoder) keys of all requests that are queued or running.
         ended: (encoder) keys of requests that ended, served.
     """
 
     loads: list[FeatureSlot] = field(default_factory=list)
+    freed_in: int = 0
     needed: list[NeededItem] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
