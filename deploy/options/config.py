@@ -98,6 +98,8 @@ class DeployConfig(EndpointConfig):
         layout: stages and devices, for example (E-P)-D, E-PD, TP1 (see epd-serve layout).
         engine: what runs the stages: vLLM, or a simulation of it.
         sim_profile: latencies and capacity of simulated stages (JSON, docs/guides/simulation.md).
+        encoder_free: P, D and PD load no encoder, whose memory their KV cache gets: E encodes all, and again what gets
+            lost. For vLLM 0.32 and families that take metadata in place of media (docs/reference/models.md).
         switchable: P and D have both halves of the KV connector: either can become the other without a restart.
         device: device kind.
         runtime: what runs the stages: this machine, or the nodes of a Ray cluster.
@@ -154,6 +156,7 @@ class DeployConfig(EndpointConfig):
     layout: str = "(E-P)-D"
     engine: Literal["vllm", "sim"] = "vllm"
     sim_profile: str = ""
+    encoder_free: bool = False
     switchable: bool = False
     device: Literal["auto", "npu", "cuda", "cpu"] = "auto"
     runtime: Literal["local", "ray"] = "local"
@@ -203,6 +206,11 @@ class DeployConfig(EndpointConfig):
         for key in ("follow_min", "follow_max"):
             group_counts(getattr(self, key), key)
         Faults(self.kv_faults)
+        if self.encoder_free and self.send_pixels == "always":
+            raise ConfigError(
+                "--encoder-free: stages without an encoder take no media; leave send_pixels=always away",
+                param="encoder_free",
+            )
         if self.mooncake_master:
             host_and_port(self.mooncake_master)
             if self.mm_store == "arena":
