@@ -49,6 +49,8 @@ TESTED: dict[str, tuple[str, ...]] = {
 }
 
 ENCODER_FREE = (
+    "Qwen2AudioForConditionalGeneration",
+    "Qwen2_5OmniForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",

@@ -137,7 +137,7 @@ class DeployConfig(EndpointConfig):
         follow_every_s: between two decisions.
         follow_quiet_s: for how long fewer must have been enough before any is given up.
         follow_relayout: other groups, too, where the planner finds ones that suit what comes much better (needs a
-            profile), or only other counts of those that there are.
+            profile; not with encoder_free), or only other counts of those that there are.
         kv_transport: how KV travels P→D.
         mooncake_protocol: Mooncake's protocol (NPUs always use ascend).
         kv_grouping: layers per KV packet: adaptive, fixed:N, layerwise or bulk.
