@@ -106,7 +106,8 @@ class RequestContext:
         avoid: incarnations at which it has failed. failures: attempts since the client last got something.
         faults: the 500s of live instances, encoders among them.
         probing_until: loop time until which an instance that cannot be reached is tried again.
-        encoded_again: lost features were. doubted: an attempt failed with nobody saying that a feature was missing.
+        encoded_again: how often lost features were. doubted: an attempt failed with nobody saying that a feature was
+            missing.
     """
 
     id: str
@@ -143,7 +144,7 @@ class RequestContext:
     failures: int = field(init=False, default=0)
     faults: Faults = field(init=False, default_factory=Faults)
     probing_until: float | None = field(init=False, default=None)
-    encoded_again: bool = field(init=False, default=False)
+    encoded_again: int = field(init=False, default=0)
     doubted: bool = field(init=False, default=False)
 
     def holds_to(self, usual: tuple[float, float], of_model: tuple[float, float] | None) -> None:

@@ -100,7 +100,7 @@ def layout_flags(parser: Parser) -> None:
     parser.add_argument(
         "--model", default="", metavar="DIR", help="a model: what each stage gets of its device's memory"
     )
-    add_settings(parser, DeployConfig, ("device", "stage_args"))
+    add_settings(parser, DeployConfig, ("device", "stage_args", "encoder_free"))
     parser.add_argument(
         "--device-memory",
         type=float,
@@ -133,6 +133,7 @@ def layout(arguments: Arguments) -> int:
             arguments["device"],
             arguments["device_memory"],
             arguments["stage_args"],
+            encoder_free=arguments["encoder_free"],
         )
         if arguments["core_share"]:
             text += f"\n\n{table(placement_rows(plans))}"
@@ -164,7 +165,7 @@ def doctor_flags(parser: Parser) -> None:
     parser.add_argument("--layout", default="", metavar="SPEC", help="layout that is to be served, for example (E-P)-D")
     parser.add_argument("--imports", action="store_true", help="import torch and vLLM, too (may take a minute)")
     parser.add_argument("--ray", action="store_true", help="ask the nodes of a Ray cluster, too (up to a minute)")
-    add_settings(parser, DeployConfig, ("device", "ray_address", "node_ports"))
+    add_settings(parser, DeployConfig, ("device", "encoder_free", "ray_address", "node_ports"))
 
 
 def doctor(arguments: Arguments) -> int:

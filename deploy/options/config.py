@@ -98,6 +98,8 @@ class DeployConfig(EndpointConfig):
         layout: stages and devices, for example (E-P)-D, E-PD, TP1 (see epd-serve layout).
         engine: what runs the stages: vLLM, or a simulation of it.
         sim_profile: latencies and capacity of simulated stages (JSON, docs/guides/simulation.md).
+        encoder_free: P, D and PD load no encoder, whose memory their KV cache gets: E encodes all, and again what gets
+            lost. For vLLM 0.32 and families that take metadata in place of media (docs/reference/models.md).
         switchable: P and D have both halves of the KV connector: either can become the other without a restart.
         device: device kind.
         runtime: what runs the stages: this machine, or the nodes of a Ray cluster.
@@ -137,7 +139,7 @@ class DeployConfig(EndpointConfig):
         follow_every_s: between two decisions.
         follow_quiet_s: for how long fewer must have been enough before any is given up.
         follow_relayout: other groups, too, where the planner finds ones that suit what comes much better (needs a
-            profile), or only other counts of those that there are.
+            profile; not with encoder_free), or only other counts of those that there are.
         kv_transport: how KV travels P→D.
         mooncake_protocol: Mooncake's protocol (NPUs always use ascend).
         kv_grouping: layers per KV packet: adaptive, fixed:N, layerwise or bulk.
@@ -156,6 +158,7 @@ class DeployConfig(EndpointConfig):
     layout: str = "(E-P)-D"
     engine: Literal["vllm", "sim"] = "vllm"
     sim_profile: str = ""
+    encoder_free: bool = False
     switchable: bool = False
     device: Literal["auto", "npu", "cuda", "cpu"] = "auto"
     runtime: Literal["local", "ray"] = "local"
@@ -207,6 +210,11 @@ class DeployConfig(EndpointConfig):
         for key in ("follow_min", "follow_max"):
             group_counts(getattr(self, key), key)
         Faults(self.kv_faults)
+        if self.encoder_free and self.send_pixels == "always":
+            raise ConfigError(
+                "--encoder-free: stages without an encoder take no media; leave send_pixels=always away",
+                param="encoder_free",
+            )
         if self.mooncake_master:
             host_and_port(self.mooncake_master)
             if self.mm_store == "arena":

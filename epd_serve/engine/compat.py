@@ -19,6 +19,7 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from epd_serve.engine.encoder_free import without_encoder
 from epd_serve.errors import ConfigError
 from epd_serve.model_sizes import model_sizes
 
@@ -402,7 +403,10 @@ def _item_collector() -> Callable[..., Any] | None:
 
 
 def media_is_absent(vllm_config: VllmConfig) -> Callable[[list[MultiModalFeatureSpec]], bool]:
-    """Whether some item came as metadata only: encoding it here would end the engine, whatever the proxy asked for."""
+    """Whether some item came as metadata only, or no encoder is here: encoding it would end the engine, whatever the
+    proxy asked for."""
+    if without_encoder(vllm_config):
+        return bool  # of any item
     if not metadata_travels():
         return lambda features: False
     resolver = _metadata_resolver(vllm_config)

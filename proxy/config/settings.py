@@ -76,7 +76,8 @@ class ProxyOptions(Checked):
             none. A request without it belongs to the default tenant.
         shared_features: all tenants share features (they can tell by the time taken that somebody else sent the same
             image). Prefix caches stay apart.
-        send_pixels: `auto` sends P and D an item's metadata instead of the media where that is known, `always` never.
+        send_pixels: `auto` sends P and D an item's metadata instead of the media where that is known, `always` the
+            media, `never` the metadata alone, as they have no encoder: E then encodes again what gets lost.
         overlap: P and D are called while encoders work: `always` as soon as the metadata of all items is known, `auto`
             too, but D only when the first feature is stored where the tower shares cores with them, or `never`.
         on_missing_feature: `recompute` lets P encode what got lost, `reencode` has an encoder do it again first.
@@ -123,7 +124,7 @@ class ProxyOptions(Checked):
     max_in_flight: Count = 2048
     tenant_header: str = ""
     shared_features: bool = False
-    send_pixels: Literal["auto", "always"] = "auto"
+    send_pixels: Literal["auto", "always", "never"] = "auto"
     overlap: Literal["auto", "always", "never"] = "auto"
     on_missing_feature: Literal["recompute", "reencode"] = "recompute"
     first_token: Literal["prefill", "decode"] = "prefill"
@@ -158,6 +159,11 @@ class ProxyOptions(Checked):
         for name in self.xargs:
             if name in XARGS_REFUSED or name.startswith(OUR_XARGS):
                 raise ConfigError(f"xargs: {name} is never taken from clients", param="xargs")
+
+    @property
+    def stages_encode(self) -> bool:
+        """Whether P and D have an encoder, for what no other stage encodes."""
+        return self.send_pixels != "never"
 
     def slos_of_models(self) -> Mapping[str, tuple[float, float]]:
         """Limits in seconds by name of a model: to the first token, and per token after that.

@@ -132,9 +132,10 @@ class Encoders:
 
     async def _available(self, order: EncodeOrder, tried: Collection[IncarnationId]) -> Sequence[Candidate] | str:
         """Encoders to choose from, or why there are none. Waits for room in a store, `encode_s` at most, and in a pause
-        for an encoder, which may be on its way."""
-        pause = self._table.pause
+        for an encoder, which may be on its way; `instance_wait_s` where no other stage encodes."""
+        pause, needed = self._table.pause, not self._services.settings.stages_encode
         until = pause.now() + self._timeouts.encode_s
+        needed_until = pause.now() + self._timeouts.instance_wait_s
         waits = False
         while True:
             untried = [encoder for encoder in self._table.live(Role.E) if encoder.incarnation_id not in tried]
@@ -143,19 +144,20 @@ class Encoders:
             left_s = until - pause.now()
             if roomy:
                 return preferred(roomy, [one.incarnation_id for one in roomy if one.incarnation in order.shunned])
-            if untried and not heard:
+            if untried and not heard and not needed:
                 return "encoder_silent"
-            if not untried:
-                left_s = pause.left_s
+            if not heard:
+                left_s = needed_until - pause.now() if needed else pause.left_s
             if left_s <= 0:
-                return "store_full" if untried else "encoder_failed" if tried else "no_encoder"
+                absent = "encoder_silent" if untried else "encoder_failed" if tried else "no_encoder"
+                return "store_full" if heard else absent
             order.ctx.passed.leased(Stage.ENCODE)  # nobody else waits for it meanwhile
-            if untried:
+            if heard:
                 self._metrics.store_waits.inc()
                 if not waits:
-                    order.ctx.record.note("waits", line="store", full=len(untried))
-                waits, left_s = True, min(left_s, RELOOK_S)
-            await self._table.changed(left_s)
+                    order.ctx.record.note("waits", line="store", full=len(heard))
+                waits = True
+            await self._table.changed(min(left_s, RELOOK_S) if untried else left_s)
 
     async def _encode_at(
         self, lease: Lease, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId]

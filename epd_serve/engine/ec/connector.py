@@ -33,6 +33,7 @@ from epd_serve.engine.ec.producer import FeatureProducer
 from epd_serve.engine.ec.slab_copier import SlabCopier
 from epd_serve.engine.ec.step import FeatureStep
 from epd_serve.engine.ec.store_access import open_local_store
+from epd_serve.engine.encoder_free import split_deepstack_rows
 from epd_serve.engine.worker_start import after_loading, before_steps
 from epd_serve.trace import DeviceTrace, Trace
 from epd_serve.wake import idle_waiter
@@ -72,6 +73,7 @@ class FeatureConnector(ECConnectorBase):
         if role is not ECConnectorRole.SCHEDULER:
             self._memory = memory_here(torch.device(vllm_config.device_config.device).type)
             if self.is_consumer:
+                split_deepstack_rows(vllm_config)
                 self._arena = Arena.attach(wiring.arena)
                 self._loaded = DeviceTrace(Trace(wiring.trace_path, wiring.instance), self._memory)
                 self._opened = [self._loaded, self._arena]
