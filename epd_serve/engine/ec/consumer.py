@@ -8,6 +8,8 @@ without tokens (reference: driving prefetch from worker steps starves it).
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,9 +21,10 @@ from epd_serve.engine.ec.features import Failure, Features
 from epd_serve.engine.ec.listener import FeatureListener
 from epd_serve.engine.ec.partial_prefill import SpareBlocks
 from epd_serve.engine.ec.step import (
-    FeatureSlot,
+    FeatureLoad,
     FeatureStep,
-    item_keys,
+    feature_keys,
+    item_parts,
     items_ahead,
     must_not_recompute,
     not_encoded,
@@ -33,6 +36,7 @@ from epd_serve.wiring import StageWiring
 from store.arena import Lease
 from store.errors import StoreError
 from store.feature_pool import FeaturePool
+from store.keys import part_of
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -66,7 +70,8 @@ class FeatureConsumer:
         self._reserved: set[str] = set()  # requests of D that were let through
         self._fails_if_lost: dict[str, bool] = {}  # by request
         self._step = FeatureStep()
-        self._promised: dict[str, Lease] = {}  # in this step
+        self._promised: dict[str, list[Lease]] = {}  # in this step
+        self._parts: dict[str, dict[str, list[str]]] = {}  # request → parts of its items that come in parts
         self._spare: SpareBlocks | None = None
         self._awaited_at: int | None = None  # where the request that was asked about last has to stop
         self._listener = FeatureListener(wiring, self._pool, self.features, self._announcer.changed)
@@ -82,7 +87,7 @@ class FeatureConsumer:
         """Called by our scheduler class. Whatever a request that is computed here waits for first, its features are
         looked for now and when they are announced: P asks for them only when D has reserved blocks."""
         if request.mm_features and not self._is_received(request):
-            self.look_for(item_keys(request))
+            self.look_for(feature_keys(request))
 
     def look_for(self, keys: Iterable[str]) -> None:
         """A request will ask for these features."""
@@ -96,16 +101,25 @@ class FeatureConsumer:
         items = items_ahead(request, num_computed_tokens)
         if not items:
             return self._passed(request)
-        settled = self.settled(
-            request.request_id,
-            [item.identifier for item in items],
-            must_not_recompute=self._must_not_recompute(request),
-            worth=self._worth(request, items, num_computed_tokens),
-        )
+        settled = self._settled_items(request, items, self._worth(request, items, num_computed_tokens))
         if settled != len(items) and (missing := not_encoded(request)):
             self.give_up(missing, "not_encoded")
         self._awaited_at = items[settled].mm_position.offset if settled is not None and settled < len(items) else None
         return settled is not None
+
+    def _settled_items(self, request: Request, items: Sequence[MultiModalFeatureSpec], worth: int | None) -> int | None:
+        """`settled`, where an item is as many features as it has parts: counted in items."""
+        if parts := item_parts(request):
+            self._parts[request.request_id] = parts
+        features = [parts.get(item.identifier, [item.identifier]) for item in items]
+        ends = list(itertools.accumulate(map(len, features)))
+        settled = self.settled(
+            request.request_id,
+            list(itertools.chain.from_iterable(features)),
+            must_not_recompute=self._must_not_recompute(request),
+            worth=None if worth is None else sum(map(len, features[:worth])),
+        )
+        return None if settled is None else bisect.bisect_right(ends, settled)
 
     def settled(
         self, request: str, keys: Sequence[str], *, must_not_recompute: bool = False, worth: int | None = None
@@ -113,7 +127,7 @@ class FeatureConsumer:
         """How many items vLLM may compute, from the first on; None where it may not run the request. O(len(keys)).
 
         Args:
-            keys: identifiers of its items that its prefill has not passed, in the order of the prompt.
+            keys: of features of its items that its prefill has not passed, in the order of the prompt.
             must_not_recompute: a lost feature fails it (`take_failed`) instead of being encoded here.
             worth: with so many of them it may begin before the others are here. None: it may not.
         """
@@ -124,7 +138,8 @@ class FeatureConsumer:
         self._ring_for_news()
         if isinstance(answer, Failure):
             logger.warning("request %s: %d features are lost (%s)", request, len(answer.keys), answer.cause)
-            self._announcer.announce(wire.FeatureMissing(proxy_request_id(request), answer.keys, answer.cause))
+            lost = dict.fromkeys(part.whole if (part := part_of(key)) else key for key in answer.keys)
+            self._announcer.announce(wire.FeatureMissing(proxy_request_id(request), list(lost), answer.cause))
             return None
         return answer
 
@@ -143,15 +158,19 @@ class FeatureConsumer:
         return self.features.partial == request.request_id
 
     def has(self, key: str) -> bool:
-        """Whether it is pinned: it stays until the requests that it is pinned for have finished."""
-        if (held := self.pinned(key)) is not None:
-            self._promised[key] = held
+        """Whether it is pinned, or all of its parts: they stay until the requests that they are pinned for have
+        finished."""
+        for features in ([key], *(parts[key] for parts in self._parts.values() if key in parts)):
+            held = [lease for one in features if (lease := self.pinned(one)) is not None]
+            if len(held) == len(features):
+                self._promised[key] = held
+                break
         return key in self._promised
 
     def allocated(self, request: Request, key: str) -> None:
         """vLLM's cache has a place for it. What was not promised is being encoded, even if it came just now."""
         if key in self._promised:
-            self._step.loads.append(FeatureSlot.of(self._promised[key]))
+            self._step.loads.append(FeatureLoad.of(key, self._promised[key]))
 
     def step(self, finished: Collection[str]) -> FeatureStep:
         """What the worker is told. `finished`: requests that no step can be loading for any more."""
@@ -206,6 +225,7 @@ class FeatureConsumer:
         for request in requests:
             self._fails_if_lost.pop(request, None)
             self._reserved.discard(request)
+            self._parts.pop(request, None)
         with self.features.lock:
             self.features.release(requests)
             short = bool(requests) and self.features.without_room()
@@ -226,7 +246,7 @@ class FeatureConsumer:
             self.features.passed(request.request_id)
         decodes = received or (self._wiring.role.decodes and not self._wiring.both)
         if decodes and self._must_not_recompute(request):  # who only prefills is retried from the start
-            self.keep(request.request_id, item_keys(request))
+            self.keep(request.request_id, feature_keys(request))
         return True
 
     def _is_received(self, request: Request) -> bool:
@@ -240,7 +260,7 @@ class FeatureConsumer:
         if request.request_id in self._reserved:
             return False
         given_up = not_encoded(request)
-        first = next((key for key in item_keys(request) if key not in given_up), "")
+        first = next((key for key in feature_keys(request) if key not in given_up), "")
         with self.features.lock:
             early = self.features.early(request.request_id, first, time.monotonic())
         if not early:
