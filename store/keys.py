@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from store.errors import StoreError
 
@@ -70,7 +71,8 @@ def feature_key(
     return f"{whose.hexdigest()[:3]}-{digest.hexdigest()}"
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Part:
     """Of an image whose tiles are dealt out in `count` equal shares, in order: the one of this index."""
 
     whole: str
@@ -94,6 +96,21 @@ def part_of(key: str) -> Part | None:
         return None
     part = Part(named[1], int(named[2]), int(named[3]))
     return part if part.index < part.count else None
+
+
+def whole_of(key: str) -> str:
+    """The key of the image that a part is of; any other key as it is."""
+    part = part_of(key)
+    return part.whole if part is not None else key
+
+
+def parts_by_whole(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Keys of parts by the keys of their images; keys of whole features are left out."""
+    parts: dict[str, list[str]] = {}
+    for key in keys:
+        if (whole := whole_of(key)) != key:
+            parts.setdefault(whole, []).append(key)
+    return parts
 
 
 def tenant_of(key: str) -> int:

@@ -9,6 +9,9 @@ out in the order of the prompt, in which the prefill needs them. Only small ones
 proxy time whatever is in it. Within a call each item is still stored and announced when it is done, so a consumer's
 prefetch never waits for the others.
 
+One image of several tiles can keep several idle encoders busy: it is cut into parts (`store/keys.py`), which are items
+from there on. One that fails is tried elsewhere as any item is; the image is there when all of its parts are.
+
 A leader of a flight that fails hands over to exactly one follower, and after `tries` failures all give up together; a
 leader that leaves (its client did) hands over without a failure. Lives in one event loop, no locks.
 
@@ -23,7 +26,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
@@ -36,10 +39,11 @@ from proxy.media.loader import LoadedItem
 from proxy.registry.instance_state import Lease, Work
 from proxy.request.client import CancelScope
 from proxy.request.parse import Endpoint
-from proxy.routing.policy import Candidate, calls, preferred, share_of, spread, with_neighbours
+from proxy.routing.policy import Candidate, calls, parts_of, preferred, share_of, spread, with_neighbours
 from proxy.stages.bodies import encode_body
 from proxy.stages.circuits import StageCall
 from proxy.strict_json import encoded
+from store.keys import part_keys, part_of
 
 logger = logging.getLogger(__name__)
 RELOOK_S = 0.5  # a full store's last report may lapse without any news
@@ -52,6 +56,7 @@ class EncodeOrder:
 
     Attributes:
         seats: by key, in the flights of the items: told of each that is done, and left where items wait apart.
+        parts: the same of parts of items that are cut.
         again: keys to be encoded even where they are believed to be there.
         shunned: incarnations of encoders to ask last (they made what got lost).
     """
@@ -60,6 +65,11 @@ class EncodeOrder:
     seats: Mapping[str, Seat]
     again: frozenset[str] = frozenset()
     shunned: frozenset[str] = frozenset()
+    parts: dict[str, PartSeat] = field(default_factory=dict)
+
+    def seat(self, key: str) -> Seat | PartSeat:
+        """Of an item, or of a part of one."""
+        return self.parts[key] if key in self.parts else self.seats[key]
 
 
 class Encoders:
@@ -69,7 +79,7 @@ class Encoders:
         self._services = services
         self._table, self._metrics = services.table, services.metrics
         self._directory = services.dispatcher.directory
-        self._timeouts = services.settings.timeouts
+        self._timeouts, self._most_parts = services.settings.timeouts, services.settings.image_parts
 
     async def encode(
         self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId] = frozenset()
@@ -86,7 +96,7 @@ class Encoders:
         ctx = order.ctx
         if apart_s := ctx.watched.apart_s:
             for item in items:
-                order.seats[item.key].leave()  # nobody else must wait for them meanwhile
+                order.seat(item.key).leave()  # nobody else must wait for them meanwhile
             ctx.passed.give_back()
             since = time.monotonic()
             await asyncio.sleep(apart_s)
@@ -98,6 +108,8 @@ class Encoders:
         if isinstance(encoders, str):
             ctx.passed.leased(Stage.ENCODE)
             return self.give_up(ctx, len(items), encoders)
+        if not tried:
+            items = self._cut(order, items, encoders)
         costs = [item.tokens for item in items]
         each = share_of(costs, len(encoders))
         workers = with_neighbours(encoders, each)
@@ -114,6 +126,29 @@ class Encoders:
                 works.append(self._encode_at(lease, order, [items[index] for index in part], tried))
             ctx.passed.leased(Stage.ENCODE)
             await together(works)
+
+    def _cut(self, order: EncodeOrder, items: Sequence[LoadedItem], encoders: Sequence[Candidate]) -> list[LoadedItem]:
+        """The same with images of several tiles in parts, where encoders would have nothing to do otherwise; cut as
+        they are where another proxy is having them encoded. Whole where a part may have been lost, and where only vLLM
+        knows the items' names."""
+        if order.again or order.ctx.request.processor_options or all(item.tiles == 1 for item in items):
+            return list(items)
+        idle = [one for one in encoders if not (one.load or any(one.neighbours_s))]
+        places = {self._table.instance(one.id).computes_on or one.id for one in idle}
+        now, cut = time.monotonic(), list[LoadedItem]()
+        for item in items:
+            count = len(self._directory.parts(item.key, now))
+            if not (count or self._directory.is_coming(item.key, now)):
+                count = parts_of(item.tiles, len(items), min(len(places), len(items) * self._most_parts))
+            if count < 2:
+                cut.append(item)
+                continue
+            self._metrics.image_parts.inc(count)
+            siblings: list[PartSeat] = []
+            for key in part_keys(item.key, count):
+                cut.append(replace(item, key=key, tokens=item.tokens / count, tiles=1))
+                order.parts[key] = PartSeat(order.seats[item.key], siblings)
+        return cut
 
     def _join_makers(
         self, items: Sequence[LoadedItem], encoders: Sequence[Candidate], shares: Sequence[list[int]]
@@ -161,7 +196,7 @@ class Encoders:
         self, lease: Lease, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId]
     ) -> None:
         """One call, and what has to be done elsewhere of it. Releases `lease`."""
-        ctx, instance, seats = order.ctx, lease.instance, order.seats
+        ctx, instance = order.ctx, lease.instance
         incarnation_id = instance.incarnation_id
         try:
             with ctx.watched.at(incarnation_id, encoding=True) as stay, self._services.circuits.call(instance) as call:
@@ -187,8 +222,8 @@ class Encoders:
                     metadata, maker = entry.get("metadata"), instance.incarnation
                     self._directory.promised(item.key, metadata, maker=maker, now=time.monotonic())
             if there:
-                seats[item.key].land()
-        if left := [item for item in items if not seats[item.key].landed]:
+                order.seat(item.key).land()
+        if left := [item for item in items if not order.seat(item.key).landed]:
             await self._elsewhere(order, left, instance, tried | {incarnation_id})
 
     async def _elsewhere(
@@ -233,7 +268,11 @@ class Encoders:
         finally:
             watchdog.unwatch(silence)
             self._metrics.stage_seconds.labels("E", outcome).observe(time.monotonic() - begun)
-            ctx.record.took("encode_call", begun, span=span, stage=instance.id, items=len(items), outcome=outcome)
+            parts = [f"{part.index}-{part.count}" for item in items if (part := part_of(item.key)) is not None]
+            which = {"parts": ",".join(parts)} if parts else {}
+            ctx.record.took(
+                "encode_call", begun, span=span, stage=instance.id, items=len(items), outcome=outcome, **which
+            )
 
     def _hangs(self, incarnation_id: IncarnationId) -> bool:
         return self._table.silence_s(*incarnation_id) > self._timeouts.encode_silence_s
@@ -343,3 +382,25 @@ class Seat:
 
     def __exit__(self, *_: object) -> None:
         self.leave()
+
+
+class PartSeat:
+    """For one part of an image, whose seat lands with the last of its parts.
+
+    Args:
+        whole: of the image. siblings: of all its parts; this one is added.
+    """
+
+    def __init__(self, whole: Seat, siblings: list[PartSeat]) -> None:
+        self._whole, self._siblings, self.landed = whole, siblings, False
+        siblings.append(self)
+
+    def land(self) -> None:
+        """The part is there."""
+        self.landed = True
+        if all(one.landed for one in self._siblings):
+            self._whole.land()
+
+    def leave(self) -> None:
+        """Give the image's place up."""
+        self._whole.leave()

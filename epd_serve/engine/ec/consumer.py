@@ -36,7 +36,7 @@ from epd_serve.wiring import StageWiring
 from store.arena import Lease
 from store.errors import StoreError
 from store.feature_pool import FeaturePool
-from store.keys import part_of
+from store.keys import whole_of
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -138,7 +138,7 @@ class FeatureConsumer:
         self._ring_for_news()
         if isinstance(answer, Failure):
             logger.warning("request %s: %d features are lost (%s)", request, len(answer.keys), answer.cause)
-            lost = dict.fromkeys(part.whole if (part := part_of(key)) else key for key in answer.keys)
+            lost = dict.fromkeys(map(whole_of, answer.keys))
             self._announcer.announce(wire.FeatureMissing(proxy_request_id(request), list(lost), answer.cause))
             return None
         return answer

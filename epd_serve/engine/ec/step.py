@@ -15,7 +15,7 @@ from epd_serve.wire import ALL_MISSING, ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISS
 from npu_ops.memory import DeviceMemory
 from store.arena import Arena, Lease
 from store.feature import FeatureMeta
-from store.keys import part_of
+from store.keys import parts_by_whole
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -50,11 +50,7 @@ def item_keys(request: Request) -> list[str]:
 
 def item_parts(request: Request) -> dict[str, list[str]]:
     """Keys of the parts of those items that come in parts, by the proxy's word."""
-    parts: dict[str, list[str]] = {}
-    for key in _keys(request, PARTS_XARG):
-        if (part := part_of(key)) is not None:
-            parts.setdefault(part.whole, []).append(key)
-    return parts
+    return parts_by_whole(_keys(request, PARTS_XARG))
 
 
 def feature_keys(request: Request) -> list[str]:
