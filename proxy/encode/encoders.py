@@ -43,7 +43,7 @@ from proxy.routing.policy import Candidate, calls, parts_of, preferred, share_of
 from proxy.stages.bodies import encode_body
 from proxy.stages.circuits import StageCall
 from proxy.strict_json import encoded
-from store.keys import part_keys, part_of
+from store.keys import part_keys, part_of, parts_by_whole, whole_of
 
 logger = logging.getLogger(__name__)
 RELOOK_S = 0.5  # a full store's last report may lapse without any news
@@ -79,7 +79,7 @@ class Encoders:
         self._services = services
         self._table, self._metrics = services.table, services.metrics
         self._directory = services.dispatcher.directory
-        self._timeouts, self._most_parts = services.settings.timeouts, services.settings.image_parts
+        self._timeouts = services.settings.timeouts
 
     async def encode(
         self, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId] = frozenset()
@@ -108,15 +108,12 @@ class Encoders:
         if isinstance(encoders, str):
             ctx.passed.leased(Stage.ENCODE)
             return self.give_up(ctx, len(items), encoders)
-        if not tried:
-            items = self._cut(order, items, encoders)
+        items, workers, shares = self._placed(order, items, encoders)
         costs = [item.tokens for item in items]
-        each = share_of(costs, len(encoders))
-        workers = with_neighbours(encoders, each)
-        shares = spread([item.key for item in items], costs, workers)
         if not order.again:
             self._join_makers(items, encoders, shares)
-        ctx.record.spread(each, workers, [one.id for one, share in zip(workers, shares, strict=True) if share])
+        chosen = [one.id for one, share in zip(workers, shares, strict=True) if share]
+        ctx.record.spread(share_of(costs, len(encoders)), workers, chosen)
         with ExitStack() as leases:
             works = []
             for worker, part in calls(costs, shares, alone=bool(tried)):
@@ -127,28 +124,49 @@ class Encoders:
             ctx.passed.leased(Stage.ENCODE)
             await together(works)
 
-    def _cut(self, order: EncodeOrder, items: Sequence[LoadedItem], encoders: Sequence[Candidate]) -> list[LoadedItem]:
-        """The same with images of several tiles in parts, where encoders would have nothing to do otherwise; cut as
-        they are where another proxy is having them encoded. Whole where a part may have been lost, and where only vLLM
-        knows the items' names."""
-        if order.again or order.ctx.request.processor_options or all(item.tiles == 1 for item in items):
-            return list(items)
+    def _placed(
+        self, order: EncodeOrder, items: Sequence[LoadedItem], encoders: Sequence[Candidate]
+    ) -> tuple[list[LoadedItem], Sequence[Candidate], list[list[int]]]:
+        """The items, the encoders as they are compared, and for each of these the indices of its items. An image of
+        several tiles is in as many parts as there are idle encoders for, of which each gets one; cut as it is where
+        another proxy is having it encoded."""
+        now, count = time.monotonic(), self._most_parts_of(order, items, encoders)
+
+        def parts(item: LoadedItem) -> Sequence[LoadedItem]:
+            known = len(self._directory.parts(item.key, now))
+            own = known or (1 if self._directory.is_coming(item.key, now) else min(item.tiles, count))
+            if own == 1:
+                return [item]
+            part = replace(item, tokens=item.tokens / own, tiles=1)
+            return [replace(part, key=key) for key in part_keys(item.key, own)]
+
+        while True:
+            placed = [part for item in items for part in (parts(item) if count > 1 else [item])]
+            costs = [item.tokens for item in placed]
+            workers = with_neighbours(encoders, share_of(costs, len(encoders)))
+            shares = spread([item.key for item in placed], costs, workers)
+            wholes = [[whole_of(placed[index].key) for index in share] for share in shares]
+            if count == 1 or all(len(set(share)) == len(share) for share in wholes):
+                break
+            count -= 1  # one would get two parts of an image, and process it twice
+        self._seat_parts(order, placed)
+        return placed, workers, shares
+
+    def _most_parts_of(self, order: EncodeOrder, items: Sequence[LoadedItem], encoders: Sequence[Candidate]) -> int:
+        """In how many parts an image may be cut. Not where a part may have been lost, nor where only vLLM knows the
+        items' names."""
+        most = max(item.tiles for item in items)
+        if most == 1 or len(encoders) == 1 or order.again or order.ctx.request.processor_options:
+            return 1
         idle = [one for one in encoders if not (one.load or any(one.neighbours_s))]
         places = {self._table.instance(one.id).computes_on or one.id for one in idle}
-        now, cut = time.monotonic(), list[LoadedItem]()
-        for item in items:
-            count = len(self._directory.parts(item.key, now))
-            if not (count or self._directory.is_coming(item.key, now)):
-                count = parts_of(item.tiles, len(items), min(len(places), len(items) * self._most_parts))
-            if count < 2:
-                cut.append(item)
-                continue
-            self._metrics.image_parts.inc(count)
+        return min(self._services.settings.image_parts, parts_of(most, len(items), len(places)))
+
+    def _seat_parts(self, order: EncodeOrder, items: Sequence[LoadedItem]) -> None:
+        for whole, keys in parts_by_whole(item.key for item in items if item.key not in order.parts).items():
             siblings: list[PartSeat] = []
-            for key in part_keys(item.key, count):
-                cut.append(replace(item, key=key, tokens=item.tokens / count, tiles=1))
-                order.parts[key] = PartSeat(order.seats[item.key], siblings)
-        return cut
+            order.parts.update((key, PartSeat(order.seats[whole], siblings)) for key in keys)
+            self._metrics.image_parts.inc(len(keys))
 
     def _join_makers(
         self, items: Sequence[LoadedItem], encoders: Sequence[Candidate], shares: Sequence[list[int]]
