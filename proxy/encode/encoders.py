@@ -236,6 +236,8 @@ class Encoders:
                 there = not order.again and self._directory.knows(item.key, time.monotonic())  # before the encoder died
             else:
                 there, entry = True, entries.get(item.key)
+                if not entries and item.key in order.parts:
+                    entry = {"metadata": None}  # vLLM 0.23 says nothing, and P has to be told of parts
                 if isinstance(entry, dict) and entry:  # else its announcement will say
                     metadata, maker = entry.get("metadata"), instance.incarnation
                     self._directory.promised(item.key, metadata, maker=maker, now=time.monotonic())

@@ -15,7 +15,19 @@ from proxy.registry.instance_state import Work
 from proxy.routing.policy import parts_of
 from proxy.stages.bodies import media_name
 from store.keys import part_keys, whole_of
-from tests.proxy.fakes import Cluster, cluster, data_url, encodes, hangs, image_file, once, parts, refuses, settings
+from tests.proxy.fakes import (
+    Cluster,
+    cluster,
+    data_url,
+    encodes,
+    hangs,
+    image_file,
+    once,
+    parts,
+    refuses,
+    replies,
+    settings,
+)
 from tests.proxy.generate.test_delivery import loses
 
 SIDE = 8
@@ -64,6 +76,29 @@ async def test_two_idle_encoders_get_half_an_image_each_and_prefill_hears_of_bot
         assert (await c.ask(tiles(3))).status_code == 200
         assert len(asked(c)) == 2, "it is there, in parts"
         assert told(c)[PARTS_XARG] == ",".join(part_keys(key, 2))
+
+
+async def test_prefill_hears_of_parts_whatever_encoders_say_in_their_answers(two: Any) -> None:
+    async with two as c:  # whose encoders answer as those of vLLM 0.23
+        assert (await c.ask(tiles(3))).status_code == 200
+        assert told(c)[PARTS_XARG] == ",".join(part_keys(whole_of(asked(c)[0]), 2))
+
+
+async def test_an_encoder_that_could_not_cut_has_made_the_whole(two: Any) -> None:
+    async with two as c:
+
+        async def uncut(stage: Any, call: Any, receive: Any, send: Any) -> None:
+            [part] = call.body["messages"][0]["content"]
+            key = whole_of(part["uuid"])
+            c.pipeline.dispatcher.dispatch(FeatureReady(key, 100, f"{stage.id}-life1", pooled=True))
+            entries = {key: {"item_indices": [0], "metadata": {}}}
+            await replies(200, {"object": "x", "choices": [], "ec_transfer_params": entries})(
+                stage, call, receive, send
+            )
+
+        c["E0"].usual = c["E1"].usual = uncut
+        assert (await c.ask(tiles(3))).status_code == 200
+        assert PARTS_XARG not in told(c) and MISSING_XARG not in told(c)
 
 
 async def test_there_are_no_more_parts_than_tiles() -> None:
