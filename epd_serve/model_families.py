@@ -114,7 +114,8 @@ FAMILIES: tuple[Family, ...] = (
         "InternVL, Intern-S1 (as transformers has them)",
         "InternVLForConditionalGeneration",
         _PICTURES,
-        "One feature per image whatever the number of its tiles; rows of the language model's width.",
+        "One feature per image whatever the number of its tiles; rows of the language model's width. The tower takes "
+        "each tile by itself, so several encoders can share an image; no metadata stands in for one, so P gets media.",
         preset="internvl-tiny",
     ),
     Family(
@@ -127,8 +128,8 @@ FAMILIES: tuple[Family, ...] = (
         "LLaVA-OneVision",
         "LlavaOnevisionForConditionalGeneration",
         _PICTURES,
-        "One feature per image, its rows those of the tiles and line ends after unpadding. Image and video share a "
-        "tower.",
+        "One feature per image, its rows those of the tiles and line ends after unpadding, which run across tiles: no "
+        "image is shared by encoders. Image and video share a tower.",
         preset="llava-onevision-tiny",
     ),
     Family(

@@ -38,6 +38,10 @@ ENCODE_AGAIN_XARG = "epd_encode_again"
 """Proxy → E, in `vllm_xargs`: comma-separated keys that a consumer could not get. E must not take its own word, or the
 store's index, for it that they are there."""
 
+PARTS_XARG = "epd_parts"
+"""Proxy → P, PD, D, in `vllm_xargs`: comma-separated keys of parts (`store.keys.part_keys`), in order. An item whose
+parts are named comes from these features, one behind the other, and has none of its own."""
+
 PROMPT_XARG = "epd_prompt"
 """Proxy → P, PD, D, in `vllm_xargs`: the digests at which the prompt can be cut (`PromptBlocks.nodes`), base64."""
 

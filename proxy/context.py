@@ -49,16 +49,19 @@ class Features:
         missing: keys of items that no encoder produced; the prefilling stage encodes them from the media.
         metadata: what stands in for the media, by key, where that is known.
         metadata_in_use: the encoders of this deployment give metadata, for whatever item.
+        parts: keys of the parts of each item that several encoders made together, by its key.
     """
 
     missing: tuple[str, ...] = ()
     metadata: Mapping[str, Metadata] = field(default_factory=dict)
     metadata_in_use: bool = False
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def without(self, keys: list[str]) -> Features:
         """The same, where the prefilling stage need not wait for these any more."""
         missing = tuple(dict.fromkeys((*self.missing, *keys)))
-        return Features(missing, self.metadata, self.metadata_in_use)
+        parts = {key: its for key, its in self.parts.items() if key not in missing}
+        return Features(missing, self.metadata, self.metadata_in_use, parts)
 
 
 class Services(NamedTuple):

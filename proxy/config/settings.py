@@ -80,6 +80,8 @@ class ProxyOptions(Checked):
             media, `never` the metadata alone, as they have no encoder: E then encodes again what gets lost.
         overlap: P and D are called while encoders work: `always` as soon as the metadata of all items is known, `auto`
             too, but D only when the first feature is stored where the tower shares cores with them, or `never`.
+        image_parts: most encoders that share one image, where they have nothing else to do and the model's tower takes
+            tiles each by itself (InternVL); 1 has each image encoded by one.
         on_missing_feature: `recompute` lets P encode what got lost, `reencode` has an encoder do it again first.
         first_token: `prefill` shows streams the first token of P, after which D goes on, `decode` that of D.
         go_on: how a stream goes on at another instance after its own is gone: `auto` by one prefill of what the client
@@ -126,6 +128,7 @@ class ProxyOptions(Checked):
     shared_features: bool = False
     send_pixels: Literal["auto", "always", "never"] = "auto"
     overlap: Literal["auto", "always", "never"] = "auto"
+    image_parts: Count = 8
     on_missing_feature: Literal["recompute", "reencode"] = "recompute"
     first_token: Literal["prefill", "decode"] = "prefill"
     go_on: Literal["auto", "replay", "never"] = "auto"

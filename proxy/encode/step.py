@@ -204,7 +204,9 @@ class EncodeStep:
     def _features(self, ctx: RequestContext, missing: Sequence[str]) -> Features:
         by_key = {item.key: self._directory.metadata(item.key) for item in ctx.items}
         metadata = {key: fields for key, fields in by_key.items() if fields is not None}
-        return Features(tuple(missing), metadata, self._directory.has_had_metadata)
+        now = time.monotonic()
+        parts = {key: its for key in by_key if key not in missing and (its := self._directory.parts(key, now))}
+        return Features(tuple(missing), metadata, self._directory.has_had_metadata, parts)
 
 
 class HostArena:

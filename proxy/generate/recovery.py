@@ -43,6 +43,7 @@ grammars advance, penalties count and parsers see each of them.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -51,7 +52,7 @@ from msgspec import Struct
 
 from epd_serve.answer_flags import parses_chat
 from epd_serve.errors import StageError
-from epd_serve.wire import ALL_MISSING, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG, FeatureMissing
+from epd_serve.wire import ALL_MISSING, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG, PARTS_XARG, FeatureMissing
 from proxy.config.limits import MigrationLimits
 from proxy.config.settings import ProxySettings
 from proxy.context import Delivery, RequestContext
@@ -211,11 +212,13 @@ def delivered(ctx: RequestContext, delivery: Delivery, settings: ProxySettings) 
     """The body that both P's and D's are made from."""
     if ctx.features is None:
         return ctx.base
-    if delivery is Delivery.METADATA:
-        return with_xargs(placeholder_body(ctx.base, ctx.items, ctx.features.metadata), **_FAIL)
-    if delivery is Delivery.FEATURES:
-        return with_xargs(ctx.base, **_FAIL)
     base, missing = ctx.base, ctx.features.missing
+    if parts := ctx.features.parts:
+        base = with_xargs(base, **{PARTS_XARG: ",".join(itertools.chain.from_iterable(parts.values()))})
+    if delivery is Delivery.METADATA:
+        return with_xargs(placeholder_body(base, ctx.items, ctx.features.metadata), **_FAIL)
+    if delivery is Delivery.FEATURES:
+        return with_xargs(base, **_FAIL)
     if renamed := _renamed(ctx, settings):
         base = renamed_body(base, renamed)
         missing = tuple(dict.fromkeys(media_name(item.key) for item in renamed))

@@ -156,13 +156,13 @@ class FeatureConnector(ECConnectorBase):
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         """Views of this step's features, or copies from the arena. The scheduler side keeps both, so they are there."""
         begun = time.monotonic()
-        for slot in self._bound_step().loads:
-            if slot.key not in encoder_cache:
-                if slot.slab_at is not None and self._copier is not None:
-                    encoder_cache[slot.key] = self._copier.view(slot.meta, slot.slab_at)
+        for load in self._bound_step().loads:
+            if load.key not in encoder_cache:
+                if load.is_in_slab and self._copier is not None:
+                    encoder_cache[load.key] = self._copier.view(load)
                 else:
-                    encoder_cache[slot.key] = slot.read(self._arena, self._memory)
-                self._loaded.stamp(slot.key, "feature_loaded", t0=begun)
+                    encoder_cache[load.key] = load.read(self._arena, self._memory)
+                self._loaded.stamp(load.key, "feature_loaded", t0=begun)
                 begun = time.monotonic()
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:

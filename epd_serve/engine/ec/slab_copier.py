@@ -23,12 +23,12 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.capture_gate import CaptureGate, capture_gate
+from epd_serve.engine.ec.step import FeatureLoad
 from epd_serve.engine.vital_thread import VitalThread
 from epd_serve.sockets import connect, open_socket
 from epd_serve.wake import WakeLine
 from npu_ops.memory import DeviceBlock, DeviceMemory, DeviceMemoryError
 from store.arena import Arena
-from store.feature import FeatureMeta
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +78,15 @@ class SlabCopier:
             self._freed_in, self._read = freed_in, self._memory.fence()
             self._begun.notify_all()
 
-    def view(self, meta: FeatureMeta, slab_at: int) -> torch.Tensor:
-        """The feature, uncopied. Its request was let through, so it is there."""
+    def view(self, load: FeatureLoad) -> torch.Tensor:
+        """The feature, uncopied; parts of one are joined on the device. Its request was let through, so it is there."""
         assert self._block is not None
-        flat = self._block.data[slab_at : slab_at + meta.nbytes]
-        return flat.view(getattr(torch, meta.dtype)).view(meta.shape)
+        parts = []
+        for slot in load.slots:
+            assert slot.slab_at is not None
+            flat = self._block.data[slot.slab_at : slot.slab_at + slot.meta.nbytes]
+            parts.append(flat.view(getattr(torch, slot.meta.dtype)).view(slot.meta.shape))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def close(self) -> None:
         """The copy under way ends first."""

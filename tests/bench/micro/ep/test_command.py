@@ -31,6 +31,9 @@ ROWS: Mapping[str, Sequence[Row]] = {
     ],
     "duplicates": [{"clients": 64, "encodes": 1, "encodes_when_known": 0}],
     "fetched": [{"fetched_bytes": 100, "needed_bytes": 100}],
+    "tiles": [
+        {"kind": "real", "round": 0, "encoders": of, "ttft_ms": 900.0 / of, "tower_ms": 700.0 / of} for of in (1, 2)
+    ],
 }
 CONTRACT = {
     "exposed_ms_1080p",
@@ -45,6 +48,7 @@ CONTRACT = {
     "encodes_for_64_duplicates",
     "event_p50_ms",
     "fetched_over_needed",
+    "tile_ttft_over_one",
 }
 
 

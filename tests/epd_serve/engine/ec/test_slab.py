@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from epd_serve import wire
 from epd_serve.engine.capture_gate import CaptureGate
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.slab_copier import SlabCopier
 from epd_serve.engine.ec.step import FeatureStep
 from epd_serve.roles import Role
 from store.arena import Arena
+from store.keys import part_keys
 from tests.epd_serve.engine.ec.stages import Stages, feature, is_ready
 from tests.epd_serve.engine.ec.vllm_stub import request
 from tests.fake_npu.device import FakeDevice
@@ -50,13 +52,13 @@ class Rank:
             self.copier.begin_step(step.freed_in)
         for key in freed:
             self.cache.pop(key, None)
-        for slot in step.loads:
-            if slot.key not in self.cache:
-                if slot.slab_at is None:
-                    self.copied.append(slot.key)
-                    self.cache[slot.key] = slot.read(self.arena, self.device)
+        for load in step.loads:
+            if load.key not in self.cache:
+                if load.is_in_slab:
+                    self.cache[load.key] = self.copier.view(load)
                 else:
-                    self.cache[slot.key] = self.copier.view(slot.meta, slot.slab_at)
+                    self.copied.append(load.key)
+                    self.cache[load.key] = load.read(self.arena, self.device)
         for key in keys:
             seen = self.cache[key]
             self.device.run(lambda key=key, seen=seen: self.read.append((key, seen.clone())))
@@ -151,7 +153,7 @@ def test_a_step_reads_what_was_copied_ahead_and_copies_nothing(world: Make) -> N
     w.late()
     w.put("a", "b")
     step = w.serve("r", "a", "b")
-    assert all(slot.slab_at is not None for slot in step.loads)
+    assert all(load.is_in_slab for load in step.loads)
     w.done()
     assert not any(rank.copied for rank in w.ranks) and len(w.ranks[0].read) == 2
 
@@ -193,7 +195,7 @@ def test_a_copy_waits_for_steps_that_may_still_read_what_lay_there(world: Make) 
     assert not w.may_run("s", "b")
     for gate in gates:
         gate.set()
-    assert w.serve("s", "b").loads[0].slab_at == 0
+    assert w.serve("s", "b").loads[0].slots[0].slab_at == 0
     w.done()
     assert [key for key, _ in w.ranks[0].read] == ["a", "a", "b"]
 
@@ -205,14 +207,14 @@ def test_steps_without_tokens_free_as_well(world: Make) -> None:
     w.serve("r", "a")
     w.p.release(["r"])
     w.run("", freed=("a",))
-    assert w.serve("s", "b").loads[0].slab_at == 0
+    assert w.serve("s", "b").loads[0].slots[0].slab_at == 0
     w.done()
 
 
 def test_before_every_rank_has_its_slab_features_are_copied_in_the_step(world: Make) -> None:
     w = world(features=0)
     w.put("a")
-    assert w.serve("r", "a").loads[0].slab_at is None
+    assert w.serve("r", "a").loads[0].slots[0].slab_at is None
     w.done()
     assert all(rank.copied == ["a"] for rank in w.ranks)
 
@@ -246,7 +248,7 @@ def test_a_corrupt_feature_is_read_by_nobody_although_it_was_copied(world: Make)
     assert not w.may_run("r", "a") and w.slab._places.find("a") is None
     wait_for(lambda: w.arena.stats().leased == 0)
     w.put("a")
-    assert w.serve("r", "a").loads[0].slab_at == 0
+    assert w.serve("r", "a").loads[0].slots[0].slab_at == 0
     w.done()
 
 
@@ -254,7 +256,7 @@ def test_what_does_not_fit_is_copied_in_the_step_and_nobody_waits_for_room(world
     w = world(features=2).opened()
     w.put("a", "b", "c")
     step = w.serve("r", "a", "b", "c")
-    assert sorted(slot.slab_at is None for slot in step.loads) == [False, False, True]
+    assert sorted(load.slots[0].slab_at is None for load in step.loads) == [False, False, True]
     w.done()
     assert counted(w, "slab_full")
 
@@ -262,7 +264,7 @@ def test_what_does_not_fit_is_copied_in_the_step_and_nobody_waits_for_room(world
 def test_a_feature_larger_than_the_slab_is_copied_in_the_step(world: Make) -> None:
     w = world(features=1).opened()
     w.put("a", rows=2 * ROWS)
-    assert w.serve("r", "a").loads[0].slab_at is None
+    assert w.serve("r", "a").loads[0].slots[0].slab_at is None
     w.done()
 
 
@@ -271,10 +273,10 @@ def test_what_requests_wait_for_is_not_dropped_for_others(world: Make) -> None:
     w.put("a", "b", "c")
     assert not w.may_run("r", "a", "not here")
     wait_for(lambda: is_ready(w.p, "a"))
-    assert w.serve("s", "b").loads[0].slab_at is not None
-    assert w.serve("t", "c").loads[0].slab_at is None, "vLLM has b, r waits for a"
+    assert w.serve("s", "b").loads[0].slots[0].slab_at is not None
+    assert w.serve("t", "c").loads[0].slots[0].slab_at is None, "vLLM has b, r waits for a"
     w.put("not here")
-    assert w.serve("r", "a", "not here").loads[0].slab_at is not None
+    assert w.serve("r", "a", "not here").loads[0].slots[0].slab_at is not None
     w.done()
 
 
@@ -287,7 +289,7 @@ def test_a_feature_that_had_no_room_is_copied_ahead_when_there_is_some(world: Ma
     w.p.release(["r"])
     w.run("", freed=("a",))
     assert not w.may_run("s", "b"), "not at once: it can be copied before"
-    assert w.serve("s", "b").loads[0].slab_at is not None
+    assert w.serve("s", "b").loads[0].slots[0].slab_at is not None
     w.done()
 
 
@@ -298,7 +300,7 @@ def test_what_vllm_has_freed_may_be_read_again_where_it_lies(world: Make) -> Non
     w.p.release(["r"])
     w.run("", freed=("a",))
     again = w.serve("s", "a")
-    assert first.loads[0].slab_at == again.loads[0].slab_at and counted(w, "slab_copied") == 1
+    assert first.loads[0].slots[0].slab_at == again.loads[0].slots[0].slab_at and counted(w, "slab_copied") == 1
     w.done()
 
 
@@ -307,7 +309,7 @@ def test_a_request_that_ends_before_it_was_scheduled_keeps_no_room(world: Make) 
     w.put("a", "b")
     w.let_through("r", "a")
     w.p.release(["r"])
-    assert w.serve("s", "b").loads[0].slab_at is not None
+    assert w.serve("s", "b").loads[0].slots[0].slab_at is not None
     w.done()
 
 
@@ -319,7 +321,28 @@ def test_two_requests_with_one_image_share_its_place(world: Make) -> None:
     w.run("r", "a")
     w.p.release(["r"])
     w.run("", freed=("a",))
-    assert w.serve("t", "b", "c").loads[1].slab_at is not None, "s would find a in vLLM's cache"
+    assert w.serve("t", "b", "c").loads[1].slots[0].slab_at is not None, "s would find a in vLLM's cache"
+    w.done()
+
+
+def test_parts_of_an_image_are_joined_on_the_device_and_leave_the_slab(world: Make) -> None:
+    w = world(features=2).opened()
+    w.late()
+    parts = part_keys("k", 2)
+    w.put(*parts)
+    w.right["k"] = torch.cat([w.right[part] for part in parts])
+    asked = request("r", "k", **{wire.PARTS_XARG: ",".join(parts)})
+    wait_for(lambda: w.p.may_run(asked, 0), "both parts")
+    assert w.p.has("k")
+    w.p.allocated(asked, "k")
+    step = w.p.step(())
+    assert step.loads[0].is_in_slab
+    for rank in w.ranks:
+        rank.step(step, (), ("k",))
+    w.p.release(["r"])
+    w.run("")  # vLLM still has the image, which is a tensor of its own
+    w.put("a", "b")
+    assert all(load.is_in_slab for load in w.serve("s", "a", "b").loads)
     w.done()
 
 
