@@ -215,6 +215,11 @@ class DeployConfig(EndpointConfig):
                 "--encoder-free: stages without an encoder take no media; leave send_pixels=always away",
                 param="encoder_free",
             )
+        if self.send_pixels == "never" and not self.encoder_free:
+            raise ConfigError(
+                "send_pixels=never is for stages without an encoder; serve them with --encoder-free",
+                param="send_pixels",
+            )
         if self.mooncake_master:
             host_and_port(self.mooncake_master)
             if self.mm_store == "arena":

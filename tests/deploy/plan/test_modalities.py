@@ -92,6 +92,9 @@ def test_a_vllm_that_takes_no_metadata_is_refused_by_name(tmp_path: Path, monkey
 def test_pixels_for_everybody_and_no_encoder_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--encoder-free: .*send_pixels=always"):
         DeployConfig(encoder_free=True, send_pixels="always")
+    with pytest.raises(ConfigError, match="serve them with --encoder-free"):
+        DeployConfig(send_pixels="never")
+    assert DeployConfig(encoder_free=True, send_pixels="never").encoder_free
 
 
 @pytest.mark.usefixtures("on_032")
