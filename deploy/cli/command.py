@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from deploy.cli import changing, end, key, parts, top, trace, why
+from deploy.cli import changing, end, key, parts, render, top, trace, why
 from deploy.cli.standard_output import until_the_reader_leaves
 from deploy.cli.which import Arguments, add_which
 from deploy.options.config import DeployConfig
@@ -57,6 +57,7 @@ COMMANDS = {
     ),
     "demo-model": Command("write a small model directory to try things with", parts.demo_model, parts.demo_model_flags),
     "key": Command("make, list or revoke the API keys of clients", None, key.key_flags),
+    "render": Command("write what somebody else's cluster runs a deployment by", None, render.render_flags),
     "plan": Command(
         "which layout suits your traffic on your devices, by simulation", planner.run_plan, planner.plan_flags
     ),

@@ -287,7 +287,7 @@ def variable_of(key: str) -> str:
     return "EPD_" + key.upper().replace(".", "_")
 
 
-def proxy_values(entries: Iterable[str]) -> dict[str, Any]:
+def proxy_values(entries: Iterable[str], owner: type = ProxyOptions, what: str = "proxy setting") -> dict[str, Any]:
     """Entries KEY=VALUE of `--proxy` as values by key; those of a repeatable one together.
 
     Raises:
@@ -297,9 +297,9 @@ def proxy_values(entries: Iterable[str]) -> dict[str, Any]:
     for entry in entries:
         key, equals, text = entry.partition("=")
         if not equals:
-            raise ConfigError(f"proxy setting {entry!r} is not KEY=VALUE", param="--proxy")
-        setting = find(ProxyOptions, key, "proxy setting")
-        value = setting.typed(text.strip(), f"proxy setting {key}")
+            raise ConfigError(f"{what} {entry!r} is not KEY=VALUE", param=f"--{what.split()[0]}")
+        setting = find(owner, key, what)
+        value = setting.typed(text.strip(), f"{what} {key}")
         values[setting.key] = values.get(setting.key, ()) + value if setting.notes.get("repeatable") else value
     return values
 
