@@ -9,24 +9,18 @@ controller places there: an extended resource belongs to one container, and stag
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import PurePosixPath
-from types import MappingProxyType
 from typing import Any
 
 import yaml
 
-from deploy.kubernetes.render_values import (
-    ADMIN_DIR,
-    CONFIG_FILE,
-    NODE_PORT,
-    SECRETS_DIR,
-    Mount,
-    Values,
-)
+from deploy.kubernetes.render_values import ADMIN_DIR, CONFIG_FILE, NODE_PORT, SECRETS_DIR, Mount, Values
 from epd_serve import __version__
 
 Manifest = dict[str, Any]
+Volume = tuple[Manifest, Manifest]
+"""One of a pod, and where its container sees it."""
 
 CONTROLLER, NODE = "controller", "node"
 DEVICES, NODES = "epd-serve/devices", "epd-serve/nodes"
@@ -41,9 +35,6 @@ SERVES = {"llm-d.ai/inference-serving": "true", "llm-d.ai/role": "encode-prefill
 LIVENESS = {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6}
 STARTUP = {"periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 90}
 READINESS = {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 2}
-
-LOST_S = 30
-"""After so long pods of a machine that is silent are given up, and their instances start elsewhere."""
 
 
 def manifests(values: Values) -> Iterator[Manifest]:
@@ -133,8 +124,8 @@ def nodes(values: Values) -> Manifest:
     whom = ["--listen", listen, "--secrets", SECRETS_DIR]
     within = str(values.await_empty_s)
     await_empty = ["epd-serve", "node", "--await-empty", *whom, "--within-s", within]
-    container = _container(values, NODE, ["node", *whom, "--advertise", "$(POD_IP)"]) | {
-        "env": [_from_pod("POD_IP", "status.podIP"), *_environment(values)],
+    address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    container = _container(values, NODE, ["node", *whom, "--advertise", "$(POD_IP)"], address) | {
         "ports": [
             {"name": "node", "containerPort": NODE_PORT},
             {"name": "clients", "containerPort": values.config.port},
@@ -147,19 +138,14 @@ def nodes(values: Values) -> Manifest:
         container["resources"] = {"limits": dict(values.limits), "requests": dict(values.limits)}
     if values.await_empty_s:
         container["lifecycle"] = {"preStop": {"exec": {"command": await_empty}}}
-    volumes = [*_members(values), _folder("shm", "/dev/shm", medium="Memory", sizeLimit=f"{values.shm}Mi")]
+    volumes = [_folder("shm", "/dev/shm", medium="Memory", sizeLimit=f"{values.shm}Mi")]
     volumes += [_bound(f"driver-{at}", Mount("host", path, path)) for at, path in enumerate(values.driver_paths)]
     pod = _pod(values, container, volumes) | {
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": values.grace_s,
         "tolerations": [
-            {
-                "key": f"node.kubernetes.io/{state}",
-                "operator": "Exists",
-                "effect": "NoExecute",
-                "tolerationSeconds": LOST_S,
-            }
-            for state in ("unreachable", "not-ready")
+            {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+            for state in ("unreachable", "not-ready")  # its instances start elsewhere so much later
         ],
     }
     if values.runtime_class:
@@ -176,31 +162,21 @@ def controller(values: Values) -> Manifest:
     """One at a time; nodes serve on while there is none."""
     words = ["serve", "--config", CONFIG_FILE, "--runtime", "kubernetes", "--node-secrets", SECRETS_DIR]
     container = _container(values, CONTROLLER, words) | {
-        "env": [
-            _from_pod("POD_NAME", "metadata.name"),
-            _from_pod("POD_NAMESPACE", "metadata.namespace"),
-            *_environment(values),
-        ],
         "ports": [{"name": "admin", "containerPort": values.config.admin_port}],
         "readinessProbe": {"httpGet": {"path": "/health", "port": "admin"}, **READINESS},
         "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}},
     }
     file = PurePosixPath(CONFIG_FILE).name
-    volumes = [
-        *_members(values),
-        _secrets("admin", ADMIN_DIR, _name(values, "admin")),
-        (
-            {"name": "config", "configMap": {"name": _name(values, "config")}},
-            {"mountPath": CONFIG_FILE, "subPath": file, "readOnly": True},  # no folder that others would be in
-        ),
-    ]
+    config = {"name": "config", "configMap": {"name": _name(values, "config")}}
+    where = {"mountPath": CONFIG_FILE, "subPath": file, "readOnly": True}  # a file: no other volume would be within it
+    volumes = [_secrets("admin", ADMIN_DIR, _name(values, "admin")), (config, where)]
     pod = _pod(values, container, volumes) | {
         "serviceAccountName": _name(values, CONTROLLER),
         "automountServiceAccountToken": True,
     }
     digest = hashlib.sha256(config_map(values)["data"][file].encode()).hexdigest()
     spec = {"replicas": 1, "strategy": {"type": "Recreate"}}
-    return _deployment(values, CONTROLLER, spec, pod, {"epd-serve/config": digest[:16]})
+    return _deployment(values, CONTROLLER, spec, pod, {"epd-serve/config": digest[:16]}, {})
 
 
 def service_monitor(values: Values) -> Manifest:
@@ -253,21 +229,24 @@ def _deployment(
     component: str,
     spec: Manifest,
     pod: Manifest,
-    annotations: Mapping[str, str],
-    labels: Mapping[str, str] = MappingProxyType({}),
+    annotations: dict[str, str],
+    labels: dict[str, str],
 ) -> Manifest:
     selector = _selector(values, component)
-    template = {"metadata": {"labels": {**selector, **labels}, "annotations": {**annotations}}, "spec": pod}
+    template = {"metadata": {"labels": selector | labels, "annotations": annotations}, "spec": pod}
     spec = {**spec, "selector": {"matchLabels": selector}, "template": template}
     return _object("apps/v1", "Deployment", values, component, spec=spec)
 
 
-def _pod(values: Values, container: Manifest, own: list[tuple[Manifest, Manifest]]) -> Manifest:
+def _pod(values: Values, container: Manifest, own: list[Volume]) -> Manifest:
     """As the Pod Security Standard `restricted` wants it, but for volumes of the host.
 
-    Services of the namespace stay out of its environment: one called `epd` would set EPD_PORT, a setting of ours.
+    Members show each other a certificate, as cert-manager or kubectl makes its Secret, and a token. Services of the
+    namespace stay out of the environment: one called `epd` would set EPD_PORT, a setting of ours.
     """
-    volumes = [*own, _folder("tmp", "/tmp"), *(_bound(f"mount-{at}", one) for at, one in enumerate(values.mounts))]
+    members = _secrets("members", SECRETS_DIR, _name(values, "tls"), _name(values, "token"))
+    given = (_bound(f"mount-{at}", one) for at, one in enumerate(values.mounts))
+    volumes = [members, *own, _folder("tmp", "/tmp"), *given]
     mounts = [{"name": volume["name"], **mount} for volume, mount in volumes]
     return {
         "enableServiceLinks": False,
@@ -282,42 +261,28 @@ def _pod(values: Values, container: Manifest, own: list[tuple[Manifest, Manifest
     }
 
 
-def _container(values: Values, name: str, words: list[str]) -> Manifest:
+def _container(values: Values, name: str, words: list[str], *variables: Manifest) -> Manifest:
     """`words`: for the image's entry point, which is `epd-serve` in an environment with CANN's variables."""
     closed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    return {"name": name, "image": values.image, "args": words, "securityContext": closed}
+    env = [*variables, *({"name": key, "value": value} for key, value in values.variables.items())]
+    return {"name": name, "image": values.image, "args": words, "env": env, "securityContext": closed}
 
 
-def _environment(values: Values) -> list[Manifest]:
-    return [{"name": name, "value": value} for name, value in values.variables.items()]
-
-
-def _from_pod(name: str, path: str) -> Manifest:
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def _probe(path: str, times: Mapping[str, int]) -> Manifest:
+def _probe(path: str, times: dict[str, int]) -> Manifest:
     return {"httpGet": {"path": path, "port": "node", "scheme": "HTTPS"}, **times}
 
 
-def _members(values: Values) -> list[tuple[Manifest, Manifest]]:
-    """What controller and nodes show each other: a certificate, as cert-manager or kubectl makes it, and a token."""
-    return [_secrets("members", SECRETS_DIR, _name(values, "tls"), _name(values, "token"))]
-
-
-def _secrets(name: str, path: str, *secrets: str) -> tuple[Manifest, Manifest]:
+def _secrets(name: str, path: str, *secrets: str) -> Volume:
     sources = [{"secret": {"name": one}} for one in secrets]
-    return {"name": name, "projected": {"sources": sources, "defaultMode": 0o440}}, {
-        "mountPath": path,
-        "readOnly": True,
-    }
+    volume = {"name": name, "projected": {"sources": sources, "defaultMode": 0o440}}
+    return volume, {"mountPath": path, "readOnly": True}
 
 
-def _folder(name: str, path: str, **fields: str) -> tuple[Manifest, Manifest]:
+def _folder(name: str, path: str, **fields: str) -> Volume:
     return {"name": name, "emptyDir": fields}, {"mountPath": path}
 
 
-def _bound(name: str, mount: Mount) -> tuple[Manifest, Manifest]:
+def _bound(name: str, mount: Mount) -> Volume:
     sources: dict[str, Manifest] = {
         "pvc": {"persistentVolumeClaim": {"claimName": mount.name, "readOnly": not mount.writable}},
         "secret": {"secret": {"secretName": mount.name, "defaultMode": 0o440}},

@@ -84,19 +84,20 @@ class Values(Checked):
 
     Attributes:
         image: that all pods run, made from a file in containers/; with its tag or digest.
-        namespace: of all objects.
-        devices_per_pod: an instance is within one pod (0: all that the layout takes, 8 at most).
-        nodes: how few and how many pods the controller may have as the load comes and goes, FIRST-LAST (default: it
-            leaves them as they are).
-        resource: what stands for one device (auto: huawei.com/Ascend910, nvidia.com/gpu, on CPU none).
+        namespace: of all objects (default: default).
+        devices_per_pod: of which an instance takes no more (default: all that the layout takes, 8 at most).
+        nodes: how few and how many pods the controller may have as it wants devices, FIRST-LAST (default: as many as
+            there are).
+        resource: what stands for one device (default: huawei.com/Ascend910 or nvidia.com/gpu, on CPU none).
         limit: further resource of a node's pod, for example memory=256Gi; repeatable.
         mount: volume of all pods as KIND:NAME:/PATH, for example pvc:models:/models; KIND is pvc, secret, configmap or
             host (then NAME is a path); with :rw at its end it is not read only; repeatable.
-        drivers: files and folders of the host that nodes see (auto: without runtime_class those of the NPUs' driver).
+        drivers: files and folders of the host that nodes see, with commas between (default: those of the NPUs' driver,
+            without --runtime-class).
         runtime_class: RuntimeClass of the nodes' pods, for example nvidia.
         env: variable of all pods, NAME=VALUE; repeatable.
-        shm_mib: size of a pod's /dev/shm (0: twice what arena and KV links take).
-        await_empty_s: how long a pod that ends waits until its instances are elsewhere.
+        shm_mib: size of a pod's /dev/shm (default: twice what arena and KV links take).
+        await_empty_s: how long a pod that ends waits until its instances are elsewhere (default: 300).
         service_monitor: write one for the Prometheus operator, too.
     """
 
