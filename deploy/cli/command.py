@@ -46,6 +46,7 @@ COMMANDS = {
         parts.layout_flags,
         json=True,
     ),
+    "node": Command("run one host of a deployment on several, as its controller says", parts.node, parts.node_flags),
     "stage": Command("run one stage alone, to debug it (vLLM flags after --)", parts.stage, parts.stage_flags),
     "proxy": Command("run front doors alone, before stages that somebody else runs", parts.proxy, parts.proxy_flags),
     "store": Command("look into the features that a running launch keeps", parts.store, parts.store_flags, json=True),

@@ -108,6 +108,8 @@ class DeployConfig(EndpointConfig):
             have come since --follow asked for nodes.
         node_host: network interface whose address stages of a node bind (default: the address by which Ray knows it).
         node_ports: ports that stages of a node may take, FIRST-LAST.
+        node_secrets: folder, under the same name on every host, with what the nodes of a deployment show each other:
+            tls.crt, tls.key and token, and ca.crt where another one has signed them (docs/guides/several-hosts.md).
         share_devices: where a layout wants more devices than there are, place it on those in turn (to try it, not to be
             fast).
         core_share: parts of a device's cores for stages that share it, as E=0.3,P=0.7, or E0=…, or auto (default: no
@@ -163,6 +165,7 @@ class DeployConfig(EndpointConfig):
     fronts: Literal["auto", "here", "every"] = "auto"
     node_host: str = ""
     node_ports: str = "20000-24999"
+    node_secrets: str = ""
     share_devices: bool = False
     core_share: str = ""
     stage_args: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
