@@ -44,6 +44,10 @@ def serve(arguments: Arguments) -> int:
         return serve_on_ray(config, detach=detach)
     if detach:
         raise ConfigError("--detach is for --runtime ray", param="--detach")
+    if config.runtime == "kubernetes":
+        from deploy.kubernetes.serve import serve_on_kubernetes
+
+        return serve_on_kubernetes(config)
     from deploy.plan.blueprint import draw
 
     blueprint = draw(config)

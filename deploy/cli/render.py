@@ -37,7 +37,7 @@ def _kubernetes(arguments: Arguments) -> int:
     given = {key: arguments[key] for key in ("model", "device", "name") if arguments[key] is not None}
     given |= {} if file else {"layout": what}
     given |= proxy_values(arguments["set"], DeployConfig, "set entry")
-    config: DeployConfig = build_config(given | {"runtime": "ray"}, file)  # the rules of several hosts
+    config: DeployConfig = build_config(given | {"runtime": "kubernetes"}, file)
     known = settings_of(Values)
     asked = {key: known[key].typed(value, flag_of(key)) for key, value in arguments.items() if key in known}
     values = Values(**asked, given=config)

@@ -146,7 +146,8 @@ class Nodes:
             ConfigError: none has devices of the kind that is wanted, or they differ in what may not differ.
             EpdError: one does not say what it is.
         """
-        fitting = [one for one in there if one.devices and not one.leaving and one.id not in self.left_out]
+        able = [one for one in there if one.devices and one.id not in self.left_out]
+        fitting = [one for one in able if not one.leaving or one.id in self._known]  # what is there has yet to move
         if not fitting:
             told = "; ".join(f"{one.name} has {one.about or 'no devices'}" for one in there) or "there is none"
             raise ConfigError(f"no node has devices of the kind {self._cluster.kind}: {told}", param="--device")
@@ -278,11 +279,11 @@ class Nodes:
     async def follow(self, aim: Aim) -> None:
         """Until cancelled."""
         async for hosts in self._hosts.watch():
-            alive = {one.id: one for one in hosts if not one.leaving}
+            alive = {one.id: one for one in hosts}
             for node in self._there.keys() - alive.keys():
                 self._lose(node, aim)
             for one in alive.values():
-                if one.devices and one.id not in self._there and one.id not in self.left_out:
+                if one.devices and not (one.leaving or one.id in self._there or one.id in self.left_out):
                     await self._welcome(one, aim)
 
     def _lose(self, node: str, aim: Aim) -> None:

@@ -1,1 +1,2 @@
-"""Deployments on Kubernetes: the manifests of one, and how its controller learns of pods."""
+"""A deployment on the pods of a Kubernetes cluster: its manifests, which pods there are, what they lend, and how many
+there should be."""

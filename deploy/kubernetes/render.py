@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from deploy.kubernetes.hosts import DEVICES, RANGE
 from deploy.kubernetes.render_values import ADMIN_DIR, CONFIG_FILE, NODE_PORT, SECRETS_DIR, Mount, Values
 from epd_serve import __version__
 
@@ -23,9 +24,6 @@ Volume = tuple[Manifest, Manifest]
 """One of a pod, and where its container sees it."""
 
 CONTROLLER, NODE = "controller", "node"
-DEVICES, NODES = "epd-serve/devices", "epd-serve/nodes"
-"""Annotations of a pod: how many devices it lends; how few and how many such pods the controller may have."""
-
 MEMBER_GID = 10001
 """Group that may read mounted secrets; the image's user is in it only by the pod."""
 
@@ -154,7 +152,7 @@ def nodes(values: Values) -> Manifest:
     spec = {"replicas": values.replicas, "strategy": strategy}
     annotations = {DEVICES: str(values.devices)}
     if values.nodes:
-        annotations[NODES] = values.nodes
+        annotations[RANGE] = values.nodes
     return _deployment(values, NODE, spec, pod, annotations, SERVES)
 
 

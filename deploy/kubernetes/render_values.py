@@ -135,8 +135,6 @@ class Values(Checked):
         config = self.given
         if config.node_host:
             raise ConfigError("node_host: a pod says its own address; drop it", param="node_host")
-        if config.fronts == "here":
-            raise ConfigError("fronts here: every pod has a front door, behind one Service; drop it", param="fronts")
         host = {"127.0.0.1": "0.0.0.0", "::1": "::"}.get(config.host, config.host)
         if host not in ("0.0.0.0", "::"):
             raise ConfigError(f"host {host}: a pod's address is the cluster's choice; take 0.0.0.0 or ::", param="host")

@@ -100,7 +100,7 @@ class DeployConfig(EndpointConfig):
         sim_profile: latencies and capacity of simulated stages (JSON, docs/guides/simulation.md).
         switchable: P and D have both halves of the KV connector: either can become the other without a restart.
         device: device kind.
-        runtime: what runs the stages: this machine, or the nodes of a Ray cluster.
+        runtime: what runs the stages: this machine, the nodes of a Ray cluster, or the pods of a Kubernetes cluster.
         name: of the deployment on its Ray cluster, which may have several.
         ray_address: HOST:PORT of the Ray cluster's head (auto: RAY_ADDRESS, or the cluster of this machine).
         placement: nodes that groups of a layout get: as few as can be, several where there is room, or one each.
@@ -158,7 +158,7 @@ class DeployConfig(EndpointConfig):
     sim_profile: str = ""
     switchable: bool = False
     device: Literal["auto", "npu", "cuda", "cpu"] = "auto"
-    runtime: Literal["local", "ray"] = "local"
+    runtime: Literal["local", "ray", "kubernetes"] = "local"
     name: str = "epd"
     ray_address: str = "auto"
     placement: Literal["pack", "spread", "strict_spread"] = "pack"
@@ -226,9 +226,11 @@ class DeployConfig(EndpointConfig):
         port_range(self.node_ports)
         for name in ("placement", "fronts", "node_host"):
             if self.runtime == "local" and getattr(self, name) != getattr(DeployConfig, name):
-                raise ConfigError(f"{name} {getattr(self, name)} is for --runtime ray", param=name)
-        if self.runtime == "ray" and self.share_devices:
-            raise ConfigError("share_devices is for one machine: Ray lends whole devices", param="share_devices")
+                raise ConfigError(f"{name} {getattr(self, name)} is for --runtime ray or kubernetes", param=name)
+        if self.runtime != "local" and self.share_devices:
+            raise ConfigError("share_devices is for one machine: others lend whole devices", param="share_devices")
+        if self.runtime == "kubernetes" and self.fronts == "here":
+            raise ConfigError("fronts here: the controller's pod has no front doors; take every", param="fronts")
 
 
 def group_counts(text: str, key: str) -> Mapping[str, int]:

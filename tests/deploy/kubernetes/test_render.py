@@ -235,7 +235,7 @@ def test_it_reads_the_settings_that_were_asked_for(tmp_path, capsys):
     assert mount["mountPath"] == words[2]
     there = tmp_path / "there.yaml"
     there.write_text(one(manifests, "ConfigMap")["data"]["deployment.yaml"])
-    config = serve_config(["--config", str(there), "--runtime", "ray"])
+    config = serve_config(["--config", str(there), "--runtime", "kubernetes"])
     assert config.stage_args == ("P:--max-num-seqs 8",)
     assert (config.layout, config.slo.ttft_s, config.media.schemes) == ("E-P-D", 1.5, ("data", "https"))
     assert (config.model, config.device, config.fronts) == ("/models/Qwen2.5-VL-7B-Instruct", "cuda", "every")
@@ -443,7 +443,7 @@ def test_the_alerts_are_a_prometheus_rule():
         (f"TP1 {IMAGE} --device npu --set host=10.0.0.1", "take 0.0.0.0 or ::"),
         (f"TP1 {IMAGE} --device npu --set port=9443", "port 9443 is one of nodes"),
         (f"TP1 {IMAGE} --device npu --set admin_port=20001", "admin_port 20001 is one of nodes"),
-        (f"TP1 {IMAGE} --device npu --set fronts=here", "fronts here: every pod has a front door"),
+        (f"TP1 {IMAGE} --device npu --set fronts=here", "fronts here: the controller's pod has no front doors"),
         (f"TP1 {IMAGE} --device npu --set node_host=eth0", "node_host: a pod says its own address"),
         (f"TP1 {IMAGE} --device npu --set share_devices=true", "share_devices"),
         (f"TP1 {IMAGE} --device npu --set stage_args='Q:--x'", "Q"),
