@@ -13,11 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import msgspec
+import pytest
 import yaml
 
 from deploy.cli.command import parse_words
 from deploy.host.environment import module_environment
 from deploy.host.ports import free_ports
+from deploy.kubernetes.hosts import RANGE, Pod
+from deploy.kubernetes.scale import deployment_of
 from deploy.runtime.secrets import NAME, OPEN, NodeSecrets
 from tests.deploy.kubernetes.manifests import Manifest, container_of, one, rendered
 from tests.docs.documents import ROOT
@@ -100,6 +104,20 @@ def test_a_pod_listens_is_alive_before_it_is_ready_and_ends(tmp_path, capsys):
         assert ended.returncode == 0, "no instance is there"
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize(("words", "range_"), [("", None), ("--nodes 1-4", "1-4")])
+def test_the_controller_reads_of_a_pod_what_it_lends(words, range_, capsys):
+    workload = one(rendered(f"'(E-P)x2-2D' --device npu --devices-per-pod 2 {words}", capsys), "Deployment", "epd-node")
+    template = workload["spec"]["template"]
+    metadata = {**template["metadata"], "name": "epd-node-5d4f-x2b", "uid": "0123456789"}
+    metadata["labels"] = {**metadata["labels"], "pod-template-hash": "5d4f"}
+    metadata["ownerReferences"] = [{"kind": "ReplicaSet", "name": "epd-node-5d4f"}]
+    status = {"phase": "Running", "podIP": "10.1.2.3"}
+    pod = msgspec.convert({"metadata": metadata, "spec": template["spec"], "status": status}, Pod)
+    assert (pod.host().devices, pod.address) == (2, "10.1.2.3:9443")
+    assert pod.metadata.annotations.get(RANGE) == range_
+    assert deployment_of(pod) == workload["metadata"]["name"], "which the Role lets it scale"
 
 
 def test_cert_managers_certificate_is_for_the_name_that_is_wanted():
