@@ -1,2 +1,1 @@
-"""A deployment on the pods of a Kubernetes cluster: its manifests, which pods there are, what they lend, and how many
-there should be."""
+"""Deployments on Kubernetes: the manifests of one, and how its controller learns of pods."""

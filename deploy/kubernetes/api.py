@@ -1,4 +1,4 @@
-"""The cluster's API server, as the service account of a pod may ask it: list and watch, and patches of a scale.
+"""The cluster's API server, as the service account of a pod may ask it: list and watch, and patches.
 
 Nothing is kept between two connections but what was seen: the token is rotated in its file, and so may be the
 certificate of whoever signs. A watch goes on from the resource version it has got to; where the server refuses that
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import httpx
-import msgspec
 
 from deploy.host.environment import environment
 from epd_serve.errors import ConfigError, EpdError
@@ -30,93 +30,28 @@ WATCH_S, SLACK_S = 60.0, 15.0
 """How long the server is asked to keep a watch open, and how much longer it may be silent: then the connection is dead,
 whatever TCP says."""
 
-ANSWER_S, PATCH_S = 10.0, 20.0
-"""For one answer, and for a patch until it is carried out."""
-
-FIRST_S = 60.0
-"""For the first list: whoever cannot have it says so, and does not serve."""
+ANSWER_S, PATCH_S, FIRST_S = 10.0, 20.0, 60.0
+"""For one answer, for a patch until it is carried out, and for the first list."""
 
 RETRY_S, RETRY_MAX_S, LIVED_S = 0.2, 15.0, 5.0
 """Before the same is tried again, twice as long each time; a watch that has lived so long was none that failed."""
 
-PAGE = 500
 GONE, CONFLICT = 410, 409
+NOT_ALLOWED = (401, 403, 404)
 
 logger = logging.getLogger(__name__)
+Object = dict[str, Any]
+"""As the API server has it."""
 
-
-class Owner(msgspec.Struct, frozen=True):
-    kind: str = ""
-    name: str = ""
-
-
-class Metadata(msgspec.Struct, frozen=True, rename="camel"):
-    """Of every object."""
-
-    name: str = ""
-    uid: str = ""
-    resource_version: str = ""
-    deletion_timestamp: str | None = None
-    labels: dict[str, str] = {}
-    annotations: dict[str, str] = {}
-    owner_references: tuple[Owner, ...] = ()
-
-
-class Replicas(msgspec.Struct, frozen=True):
-    replicas: int = 0
-
-
-class Scale(msgspec.Struct, frozen=True):
-    """The subresource of what has replicas."""
-
-    metadata: Metadata = Metadata()
-    spec: Replicas = Replicas()
-
-
-class Object(Protocol):
-    @property
-    def metadata(self) -> Metadata: ...
-
-
-T = TypeVar("T", bound=Object)
-R = TypeVar("R")
-
-
-class _ListMeta(msgspec.Struct, frozen=True, rename="camel"):
-    resource_version: str = ""
-    continue_: str = msgspec.field(default="", name="continue")
-
-
-class _List(msgspec.Struct, Generic[T], frozen=True):
-    metadata: _ListMeta
-    items: tuple[T, ...] | None = None
-
-
-class _Bookmark(msgspec.Struct, frozen=True):
-    """What there is of an object that only says how far a watch has got."""
-
-    metadata: Metadata
-
-
-class _Event(msgspec.Struct, frozen=True):
-    type: str
-    object: msgspec.Raw
-
-
-class _Status(msgspec.Struct, frozen=True):
-    """What the API server says where it refuses."""
-
-    code: int = 0
-    reason: str = ""
-    message: str = ""
+T = TypeVar("T")
 
 
 class ApiError(EpdError):
-    """The API server refuses. `status_code`: of HTTP. `retry_after_s`: when to ask again, if it says so."""
+    """The API server refuses. `code`: of HTTP."""
 
-    def __init__(self, what: str, status: _Status, retry_after_s: float = 0.0) -> None:
-        super().__init__(f"{what}: {status.code} {status.reason} {status.message}".rstrip())
-        self.status_code, self.retry_after_s = status.code, retry_after_s
+    def __init__(self, what: str, status: Object) -> None:
+        self.answered = int(status.get("code", 0))
+        super().__init__(f"{what}: {self.answered} {status.get('reason', '')} {status.get('message', '')}".rstrip())
 
 
 class ApiServer:
@@ -134,68 +69,55 @@ class ApiServer:
         try:
             self.namespace = (account / "namespace").read_text("utf-8").strip()
         except OSError as error:
-            raise ConfigError(
-                f"--runtime kubernetes is for a pod with a service account: {error}", param="--runtime"
-            ) from error
+            raise ConfigError(f"runtime kubernetes is for a pod with a service account: {error}") from error
 
     @classmethod
     def of_this_pod(cls, account: Path = ACCOUNT) -> ApiServer:
         """Raises ConfigError: this is no pod, or one without a service account."""
         host, port = (environment().get(f"KUBERNETES_SERVICE_{what}", "") for what in ("HOST", "PORT"))
         if not (host and port.isdecimal()):
-            raise ConfigError(
-                "--runtime kubernetes is for a pod: KUBERNETES_SERVICE_HOST and _PORT say nothing here",
-                param="--runtime",
-            )
+            raise ConfigError("runtime kubernetes is for a pod: KUBERNETES_SERVICE_HOST and _PORT say nothing here")
         return cls(f"https://{authority(host, int(port))}", account)
 
-    async def follow(self, path: str, selector: str, kind: type[T]) -> AsyncIterator[dict[str, T]]:
-        """All objects, by name, at once and after each change. What the server does not say stays as it was.
-
-        Args:
-            path: of the collection. selector: of their labels.
-
-        Raises:
-            EpdError: they cannot be listed a first time.
-        """
-        objects: dict[str, T] = {}
-        version, since = "", time.monotonic()
-        seen, retry_s = False, RETRY_S
+    async def follow(self, path: str, selector: str) -> AsyncIterator[dict[str, Object]]:
+        """All objects of a collection with these labels, by name, at once and after each change. What the server does
+        not say stays as it was. Raises EpdError: they cannot be listed a first time."""
+        objects: dict[str, Object] = {}
+        version, seen, retry_s, since = "", False, RETRY_S, time.monotonic()
         while True:
-            began = time.monotonic()
+            began, trouble = time.monotonic(), ""
             try:
                 async with self._client() as http:
                     if not version:
-                        objects, version = await _listed(http, path, selector, kind)
-                        seen = True
+                        found = _checked(await http.get(path, params={"labelSelector": selector}), path)
+                        objects = {one["metadata"]["name"]: one for one in found["items"] or ()}
+                        version, seen = found["metadata"]["resourceVersion"], True
                         yield dict(objects)
                     async with contextlib.aclosing(_events(http, path, selector, version)) as events:
-                        async for event in events:
-                            version = _carry_out(event, objects, kind)
-                            if event.type != "BOOKMARK":
-                                yield dict(objects)
-                trouble = ""
+                        async for kind, one in events:
+                            version = one["metadata"]["resourceVersion"]
+                            if kind == "BOOKMARK":
+                                continue
+                            objects.pop(one["metadata"]["name"], None)
+                            if kind != "DELETED":
+                                objects[one["metadata"]["name"]] = one
+                            yield dict(objects)
             except ApiError as error:
-                version, trouble = "", str(error)
-                if not seen and error.status_code in (401, 403, 404):
+                version, trouble = "", str(error) if error.answered != GONE else ""
+                if not seen and error.answered in NOT_ALLOWED:
                     raise
-                retry_s = max(retry_s, min(error.retry_after_s, RETRY_MAX_S))
-                if error.status_code == GONE:
-                    trouble = ""
-            except (httpx.HTTPError, OSError, msgspec.MsgspecError) as error:
+            except (httpx.HTTPError, OSError, ValueError) as error:
                 trouble = f"the API server at {self._url} does not answer: {error or type(error).__name__}"
-                version = "" if isinstance(error, msgspec.MsgspecError) else version
             if not seen and time.monotonic() - since > FIRST_S:
                 raise EpdError(trouble)
             if trouble:
                 logger.warning("%s", trouble)
-            if time.monotonic() - began > LIVED_S:
-                retry_s = RETRY_S
+            retry_s = RETRY_S if time.monotonic() - began > LIVED_S else retry_s
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, RETRY_MAX_S)
 
     async def rescale(self, path: str, wanted: Callable[[int], int]) -> tuple[int, int]:
-        """Have something have so many replicas as follows from those that it has.
+        """Have something have so many replicas as follows from those that it has, also where others scale it meanwhile.
 
         Returns:
             How many it had, and has to have now.
@@ -203,15 +125,24 @@ class ApiServer:
         Raises:
             EpdError: it is refused, or not carried out in time.
         """
-        return await self._carried_out(f"{path}/scale", lambda http: _rescaled(http, f"{path}/scale", wanted))
+
+        async def call(http: httpx.AsyncClient) -> tuple[int, int]:
+            scale = _checked(await http.get(f"{path}/scale"), path)
+            had = int(scale["spec"].get("replicas", 0))
+            if (count := wanted(had)) != had:
+                seen = {"resourceVersion": scale["metadata"]["resourceVersion"]}
+                await _patch(http, f"{path}/scale", {"metadata": seen, "spec": {"replicas": count}})
+            return had, count
+
+        return await self._carried_out(path, call)
 
     async def annotate(self, path: str, annotations: dict[str, str]) -> None:
         """Raises EpdError: it is refused, or not carried out in time."""
-        await self._carried_out(path, lambda http: _patched(http, path, {"metadata": {"annotations": annotations}}))
+        await self._carried_out(path, lambda http: _patch(http, path, {"metadata": {"annotations": annotations}}))
 
-    async def _carried_out(self, path: str, call: Callable[[httpx.AsyncClient], Awaitable[R]]) -> R:
+    async def _carried_out(self, path: str, call: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
         """Again while it may succeed. Raises EpdError."""
-        retry_s, trouble = RETRY_S, ""
+        retry_s, trouble = RETRY_S, "the API server does not answer"
         try:
             async with asyncio.timeout(PATCH_S):
                 while True:
@@ -219,106 +150,61 @@ class ApiServer:
                         async with self._client() as http:
                             return await call(http)
                     except ApiError as error:
-                        if error.status_code not in (CONFLICT, 401, 429) and error.status_code < 500:
+                        if error.answered not in (CONFLICT, 401, 429) and error.answered < 500:
                             raise
                         trouble = str(error)
-                        retry_s = max(retry_s, error.retry_after_s)
-                    except (httpx.HTTPError, OSError, msgspec.MsgspecError) as error:
+                    except (httpx.HTTPError, OSError) as error:
                         trouble = f"{error or type(error).__name__}"
                     await asyncio.sleep(retry_s)
-                    retry_s = min(2 * retry_s, RETRY_MAX_S)
+                    retry_s *= 2
         except TimeoutError:
-            raise EpdError(f"{path} is not patched: {trouble or 'the API server does not answer'}") from None
+            raise EpdError(f"{path} is not patched: {trouble}") from None
 
     def _client(self) -> httpx.AsyncClient:
         """With the token and the authority of now. Raises OSError."""
         token = (self._account / "token").read_text("ascii").strip()
         context = ssl.create_default_context(cafile=self._account / "ca.crt")
-        return httpx.AsyncClient(
-            verify=context,
-            base_url=self._url,
-            headers={"authorization": f"Bearer {token}", "accept": "application/json", "user-agent": "epd-serve"},
-            timeout=ANSWER_S,
-            trust_env=False,
-        )
+        headers = {"authorization": f"Bearer {token}", "accept": "application/json", "user-agent": "epd-serve"}
+        return httpx.AsyncClient(verify=context, base_url=self._url, headers=headers, timeout=ANSWER_S, trust_env=False)
 
 
-async def _listed(http: httpx.AsyncClient, path: str, selector: str, kind: type[T]) -> tuple[dict[str, T], str]:
-    """All of them as they are now, by name, and of which version that is."""
-    found: dict[str, T] = {}
-    asked: dict[str, str | int] = {"labelSelector": selector, "limit": PAGE}
-    while True:
-        answer = await http.get(path, params=asked)
-        _check(answer, f"{path} cannot be listed")
-        page: _List[T] = msgspec.json.decode(answer.content, type=_List[kind])  # type: ignore[valid-type]
-        found |= {one.metadata.name: one for one in page.items or ()}
-        if not page.metadata.continue_:
-            return found, page.metadata.resource_version
-        asked["continue"] = page.metadata.continue_
-
-
-async def _events(http: httpx.AsyncClient, path: str, selector: str, version: str) -> AsyncGenerator[_Event]:
-    """What happens after this version, until the server ends the watch. Raises ApiError: it cannot say that."""
-    asked: dict[str, str | int] = {
+async def _events(
+    http: httpx.AsyncClient, path: str, selector: str, version: str
+) -> AsyncGenerator[tuple[str, Object]]:
+    """What happens after this version: kind and object, until the server ends the watch. Raises ApiError: it cannot
+    say that."""
+    asked = {
         "watch": "1",
         "labelSelector": selector,
         "resourceVersion": version,
         "allowWatchBookmarks": "true",
-        "timeoutSeconds": round(WATCH_S),
+        "timeoutSeconds": f"{WATCH_S:.0f}",
     }
     timeout = httpx.Timeout(ANSWER_S, read=WATCH_S + SLACK_S)
     async with http.stream("GET", path, params=asked, timeout=timeout) as answer:
         if answer.is_error:
             await answer.aread()
-            _check(answer, f"{path} cannot be watched")
+            _checked(answer, path)
         rest = b""
         async for chunk in answer.aiter_bytes():
             *lines, rest = (rest + chunk).split(b"\n")
-            for line in filter(None, lines):
-                event = msgspec.json.decode(line, type=_Event)
-                if event.type == "ERROR":
-                    status = msgspec.json.decode(event.object, type=_Status)
-                    raise ApiError(f"the watch of {path} has ended", status)
-                yield event
+            for event in map(json.loads, filter(None, lines)):
+                if event["type"] == "ERROR":
+                    raise ApiError(f"the watch of {path} has ended", event["object"])
+                yield event["type"], event["object"]
 
 
-def _carry_out(event: _Event, objects: dict[str, T], kind: type[T]) -> str:
-    """Have the objects be as after this. Returns the version of that."""
-    if event.type == "BOOKMARK":
-        return msgspec.json.decode(event.object, type=_Bookmark).metadata.resource_version
-    one = msgspec.json.decode(event.object, type=kind)
-    if event.type == "DELETED":
-        objects.pop(one.metadata.name, None)
-    else:
-        objects[one.metadata.name] = one
-    return one.metadata.resource_version
-
-
-async def _rescaled(http: httpx.AsyncClient, path: str, wanted: Callable[[int], int]) -> tuple[int, int]:
-    """Raises ApiError; of a conflict: somebody else has scaled it meanwhile."""
-    answer = await http.get(path)
-    _check(answer, f"{path} cannot be read")
-    scale = msgspec.json.decode(answer.content, type=Scale)
-    had, count = scale.spec.replicas, wanted(scale.spec.replicas)
-    if count != had:
-        seen = {"resourceVersion": scale.metadata.resource_version}
-        await _patched(http, path, {"metadata": seen, "spec": {"replicas": count}})
-    return had, count
-
-
-async def _patched(http: httpx.AsyncClient, path: str, patch: dict[str, Any]) -> None:
+async def _patch(http: httpx.AsyncClient, path: str, patch: Object) -> None:
     """Raises ApiError."""
     headers = {"content-type": "application/merge-patch+json"}
-    answer = await http.patch(path, content=msgspec.json.encode(patch), headers=headers)
-    _check(answer, f"{path} cannot be patched")
+    _checked(await http.patch(path, content=json.dumps(patch), headers=headers), path)
 
 
-def _check(answer: httpx.Response, what: str) -> None:
-    """Raises ApiError."""
+def _checked(answer: httpx.Response, path: str) -> Object:
+    """What it says. Raises ApiError."""
+    told: Object = {"code": answer.status_code, "reason": answer.reason_phrase}
+    with contextlib.suppress(ValueError):  # it is not the API server that refuses
+        told = answer.json() | ({"code": answer.status_code} if answer.is_error else {})
     if answer.is_error:
-        status = _Status(answer.status_code, answer.reason_phrase)
-        with contextlib.suppress(msgspec.MsgspecError):
-            said = msgspec.json.decode(answer.content, type=_Status)
-            status = msgspec.structs.replace(said, code=answer.status_code)
-        after = answer.headers.get("retry-after", "")
-        raise ApiError(what, status, float(after) if after.isdecimal() else 0.0)
+        raise ApiError(f"{answer.request.method} {path} is refused", told)
+    return told

@@ -12,102 +12,72 @@ that only when the controller has set it up, and whether its process answers is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-
-import msgspec
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 
 from deploy.cluster.hosts import Host
-from deploy.kubernetes.api import ApiServer, Metadata
+from deploy.kubernetes.api import ApiServer, Object
 from deploy.options.config import DeployConfig
 from epd_serve.errors import EpdError
 from store.addresses import authority
 
 DEVICES, RANGE = "epd-serve/devices", "epd-serve/nodes"
-PORT_NAME, PORT = "node", 9443
+PORT_NAME, PORT, HASH = "node", 9443, "pod-template-hash"
 START_S = 120.0
 """For a container to begin again."""
 
 
-class _Port(msgspec.Struct, frozen=True, rename="camel"):
-    container_port: int
-    name: str = ""
+@dataclass(frozen=True)
+class Pod:
+    """What we read of a pod.
 
+    Attributes:
+        id: as long as its devices are the same. The next pod of a StatefulSet has the same name.
+        begun: it has, and has not come to its end. runs: its node process does; else that begins again.
+        address: where that is asked.
+        resource: what its devices are to Kubernetes: the extended resource among its limits, or else CPUs.
+        deployment: the name of the Deployment that has it; "": none has.
+    """
 
-class _Resources(msgspec.Struct, frozen=True):
-    limits: dict[str, str] = {}
-
-
-class _Container(msgspec.Struct, frozen=True):
+    id: str
     name: str
-    ports: tuple[_Port, ...] = ()
-    resources: _Resources = _Resources()
+    ip: str
+    address: str
+    pending: bool
+    begun: bool
+    runs: bool
+    leaving: bool
+    resource: str
+    deployment: str
+    annotations: Mapping[str, str]
 
-
-class _Spec(msgspec.Struct, frozen=True):
-    containers: tuple[_Container, ...]
-
-
-class _Running(msgspec.Struct, frozen=True):
-    pass
-
-
-class _States(msgspec.Struct, frozen=True):
-    running: _Running | None = None
-
-
-class _ContainerStatus(msgspec.Struct, frozen=True):
-    name: str
-    state: _States = _States()
-
-
-class _Status(msgspec.Struct, frozen=True, rename="camel"):
-    phase: str = ""
-    pod_ip: str = msgspec.field(default="", name="podIP")
-    container_statuses: tuple[_ContainerStatus, ...] = ()
-
-
-class Pod(msgspec.Struct, frozen=True):
-    """What we read of a pod."""
-
-    metadata: Metadata
-    spec: _Spec
-    status: _Status = _Status()
-
-    @property
-    def id(self) -> str:
-        """As long as its devices are the same. The next pod of a StatefulSet has the same name."""
-        return f"{self.metadata.name}.{self.metadata.uid[:8]}"
-
-    @property
-    def is_host(self) -> bool:
-        """It has begun, and has not come to its end; its node process may be between two lives."""
-        return self.status.phase == "Running" and bool(self.status.pod_ip)
-
-    @property
-    def runs(self) -> bool:
-        """Its node process does."""
-        name = self.spec.containers[0].name
-        return self.is_host and any(
-            one.name == name and one.state.running is not None for one in self.status.container_statuses
+    @classmethod
+    def of(cls, object: Object) -> Pod:
+        meta, node, status = object["metadata"], object["spec"]["containers"][0], object["status"]
+        ports = (one["containerPort"] for one in node.get("ports", ()) if one.get("name") == PORT_NAME)
+        states = [one["state"] for one in status.get("containerStatuses", ()) if one["name"] == node["name"]]
+        phase, ip = status.get("phase", ""), status.get("podIP", "")
+        suffix = f"-{meta['labels'].get(HASH, '')}"
+        owners = (one["name"] for one in meta.get("ownerReferences", ()) if one["kind"] == "ReplicaSet")
+        return cls(
+            id=f"{meta['name']}.{meta['uid'][:8]}",
+            name=meta["name"],
+            ip=ip,
+            address=authority(ip, next(ports, PORT)),
+            pending=phase == "Pending",
+            begun=phase == "Running" and bool(ip),
+            runs=phase == "Running" and bool(ip) and any("running" in one for one in states),
+            leaving="deletionTimestamp" in meta,
+            resource=next((name for name in node["resources"].get("limits", ()) if "/" in name), "cpu"),
+            deployment=next((name.removesuffix(suffix) for name in owners if name.endswith(suffix)), ""),
+            annotations=meta.get("annotations", {}),
         )
 
-    @property
-    def address(self) -> str:
-        ports = self.spec.containers[0].ports
-        port = next((one.container_port for one in ports if one.name == PORT_NAME), PORT)
-        return authority(self.status.pod_ip, port)
-
-    @property
-    def resource(self) -> str:
-        """What its devices are to Kubernetes: the extended resource among its limits, or else CPUs."""
-        return next((name for name in self.spec.containers[0].resources.limits if "/" in name), "cpu")
-
     def host(self) -> Host:
-        told = self.metadata.annotations.get(DEVICES, "0")
+        told = self.annotations.get(DEVICES, "0")
         devices = int(told) if told.isdecimal() else 0
         about = f"{devices} {self.resource}, by its annotation {DEVICES}"
-        leaving = self.metadata.deletion_timestamp is not None
-        return Host(self.id, self.metadata.name, devices, self.status.pod_ip, about, leaving)
+        return Host(self.id, self.name, devices, self.ip, about, self.leaving)
 
 
 class KubernetesHosts:
@@ -127,8 +97,8 @@ class KubernetesHosts:
 
     async def run(self) -> None:
         """Keep in step with the cluster, until cancelled. Raises EpdError: they cannot be listed a first time."""
-        async for pods in self._api.follow(self.path, self._selector, Pod):
-            self.pods = tuple(sorted(pods.values(), key=lambda one: one.metadata.name))
+        async for pods in self._api.follow(self.path, self._selector):
+            self.pods = tuple(Pod.of(pods[name]) for name in sorted(pods))
             self._changed.set()
             self._changed = asyncio.Event()
 
@@ -138,14 +108,13 @@ class KubernetesHosts:
 
     @property
     def there(self) -> tuple[Host, ...]:
-        return tuple(one.host() for one in self.pods or () if one.is_host)
+        return tuple(one.host() for one in self.pods or () if one.begun)
 
     @property
     def coming(self) -> bool:
         """There are pods that have yet to begin, or none at all."""
         pods = self.pods or ()
-        new = (one.status.phase == "Pending" and one.metadata.deletion_timestamp is None for one in pods)
-        return not pods or any(new)
+        return not pods or any(one.pending and not one.leaving for one in pods)
 
     async def resource(self) -> str:
         """What devices are to Kubernetes; waits for a pod that says so."""

@@ -23,7 +23,6 @@ from deploy.runtime.leases import Place
 from epd_serve.errors import ConfigError, EpdError
 
 COST, IN_USE = "controller.kubernetes.io/pod-deletion-cost", "1000"
-HASH = "pod-template-hash"
 LOOK_S = 1.0
 UNUSED_S = 120.0
 """For so long fewer pods must have been enough before there are fewer."""
@@ -58,17 +57,6 @@ def range_of(text: str) -> tuple[int, int]:
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
         raise ConfigError(f"annotation {RANGE}: {text!r} is not FIRST-LAST, as 1-8", param=RANGE)
     return int(first), int(last)
-
-
-def deployment_of(pod: Pod) -> str:
-    """The name of the Deployment that has it. Raises ConfigError: none has."""
-    suffix = f"-{pod.metadata.labels.get(HASH, '')}"
-    for one in pod.metadata.owner_references:
-        if one.kind == "ReplicaSet" and one.name.endswith(suffix):
-            return one.name.removesuffix(suffix)
-    raise ConfigError(
-        f"annotation {RANGE} is for pods of a Deployment, and {pod.metadata.name} is of none", param=RANGE
-    )
 
 
 class PodScale(Collector):
@@ -127,8 +115,8 @@ class PodScale(Collector):
         """Have those be given up first on which nothing is leased. Raises EpdError."""
         for pod in pods:
             cost = IN_USE if pod.id in used else "0"
-            if pod.metadata.deletion_timestamp is None and pod.metadata.annotations.get(COST, "0") != cost:
-                await api.annotate(f"/api/v1/namespaces/{api.namespace}/pods/{pod.metadata.name}", {COST: cost})
+            if not pod.leaving and pod.annotations.get(COST, "0") != cost:
+                await api.annotate(f"/api/v1/namespaces/{api.namespace}/pods/{pod.name}", {COST: cost})
 
     async def scale(self, api: ApiServer, pods: Sequence[Pod], *, less: bool = False) -> bool:
         """Have as many pods as are wanted, or more. `less`: for long enough fewer have been wanted.
@@ -139,16 +127,15 @@ class PodScale(Collector):
         Raises:
             EpdError: it is refused, or not carried out in time.
         """
-        pod = next((one for one in pods if one.metadata.annotations.get(RANGE)), None)
+        pod = next((one for one in pods if one.deployment and one.annotations.get(RANGE)), None)
         if pod is None:
             return self.wanted <= len(pods)
-        first, last = range_of(pod.metadata.annotations[RANGE])
+        first, last = range_of(pod.annotations[RANGE])
         aim = min(max(self.wanted, first), last)
         if aim == len(pods) or (aim < len(pods) and not less):
             return self.wanted <= aim
-        name = deployment_of(pod)
-        path = f"/apis/apps/v1/namespaces/{api.namespace}/deployments/{name}"
+        path = f"/apis/apps/v1/namespaces/{api.namespace}/deployments/{pod.deployment}"
         had, has = await api.rescale(path, lambda count: aim if less else max(aim, count))
         if had != has:
-            self.say(f"{name} is scaled from {had} to {has} pods")
+            self.say(f"{pod.deployment} is scaled from {had} to {has} pods")
         return self.wanted <= aim

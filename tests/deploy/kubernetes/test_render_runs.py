@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import msgspec
 import pytest
 import yaml
 
@@ -21,7 +20,6 @@ from deploy.cli.command import parse_words
 from deploy.host.environment import module_environment
 from deploy.host.ports import free_ports
 from deploy.kubernetes.hosts import RANGE, Pod
-from deploy.kubernetes.scale import deployment_of
 from deploy.runtime.secrets import NAME, OPEN, NodeSecrets
 from tests.deploy.kubernetes.manifests import Manifest, container_of, one, rendered
 from tests.docs.documents import ROOT
@@ -114,10 +112,10 @@ def test_the_controller_reads_of_a_pod_what_it_lends(words, range_, capsys):
     metadata["labels"] = {**metadata["labels"], "pod-template-hash": "5d4f"}
     metadata["ownerReferences"] = [{"kind": "ReplicaSet", "name": "epd-node-5d4f"}]
     status = {"phase": "Running", "podIP": "10.1.2.3"}
-    pod = msgspec.convert({"metadata": metadata, "spec": template["spec"], "status": status}, Pod)
+    pod = Pod.of({"metadata": metadata, "spec": template["spec"], "status": status})
     assert (pod.host().devices, pod.address) == (2, "10.1.2.3:9443")
-    assert pod.metadata.annotations.get(RANGE) == range_
-    assert deployment_of(pod) == workload["metadata"]["name"], "which the Role lets it scale"
+    assert (pod.annotations.get(RANGE), pod.resource) == (range_, "huawei.com/Ascend910")
+    assert pod.deployment == workload["metadata"]["name"], "which the Role lets it scale"
 
 
 def test_cert_managers_certificate_is_for_the_name_that_is_wanted():
