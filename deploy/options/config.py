@@ -102,7 +102,7 @@ class DeployConfig(EndpointConfig):
             lost. For vLLM 0.32 and families that take metadata in place of media (docs/reference/models.md).
         switchable: P and D have both halves of the KV connector: either can become the other without a restart.
         device: device kind.
-        runtime: what runs the stages: this machine, or the nodes of a Ray cluster.
+        runtime: what runs the stages: this machine, the nodes of a Ray cluster, or the pods of a Kubernetes cluster.
         name: of the deployment on its Ray cluster, which may have several.
         ray_address: HOST:PORT of the Ray cluster's head (auto: RAY_ADDRESS, or the cluster of this machine).
         placement: nodes that groups of a layout get: as few as can be, several where there is room, or one each.
@@ -110,6 +110,8 @@ class DeployConfig(EndpointConfig):
             have come since --follow asked for nodes.
         node_host: network interface whose address stages of a node bind (default: the address by which Ray knows it).
         node_ports: ports that stages of a node may take, FIRST-LAST.
+        node_secrets: folder, under the same name on every host, with what the nodes of a deployment show each other:
+            tls.crt, tls.key and token, and ca.crt where another one has signed them (docs/guides/several-hosts.md).
         share_devices: where a layout wants more devices than there are, place it on those in turn (to try it, not to be
             fast).
         core_share: parts of a device's cores for stages that share it, as E=0.3,P=0.7, or E0=…, or auto (default: no
@@ -161,13 +163,14 @@ class DeployConfig(EndpointConfig):
     encoder_free: bool = False
     switchable: bool = False
     device: Literal["auto", "npu", "cuda", "cpu"] = "auto"
-    runtime: Literal["local", "ray"] = "local"
+    runtime: Literal["local", "ray", "kubernetes"] = "local"
     name: str = "epd"
     ray_address: str = "auto"
     placement: Literal["pack", "spread", "strict_spread"] = "pack"
     fronts: Literal["auto", "here", "every"] = "auto"
     node_host: str = ""
     node_ports: str = "20000-24999"
+    node_secrets: str = ""
     share_devices: bool = False
     core_share: str = ""
     stage_args: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
@@ -240,9 +243,11 @@ class DeployConfig(EndpointConfig):
         port_range(self.node_ports)
         for name in ("placement", "fronts", "node_host"):
             if self.runtime == "local" and getattr(self, name) != getattr(DeployConfig, name):
-                raise ConfigError(f"{name} {getattr(self, name)} is for --runtime ray", param=name)
-        if self.runtime == "ray" and self.share_devices:
-            raise ConfigError("share_devices is for one machine: Ray lends whole devices", param="share_devices")
+                raise ConfigError(f"{name} {getattr(self, name)} is for --runtime ray or kubernetes", param=name)
+        if self.runtime != "local" and self.share_devices:
+            raise ConfigError("share_devices is for one machine: others lend whole devices", param="share_devices")
+        if self.runtime == "kubernetes" and self.fronts == "here":
+            raise ConfigError("fronts here: the controller's pod has no front doors; take every", param="fronts")
 
 
 def group_counts(text: str, key: str) -> Mapping[str, int]:
@@ -304,7 +309,7 @@ def variable_of(key: str) -> str:
     return "EPD_" + key.upper().replace(".", "_")
 
 
-def proxy_values(entries: Iterable[str]) -> dict[str, Any]:
+def proxy_values(entries: Iterable[str], owner: type = ProxyOptions, what: str = "proxy setting") -> dict[str, Any]:
     """Entries KEY=VALUE of `--proxy` as values by key; those of a repeatable one together.
 
     Raises:
@@ -314,9 +319,9 @@ def proxy_values(entries: Iterable[str]) -> dict[str, Any]:
     for entry in entries:
         key, equals, text = entry.partition("=")
         if not equals:
-            raise ConfigError(f"proxy setting {entry!r} is not KEY=VALUE", param="--proxy")
-        setting = find(ProxyOptions, key, "proxy setting")
-        value = setting.typed(text.strip(), f"proxy setting {key}")
+            raise ConfigError(f"{what} {entry!r} is not KEY=VALUE", param=f"--{what.split()[0]}")
+        setting = find(owner, key, what)
+        value = setting.typed(text.strip(), f"{what} {key}")
         values[setting.key] = values.get(setting.key, ()) + value if setting.notes.get("repeatable") else value
     return values
 
