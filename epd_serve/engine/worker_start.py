@@ -16,7 +16,7 @@ from epd_serve.engine.capture_gate import capture_gate
 logger = logging.getLogger(__name__)
 
 _STEPS = "epd_serve_steps"
-_WARM_UP = "compile_or_warm_up_model"
+_WARM_UP, _LOAD = "compile_or_warm_up_model", "load_model"
 
 
 def _nothing(rank: int) -> None:
@@ -75,7 +75,7 @@ def after_loading(call: Callable[[Any], None]) -> None:
         call(self.worker)
         return result
 
-    WorkerWrapperBase.load_model = load_model  # else it asks its worker for it, by `__getattr__`
+    setattr(WorkerWrapperBase, _LOAD, load_model)  # else it asks its worker for it, by `__getattr__`
 
 
 def keep_threads_off_captures() -> None:

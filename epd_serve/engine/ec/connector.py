@@ -140,9 +140,9 @@ class FeatureConnector(ECConnectorBase):
 
     def _begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Called before every step. vLLM drops what this one frees before it queues anything."""
-        metadata = scheduler_output.ec_connector_metadata
-        if self._copier is not None and isinstance(metadata, FeatureMetadata) and metadata.step.freed_in:
-            self._copier.begin_step(metadata.step.freed_in)
+        step: FeatureStep | None = getattr(scheduler_output.ec_connector_metadata, "step", None)
+        if self._copier is not None and step is not None and step.freed_in:
+            self._copier.begin_step(step.freed_in)
 
     def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
