@@ -37,7 +37,6 @@ RETRY_S, RETRY_MAX_S, LIVED_S = 0.2, 15.0, 5.0
 """Before the same is tried again, twice as long each time; a watch that has lived so long was none that failed."""
 
 GONE, CONFLICT = 410, 409
-NOT_ALLOWED = (401, 403, 404)
 
 logger = logging.getLogger(__name__)
 Object = dict[str, Any]
@@ -81,7 +80,8 @@ class ApiServer:
 
     async def follow(self, path: str, selector: str) -> AsyncIterator[dict[str, Object]]:
         """All objects of a collection with these labels, by name, at once and after each change. What the server does
-        not say stays as it was. Raises EpdError: they cannot be listed a first time."""
+        not say stays as it was. Raises EpdError: they cannot be listed a first time. A server that has just begun
+        refuses what it allows a moment later (403): it has yet to read its roles."""
         objects: dict[str, Object] = {}
         version, seen, retry_s, since = "", False, RETRY_S, time.monotonic()
         while True:
@@ -104,8 +104,6 @@ class ApiServer:
                             yield dict(objects)
             except ApiError as error:
                 version, trouble = "", str(error) if error.answered != GONE else ""
-                if not seen and error.answered in NOT_ALLOWED:
-                    raise
             except (httpx.HTTPError, OSError, ValueError) as error:
                 trouble = f"the API server at {self._url} does not answer: {error or type(error).__name__}"
             if not seen and time.monotonic() - since > FIRST_S:

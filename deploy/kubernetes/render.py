@@ -1,4 +1,4 @@
-"""The manifests of a deployment: `epd-serve render kubernetes`. One function for each object, in the order in which
+"""The manifests of a deployment: `epd-serve render kubernetes`. One function for each kind, in the order in which
 they are applied; what they say is `render_values.py`'s.
 
 A Deployment of pods that are alike, whose one container is a node (`epd-serve node`) and forks the stages that the
@@ -41,10 +41,8 @@ def manifests(values: Values) -> Iterator[Manifest]:
     yield _object("v1", "ServiceAccount", values, CONTROLLER, automountServiceAccountToken=False)
     yield role(values)
     yield role_binding(values)
-    yield clients_service(values)
-    yield admin_service(values)
-    yield nodes_policy(values)
-    yield controller_policy(values)
+    yield from services(values)
+    yield from network_policies(values)
     yield disruption_budget(values)
     yield nodes(values)
     yield controller(values)
@@ -72,47 +70,38 @@ def role(values: Values) -> Manifest:
 
 
 def role_binding(values: Values) -> Manifest:
-    name = _name(values, CONTROLLER)
-    return _object(
-        "rbac.authorization.k8s.io/v1",
-        "RoleBinding",
-        values,
-        CONTROLLER,
-        roleRef={"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
-        subjects=[{"kind": "ServiceAccount", "name": name, "namespace": values.namespace}],
-    )
+    group, name = "rbac.authorization.k8s.io", _name(values, CONTROLLER)
+    whose = {"kind": "ServiceAccount", "name": name, "namespace": values.namespace}
+    which = {"apiGroup": group, "kind": "Role", "name": name}
+    return _object(f"{group}/v1", "RoleBinding", values, CONTROLLER, roleRef=which, subjects=[whose])
 
 
-def clients_service(values: Values) -> Manifest:
-    """The front doors of all pods that are ready."""
-    port = {"name": "clients", "port": values.config.port, "targetPort": "clients"}
-    port["appProtocol"] = "https" if values.config.tls_cert_file else "http"
-    return _service(values, NODE, "", port)
+def services(values: Values) -> Iterator[Manifest]:
+    """The front doors of all pods that are ready; metrics, page and what changes the deployment, with the admin key."""
+    config = values.config
+    for component, part, name, port, protocol in (
+        (NODE, "", "clients", config.port, "https" if config.tls_cert_file else "http"),
+        (CONTROLLER, CONTROLLER, "admin", config.admin_port, "http"),
+    ):
+        ports = [{"name": name, "port": port, "targetPort": name, "appProtocol": protocol}]
+        spec = {"selector": _selector(values, component), "ports": ports}
+        yield _object("v1", "Service", values, component, part, spec=spec)
 
 
-def admin_service(values: Values) -> Manifest:
-    """Metrics, the page and what changes the deployment, for who has the admin key."""
-    port = {"name": "admin", "port": values.config.admin_port, "targetPort": "admin", "appProtocol": "http"}
-    return _service(values, CONTROLLER, CONTROLLER, port)
-
-
-def nodes_policy(values: Values) -> Manifest:
-    """Controller and nodes reach every port of a node, whoever else is in the cluster the clients' port alone."""
-    members = {"podSelector": {"matchLabels": _selector(values)}}
-    return _policy(values, NODE, {"from": [members]}, {"ports": [{"port": "clients", "protocol": "TCP"}]})
-
-
-def controller_policy(values: Values) -> Manifest:
-    return _policy(values, CONTROLLER, {"ports": [{"port": "admin", "protocol": "TCP"}]})
+def network_policies(values: Values) -> Iterator[Manifest]:
+    """Controller and nodes reach every port of a node; whoever else is there, front doors and admin listener."""
+    members = {"from": [{"podSelector": {"matchLabels": _selector(values)}}]}
+    for component, port, others in ((NODE, "clients", [members]), (CONTROLLER, "admin", [])):
+        ingress = [*others, {"ports": [{"port": port, "protocol": "TCP"}]}]
+        selector = {"matchLabels": _selector(values, component)}
+        spec = {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": ingress}
+        yield _object("networking.k8s.io/v1", "NetworkPolicy", values, component, spec=spec)
 
 
 def disruption_budget(values: Values) -> Manifest:
     """One node at a time: its instances move before the next goes."""
-    spec = {
-        "maxUnavailable": 1,
-        "selector": {"matchLabels": _selector(values, NODE)},
-        "unhealthyPodEvictionPolicy": "AlwaysAllow",
-    }
+    selector = {"matchLabels": _selector(values, NODE)}
+    spec = {"maxUnavailable": 1, "selector": selector, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
     return _object("policy/v1", "PodDisruptionBudget", values, NODE, spec=spec)
 
 
@@ -209,17 +198,6 @@ def _object(api: str, kind: str, values: Values, component: str, part: str | Non
     name = _name(values, component if part is None else part)
     metadata = {"name": name, "namespace": values.namespace, "labels": labels}
     return {"apiVersion": api, "kind": kind, "metadata": metadata, **fields}
-
-
-def _service(values: Values, component: str, part: str, port: Manifest, **fields: Any) -> Manifest:
-    spec = {**fields, "selector": _selector(values, component), "ports": [port]}
-    return _object("v1", "Service", values, component, part, spec=spec)
-
-
-def _policy(values: Values, component: str, *ingress: Manifest) -> Manifest:
-    selector = {"matchLabels": _selector(values, component)}
-    spec = {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": list(ingress)}
-    return _object("networking.k8s.io/v1", "NetworkPolicy", values, component, spec=spec)
 
 
 def _deployment(
