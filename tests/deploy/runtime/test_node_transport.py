@@ -25,7 +25,7 @@ class World:
         self.told = 0
         self.dead: set[str] = set()
         self.transport = NodeTransport(self.members, self.reach, self.set_up)
-        self.transport._inner = httpx.MockTransport(self.answer)
+        self.transport._inner = httpx.MockTransport(self.answer)  # type: ignore[assignment]
         self.http = NodeHttp("/node", self.transport, 7)
 
     async def reach(self) -> str:
