@@ -246,7 +246,7 @@ class _Node:
             self.deployment.agent.tier.address,
             self.warnings,
             {"node": life.root, root.CONTROL: os.getpid(), **doors},
-            len(await life.agent.groups()),
+            life.watch.instances,
         )
 
     def calls(self) -> Calls:
@@ -273,8 +273,8 @@ class _Node:
             if self.deployment is None:
                 self.deployment = await asyncio.to_thread(self._made, setup)
                 self._told.set()
-            elif (had := self.deployment.setup).deployment != setup.deployment or had.node != setup.node:
-                raise ConfigError(f"this node is {had.node} of deployment {had.deployment}")
+            elif (had := self.deployment.setup).member != setup.member:
+                raise ConfigError(f"this node is {had.node} of deployment {had.deployment}, begun before: end it first")
 
     def _made(self, setup: NodeSetup) -> _Deployment:
         """Raises ConfigError: all is undone."""

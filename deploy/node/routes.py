@@ -103,6 +103,11 @@ class NodeWatch:
         self._seen.put(self._seen.value)
         self._lines.append((self._seen.number, line))
 
+    @property
+    def instances(self) -> int:
+        """How many there are, those that start or end, too."""
+        return len(self._seen.value.instances) if self._seen.value is not None else 0
+
     async def follow(self, agent: Agent) -> None:
         async for instances in agent.watch():
             self._seen.put(NodeStatus(await agent.nodes(), instances))

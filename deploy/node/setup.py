@@ -65,6 +65,11 @@ class NodeSetup(msgspec.Struct, frozen=True):
     patience: Patience | None = None
     shm_mib: int | None = None
 
+    @property
+    def member(self) -> tuple[str, str, str]:
+        """What a node process cannot be two of."""
+        return self.deployment, self.node, self.nonce
+
     def blueprint(self, machine: Machine) -> Blueprint:
         """Of this node alone, under its own device ids. Raises ConfigError: it cannot serve it."""
         drawn = draw(self.config, machines=Machines(self.machines))

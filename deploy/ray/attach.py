@@ -92,8 +92,9 @@ def operator(name: str = "", address: str = "") -> Iterator[httpx.Client]:
         ConfigError: no cluster, no such deployment, or several. EpdError: another version of this program runs it.
     """
     connect(address)
-    where, folder = about(controller_of(name)[1])
-    with NodeSecrets(folder, "--node-secrets").blocking_client(where, ANSWER_S) as http:
+    _, actor = controller_of(name)
+    about(actor)  # what is wrong is said at once
+    with httpx.Client(transport=_ToController(actor), base_url="https://deployment", timeout=ANSWER_S) as http:
         yield http
 
 
@@ -103,6 +104,30 @@ def end_on_ray(name: str = "", address: str = "", *, now: bool = False) -> int:
     found, actor = controller_of(name)
     attached = _Attached(found, actor)
     return asyncio.run(attached.until_ended(signal.SIGINT if now else signal.SIGTERM, from_now=True))
+
+
+class _ToController(httpx.BaseTransport):
+    """HTTPS to the controller, wherever it is now."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self._there: tuple[str, NodeSecrets, httpx.HTTPTransport] | None = None
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        try:
+            if self._there is None:
+                address, folder = about(self._actor)
+                members = NodeSecrets(folder, "--node-secrets")
+                self._there = address, members, httpx.HTTPTransport(verify=members.context)
+            address, members, inner = self._there
+            request.url = httpx.URL(f"https://{address}").copy_with(raw_path=request.url.raw_path)
+            members.show(request)
+            return inner.handle_request(request)
+        except EpdError as error:
+            raise httpx.ConnectError(str(error), request=request) from error
+        except httpx.TransportError:
+            self._there = None
+            raise
 
 
 class _Attached:

@@ -8,13 +8,11 @@ ends with the raylet. What is asked of it is asked over TLS: words and numbers a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from deploy.host.environment import module_command, module_path, run_root
@@ -75,15 +73,15 @@ class NodeActor:
 
     def _reach(self, clients: str) -> Address:
         """Raises EpdError."""
-        with _raylet() as pid:
-            if (found := find_node(self._file)) is not None and found.owner != pid:  # of another life of Ray here
-                self._end(signal.SIGKILL)
-                found = None
-            if found is not None:
-                return found
-            if clients and self._clients is None:
-                self._clients = listen(*host_and_port(clients, "--host"))
-            return self._start(pid)
+        pid = _raylet()
+        if (found := find_node(self._file)) is not None and found.owner != pid:  # of another life of Ray here
+            self._end(signal.SIGKILL)
+            found = None
+        if found is not None:
+            return found
+        if clients and self._clients is None:
+            self._clients = listen(*host_and_port(clients, "--host"))
+        return self._start(pid)
 
     def _start(self, owner: int) -> Address:
         private_folder(self._folder)
@@ -132,11 +130,10 @@ class NodeActor:
                 left.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _raylet() -> Iterator[int]:
+def _raylet() -> int:
     """Pid of the process that Ray is on this node, our parent. Raises EpdError: our parent is another one."""
     pid = os.getppid()
     name = Path(f"/proc/{pid}/comm").read_text(encoding="ascii").strip()
     if name != "raylet" or os.getppid() != pid:
         raise EpdError(f"the parent of a Ray worker is {name}, not its raylet: runtime_env containers are not for us")
-    yield pid
+    return pid

@@ -75,12 +75,6 @@ class NodeSecrets:
             verify=self.context, base_url=url, timeout=timeout_s, event_hooks=hooks, trust_env=False
         )
 
-    def blocking_client(self, address: str, timeout_s: float) -> httpx.Client:
-        """The same, for who has no event loop."""
-        hooks = {"request": [self.show]}
-        url = f"https://{address}"
-        return httpx.Client(verify=self.context, base_url=url, timeout=timeout_s, event_hooks=hooks, trust_env=False)
-
     def guarded(self, app: ASGIApp) -> ASGIApp:
         """Answers who shows the token, and all who ask for one of the paths that are open."""
         wanted = f"Bearer {self.token}".encode()

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType
 
 import httpx
+import msgspec
 import pytest
 
 from deploy.host.environment import module_environment
@@ -106,6 +107,8 @@ async def test_it_is_one_node_of_one_deployment_and_keeps_what_its_controllers_n
             await http.call("setup", NoneType, d.setup("a", front=False))
             with pytest.raises(ConfigError, match="this node is a of deployment test"):
                 await http.call("setup", NoneType, d.setup("b", front=False))
+            with pytest.raises(ConfigError, match="begun before"):
+                await http.call("setup", NoneType, msgspec.structs.replace(d.setup("a", front=False), nonce="another"))
             for age, sections in (((1, 2), {"x": b"1", "y": b"\0\xff"}), ((1, 1), {"x": b"0"}), ((2, 0), {"x": b"2"})):
                 await http.call("notes", NoneType, Notes(*age, sections))
             os.kill(part(d, "a", "control"), signal.SIGKILL)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,7 @@ pytestmark = pytest.mark.asyncio
 
 def actor_of(d: Deployment, monkeypatch: pytest.MonkeyPatch, secrets: str = "") -> NodeActor:
     """Whose raylet is the owner of the deployment."""
-
-    @contextlib.contextmanager
-    def raylet() -> Iterator[int]:
-        yield d.owner.pid
-
-    monkeypatch.setattr(node_actor, "_raylet", raylet)
+    monkeypatch.setattr(node_actor, "_raylet", lambda: d.owner.pid)
     return NodeActor("a", "127.0.0.1", "20000-24999", secrets or str(d.folder), str(d.root))
 
 
