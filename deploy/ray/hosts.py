@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 
@@ -62,7 +63,7 @@ class RayHosts:
             else:
                 self._alive = {one.id: one for one in alive}
                 for gone in self._actors.keys() - self._alive.keys():
-                    await asyncio.to_thread(ray.kill, self._actors.pop(gone))
+                    threading.Thread(target=ray.kill, args=(self._actors.pop(gone),), daemon=True).start()
                 now = tuple(self._host(one) for one in alive)
                 if now != told:
                     told = now

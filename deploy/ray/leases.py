@@ -32,8 +32,8 @@ from deploy.runtime.leases import LeaseError, Place
 RESOURCES = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 """What Ray calls a device of each kind."""
 
-NOTE = "leases.json"
-"""The note of what is leased."""
+NOTE, AGAIN = "leases.json", "/anywhere"
+"""The note of what is leased; and how the name of a group goes on that need not be on the node that was chosen here."""
 
 NODE_LABEL = "ray.io/node-id"
 ACQUIRE_S, CHOSEN_S = 10.0, 2.0
@@ -83,7 +83,7 @@ class RayLeases:
         noted = msgspec.json.decode(notes.read(NOTE) or b"[]", type=list[Place])
         self._places = {place.lease: place for place in noted}
         self._one_at_a_time = asyncio.Lock()
-        self._anywhere: set[str] = set()  # leases that need no more be on the node that was chosen here
+        self._removing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
     async def acquire(self, widths: Sequence[int]) -> tuple[Place, ...]:
@@ -163,13 +163,12 @@ class RayLeases:
         if chosen := self._chosen(width, ours, free):
             group = await self._reserve(name, width, ours, chosen, lifetime="detached")
             if await asyncio.to_thread(group.wait, max(0.1, min(CHOSEN_S, until - time.monotonic()))):
-                return await self._placed(name, width, (await self._groups())[name], others)
+                return await self._placed(name, width, _row(await self._groups(), name), others)
             await asyncio.to_thread(remove_placement_group, group)
-        self._anywhere.add(name)
-        group = await self._reserve(name, width, ours, lifetime="detached")
+        group = await self._reserve(f"{name}{AGAIN}", width, ours, lifetime="detached")
         if not await asyncio.to_thread(group.wait, max(0.1, until - time.monotonic())):
             raise LeaseError(self._kind, [width], await self.free())
-        return await self._placed(name, width, (await self._groups())[name], others)
+        return await self._placed(name, width, _row(await self._groups(), name), others)
 
     async def _reserve(
         self, name: str, width: int, ours: Iterable[str], chosen: str = "", **options: Any
@@ -231,17 +230,17 @@ class RayLeases:
         groups = await self._groups()
         now: dict[str, Place] = {}
         for name, place in self._places.items():
-            if (row := groups.get(name)) is None:
+            if not (row := _row(groups, name)):
                 continue
             if place.node and _node(row) == place.node:
                 now[name] = place
                 continue
             others = [now.get(one.lease, one) for one in self._places.values() if one.lease != name]
-            if not _node(row) and name not in self._anywhere:  # the node that was chosen has gone
-                self._anywhere.add(name)
-                await _remove([row])
-                await self._reserve(name, place.width, _nodes(others), lifetime="detached")
-                row = {**row, "state": "PENDING"}
+            if not _node(row) and row["name"] == name:  # the node that was chosen has gone
+                await self._reserve(f"{name}{AGAIN}", place.width, _nodes(others), lifetime="detached")
+                removing = asyncio.create_task(_remove([row]))  # it may wait for that node
+                self._removing.add(removing)
+                removing.add_done_callback(self._removing.discard)
             now[name] = await self._placed(name, place.width, row, others)
         await self._run_on(_nodes(now.values()))
         if now != self._places:
@@ -249,7 +248,7 @@ class RayLeases:
 
     async def _tidy(self) -> None:
         groups = await self._groups()
-        await _remove(row for name, row in groups.items() if name not in self._places)
+        await _remove(row for name, row in groups.items() if name.removesuffix(AGAIN) not in self._places)
 
     async def _ask(self) -> None:
         """Have a placement group for each width that is wanted, and no other."""
@@ -293,6 +292,11 @@ def _prefix(deployment: str) -> str:
 def _rows() -> list[Row]:
     """Of all that is reserved on the cluster."""
     return [row for row in placement_group_table().values() if row["state"] != "REMOVED"]
+
+
+def _row(groups: Mapping[str, Row], lease: str) -> Row:
+    """Of this lease; empty where somebody has removed it."""
+    return groups.get(f"{lease}{AGAIN}") or groups.get(lease) or {}
 
 
 def _groups(prefix: str) -> dict[str, Row]:
