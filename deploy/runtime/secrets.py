@@ -80,8 +80,9 @@ class NodeSecrets:
         wanted = f"Bearer {self.token}".encode()
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            shown = dict(scope["headers"]).get(b"authorization", b"") if scope["type"] == "http" else wanted
-            if (scope["type"] == "http" and scope["path"] in OPEN) or hmac.compare_digest(shown, wanted):
+            if scope["type"] == "lifespan" or scope["path"] in OPEN:
+                return await app(scope, receive, send)
+            if hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), wanted):
                 return await app(scope, receive, send)
             await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
             await send({"type": "http.response.body"})
