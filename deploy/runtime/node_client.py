@@ -64,7 +64,8 @@ class NodeTransport(httpx.AsyncBaseTransport):
         set_up: Callable[[], Awaitable[object]],
     ) -> None:
         self._members = members
-        self._inner = httpx.AsyncHTTPTransport(verify=members.context, limits=httpx.Limits(max_connections=None))
+        limits = httpx.Limits(max_connections=None)
+        self._inner: httpx.AsyncBaseTransport = httpx.AsyncHTTPTransport(verify=members.context, limits=limits)
         self._reach = reach
         self._set_up = set_up
         self._address = ""
