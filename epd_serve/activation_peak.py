@@ -61,3 +61,9 @@ def language_peak(sizes: LanguageSizes, tokens: int, sequences: int, *, tp: int,
 def feature_cache(sizes: TowerSizes, tokens: int, *, element_bytes: int) -> int:
     """Bytes of vLLM's encoder cache: features that a request still needs, whole on every rank."""
     return tokens * sizes.feature_width * element_bytes
+
+
+def feature_slab(cache_bytes: int) -> int:
+    """Bytes of the slab that a worker which prefills takes where nobody says: as much as vLLM's encoder cache, for what
+    steps read, and as much again for what comes next."""
+    return 2 * cache_bytes

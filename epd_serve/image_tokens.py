@@ -76,13 +76,17 @@ class Tiled(Struct, frozen=True, tag=True):
     thumbnail: bool
 
     def tokens(self, width: int, height: int) -> int:
+        return self.tokens_each * self.tiles(width, height)
+
+    def tiles(self, width: int, height: int) -> int:
+        """How many it is cut into, with the thumbnail."""
         nearest, best = math.inf, 1
         for columns, rows in _arrangements(self.least, self.most):
             tiles, off = columns * rows, abs(width / height - columns / rows)
             # Of equals the larger one, as long as the picture fills half of it.
             if off < nearest or (off == nearest and width * height > 0.5 * self.side**2 * tiles):
                 nearest, best = off, tiles
-        return self.tokens_each * (best + (1 if self.thumbnail and best > 1 else 0))
+        return best + (1 if self.thumbnail and best > 1 else 0)
 
 
 class Fitted(Struct, frozen=True, tag=True):

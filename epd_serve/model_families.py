@@ -1,8 +1,8 @@
 """Families of models and what of each is tested, read or refused: `docs/reference/models.md`, in one table.
 
 Run as `python -m epd_serve.model_families` to make the page. What is *tested* is not written here but follows from
-`model_support.TESTED`, and what an encode-only instance cannot load from `REFUSED`; a test holds architectures against
-the vLLM that is installed. Pure data; no vLLM.
+`model_support.TESTED` and `ENCODER_FREE`, and what an encode-only instance cannot load from `REFUSED`; a test holds
+architectures against the vLLM that is installed. Pure data; no vLLM.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from epd_serve.model_support import ANY, REFUSED, TESTED
+from epd_serve.model_support import ANY, ENCODER_FREE, REFUSED, TESTED
 
 READ_IN = "0.32.0"
 """The vLLM whose source was read; on CPU its released build ran the tests."""
@@ -66,6 +66,8 @@ class Family:
             if ANY in REFUSED.get(self.architecture, {}):
                 return Status.REFUSED
             return Status.TESTED if self.architecture in TESTED else Status.READ
+        if column == "encoder-free":
+            return Status.TESTED if self.architecture in ENCODER_FREE else Status.REFUSED
         return Status.READ if column == "quantised" else Status.REFUSED
 
     def _modality(self, name: str) -> Status:
@@ -89,8 +91,8 @@ FAMILIES: tuple[Family, ...] = (
         "Qwen3VLForConditionalGeneration",
         _PICTURES,
         "DeepStack: a row holds the tower's output and that of some inner levels, one after the other; features are "
-        "sized by what the encoder returns. vLLM splits them only where the tower is loaded (`use_deepstack`), so P "
-        "would need a change there before it can go without.",
+        "sized by what the encoder returns. vLLM splits them only where the tower is loaded (`use_deepstack`); without "
+        "it, one name in its module says that it is (`epd_serve/engine/encoder_free.py`).",
         preset="tiny",
     ),
     Family(
@@ -112,7 +114,8 @@ FAMILIES: tuple[Family, ...] = (
         "InternVL, Intern-S1 (as transformers has them)",
         "InternVLForConditionalGeneration",
         _PICTURES,
-        "One feature per image whatever the number of its tiles; rows of the language model's width.",
+        "One feature per image whatever the number of its tiles; rows of the language model's width. The tower takes "
+        "each tile by itself, so several encoders can share an image; no metadata stands in for one, so P gets media.",
         preset="internvl-tiny",
     ),
     Family(
@@ -125,8 +128,8 @@ FAMILIES: tuple[Family, ...] = (
         "LLaVA-OneVision",
         "LlavaOnevisionForConditionalGeneration",
         _PICTURES,
-        "One feature per image, its rows those of the tiles and line ends after unpadding. Image and video share a "
-        "tower.",
+        "One feature per image, its rows those of the tiles and line ends after unpadding, which run across tiles: no "
+        "image is shared by encoders. Image and video share a tower.",
         preset="llava-onevision-tiny",
     ),
     Family(
@@ -213,8 +216,9 @@ MEANINGS: Mapping[str, str] = {
     "layers, when the model is loaded ([KV groups](support.md)).",
     "encode apart": "a layout with encode-only instances. *read*: `python -m epd_serve.engine.model_probe` finds "
     "nothing of the language model in the encoder; `serve` warns that no test covers it.",
-    "encoder-free": "P and D without the encoder's weights. Not offered: with `--language-model-only` at P the "
-    "proxy answers media with 400, as the path takes text alone.",
+    "encoder-free": "P, D and PD without the encoder's weights (`--encoder-free`, vLLM 0.32). *refused*: GLM-V, "
+    "InternVL and LLaVA-OneVision, whose items vLLM sizes by their pixels alone (no `embedding_fields`), and what no "
+    "test shows.",
     "MTP": "and every other drafter with KV of its own. *refused* where KV is handed over, at the start: "
     "`--speculative-config`. With `PD` and `E-PD` it is vLLM's own affair.",
     "quantised": "weights are read by vLLM alone; a feature has the model's data type, and KV that of "

@@ -48,6 +48,28 @@ TESTED: dict[str, tuple[str, ...]] = {
     "Qwen3VLMoeForConditionalGeneration": ("image", "video"),
 }
 
+ENCODER_FREE = (
+    "Qwen2AudioForConditionalGeneration",
+    "Qwen2_5OmniForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+)
+"""Of which P and D run without the encoder, as tests show: token for token those of a monolith."""
+
+ENCODER_FREE_FROM = (0, 32)
+"""The vLLM from which on a stage takes an item as metadata alone (`--language-model-only` on a consumer)."""
+
+_PIXELS_ALONE = "vLLM has no other way to size its items in a prompt than their pixels (no `embedding_fields`)"
+NOT_ENCODER_FREE = {
+    "Glm4vForConditionalGeneration": _PIXELS_ALONE,
+    "Glm4vMoeForConditionalGeneration": _PIXELS_ALONE,
+    "InternVLChatModel": _PIXELS_ALONE,
+    "InternVLForConditionalGeneration": _PIXELS_ALONE,
+    "LlavaOnevisionForConditionalGeneration": _PIXELS_ALONE,
+}
+"""Architecture → why its P and D need the encoder. Any other one that is not above is untested."""
+
 # modality → packages of which vLLM needs one to decode it; without, a request is a 500
 DECODERS = {"audio": ("soundfile", "av", "torchcodec"), "video": ("cv2", "torchcodec")}
 
@@ -73,6 +95,44 @@ def left_out(architecture: str, layout: Layout, modalities: Iterable[str]) -> di
         return {}
     reasons = {modality: why_not_apart(architecture, modality) for modality in modalities}
     return {modality: reason for modality, reason in reasons.items() if reason is not None}
+
+
+def why_not_encoder_free(architecture: str, vllm: tuple[int, int] | None) -> str:
+    """Why P and D of this architecture cannot do without the encoder under this vLLM, or "".
+
+    Args:
+        architecture: "" where it is unknown: a stage then says so itself. vllm: None where it is unknown.
+    """
+    if vllm is not None and vllm < ENCODER_FREE_FROM:
+        wanted = ".".join(map(str, ENCODER_FREE_FROM))
+        return f"vLLM {vllm[0]}.{vllm[1]} takes no item without its pixels, which P and D would encode; {wanted} does"
+    if not architecture or architecture in ENCODER_FREE:
+        return ""
+    return f"{architecture}: {NOT_ENCODER_FREE.get(architecture, 'no test shows its P and D to do without')}"
+
+
+def check_encoder_free(architecture: str, layout: Layout, vllm: tuple[int, int] | None) -> None:
+    """Refuse `--encoder-free` where somebody but an encode-only instance would have to encode.
+
+    Raises:
+        ConfigError: names the flag, what speaks against it, and what to do.
+    """
+    whole = sorted({role.value for role in layout.roles if role.has_language_model and role.encodes})
+    if whole:
+        named = ", ".join("TP (EPD)" if role == "EPD" else role for role in whole)
+        raise ConfigError(
+            f"--encoder-free: {named} of {layout} encodes beside the language model; it is for P, D and PD behind "
+            "encoders: use --layout E-P-D or E-PD, or leave the flag away",
+            param="encoder_free",
+        )
+    if not any(role.sends_features for role in layout.roles):
+        raise ConfigError(
+            f"--encoder-free: {layout} has no E, so nobody would encode; use --layout E-{layout}, or leave the flag "
+            "away",
+            param="encoder_free",
+        )
+    if why := why_not_encoder_free(architecture, vllm):
+        raise ConfigError(f"--encoder-free: {why}; leave the flag away", param="encoder_free")
 
 
 def check_encoders_fit(architecture: str, layout: Layout) -> str | None:

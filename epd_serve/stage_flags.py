@@ -14,6 +14,9 @@ from typing import Any
 
 GIB = 1 << 30
 
+WITHOUT_ENCODER = "--language-model-only"
+"""What starts P, D and PD of an encoder-free deployment."""
+
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": GIB, "T": 1 << 40}
 _ONE_BYTE_CACHES = ("fp8", "int8", "uint8")
 
@@ -69,7 +72,7 @@ def read_stage_flags(argv: Sequence[str], device: str, total_bytes: int, tp: int
         kv_bytes=_size(_last(argv, "--kv-cache-memory-bytes")),
         eager=_has(argv, "--enforce-eager"),
         split_towers=_last(argv, "--mm-encoder-tp-mode") != "data",
-        language_only=_has(argv, "--language-model-only"),
+        language_only=_has(argv, WITHOUT_ENCODER),
         processor_kwargs=_processor_kwargs(argv),
     )
 

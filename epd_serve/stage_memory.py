@@ -3,7 +3,8 @@
 Puts together what the files say (`model_weights`, `model_sizes`, `largest_items`), what the flags say (`stage_flags`)
 and what vLLM makes of them: which parts a role loads, and which passes it runs. Every instance with a language model
 loads the encoders too, P and D behind an encode-only instance as well: they are what a lost feature is recomputed with.
-Only `--language-model-only`, or limits of zero for all that an encoder takes, leave them out.
+Only `--language-model-only` (`--encoder-free`), or limits of zero for all that an encoder takes, leave them out. An
+encoder-free stage gets features all the same, and vLLM's cache for them holds the largest item of the model.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from epd_serve.activation_peak import feature_cache, language_peak, tower_peak
+from epd_serve.activation_peak import feature_cache, feature_slab, language_peak, tower_peak
 from epd_serve.kv.slices import LARGEST_PROBE_BYTES, SLICE_BYTES
 from epd_serve.largest_items import LargestItem, ProcessorConfigs, largest_items
 from epd_serve.memory_shares import Need
@@ -61,12 +62,14 @@ class Place:
         device: `npu`, `cuda` or `cpu`. tp: ranks.
         queue_bytes: of device memory that an encoder's features may keep on their way into the store.
         cpu_kv_bytes: KV cache of a rank on CPU.
+        slab: each rank takes a slab for features, of the usual size.
     """
 
     device: str
     tp: int
     queue_bytes: int = 0
     cpu_kv_bytes: int = 0
+    slab: bool = False
 
 
 def stage_need(
@@ -75,17 +78,22 @@ def stage_need(
     """Bytes per device (on CPU: of all ranks together); None where the configs do not tell the encoder's peak.
 
     Args:
-        modalities: that the stage takes, or None where that is unknown.
+        modalities: that the stage takes, or whose features it does; None where that is unknown.
     """
     language = model.sizes.language
     length = flags.max_model_len or language.max_positions or flags.max_num_batched_tokens
     sees = not flags.language_only and modalities != frozenset()
-    items = largest_items(model.sizes, model.processors, modalities, length) if sees else ()
-    if items is None:
+    fed = role.takes_features and modalities != frozenset()
+    known = largest_items(model.sizes, model.processors, modalities, length) if sees or fed else ()
+    if known is None and sees:
         return None
+    items = known or ()
     split = place.tp if flags.split_towers else 1
     weights = model.weights.tower // split if sees or role is Role.E else 0
     activations, cached = _encoding(model.sizes, items, flags, split)
+    slab = feature_slab(cached) if place.slab else 0
+    if not sees:
+        activations = 0
     kv_token = kv_least = longest = 0
     if role is Role.E:
         # Nobody profiles it: room for the longest clip is wished for, room for the largest picture is a must.
@@ -112,7 +120,7 @@ def stage_need(
         name,
         role,
         weights=weights * ranks,
-        activations=(activations + cached) * ranks,
+        activations=(activations + cached + slab) * ranks,
         runtime=_runtime(role, flags, place),
         longest=longest * ranks,
         kv_token=kv_token * ranks,

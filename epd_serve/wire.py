@@ -9,6 +9,7 @@ msgpack through msgspec; nothing is ever unpickled from a socket. Three channels
   `CancelAck`, `FirstToken`.
 * transfer data, P worker ↔ D worker (DEALER/ROUTER): `Hello`, `Probe`, `Packet`, `Done` | `HelloAck`, `HelloRefused`,
   `Credit`. On the same socket of D's worker, from D's scheduler: `FirstToken`.
+* features to the device, scheduler ↔ workers of who prefills (ROUTER/DEALER): `SlabCopy` | `SlabOpened`, `SlabCopied`.
 
 A transfer is named by `TransferKey`: the proxy's transfer id and the child (vLLM fans `n` and prompt lists out under
 one set of transfer params), so both ends of one child agree without asking.
@@ -36,6 +37,10 @@ ON_MISSING_FAIL = "fail"
 ENCODE_AGAIN_XARG = "epd_encode_again"
 """Proxy → E, in `vllm_xargs`: comma-separated keys that a consumer could not get. E must not take its own word, or the
 store's index, for it that they are there."""
+
+PARTS_XARG = "epd_parts"
+"""Proxy → P, PD, D, in `vllm_xargs`: comma-separated keys of parts (`store.keys.part_keys`), in order. An item whose
+parts are named comes from these features, one behind the other, and has none of its own."""
 
 PROMPT_XARG = "epd_prompt"
 """Proxy → P, PD, D, in `vllm_xargs`: the digests at which the prompt can be cut (`PromptBlocks.nodes`), base64."""
@@ -474,6 +479,39 @@ class Credit(_Message, frozen=True):
     seq: int
 
 
+# --- features to the device, scheduler → workers, and back -----------------------------------------------------------
+
+
+class SlabOpened(_Message, frozen=True):
+    """This rank has a slab of `nbytes` device memory for features, and copies from now on what it is told to."""
+
+    rank: int
+    nbytes: int
+
+
+class SlabCopy(_Message, frozen=True):
+    """Copy a feature, which the scheduler has pinned, from the arena to a place in the slab.
+
+    Attributes:
+        job: a number, which grows.
+        arena_at, slab_at, nbytes: from where to where.
+        freed_in: the last step in which places were given back: what was queued before it may still read them.
+    """
+
+    job: int
+    arena_at: int
+    slab_at: int
+    nbytes: int
+    freed_in: int
+
+
+class SlabCopied(_Message, frozen=True):
+    """The bytes lie on the device of this rank: whatever its model queues from now on sees them."""
+
+    job: int
+    rank: int
+
+
 Announcement = (
     FeatureExpected
     | FeatureReady
@@ -491,6 +529,7 @@ ToDecodeControl = ToDecodeScheduler | Expecting
 FromDecodeControl = ToPrefillScheduler | Expect | FirstToken
 ToDecodeWorker = Hello | Probe | Packet | Done | Expect | FirstToken
 ToPrefillWorker = HelloAck | HelloRefused | Credit
+FromSlabWorker = SlabOpened | SlabCopied
 
 encode: Callable[[_Message], bytes] = msgspec.msgpack.Encoder().encode
 """msgpack bytes of one message."""
@@ -501,6 +540,8 @@ to_decode_scheduler: msgspec.msgpack.Decoder[ToDecodeScheduler] = msgspec.msgpac
 to_decode_control: msgspec.msgpack.Decoder[ToDecodeControl] = msgspec.msgpack.Decoder(ToDecodeControl)
 to_decode_worker: msgspec.msgpack.Decoder[ToDecodeWorker] = msgspec.msgpack.Decoder(ToDecodeWorker)
 to_prefill_worker: msgspec.msgpack.Decoder[ToPrefillWorker] = msgspec.msgpack.Decoder(ToPrefillWorker)
+to_slab_worker: msgspec.msgpack.Decoder[SlabCopy] = msgspec.msgpack.Decoder(SlabCopy)
+from_slab_worker: msgspec.msgpack.Decoder[FromSlabWorker] = msgspec.msgpack.Decoder(FromSlabWorker)
 
 DecodeError = msgspec.DecodeError
 

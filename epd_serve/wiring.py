@@ -51,6 +51,10 @@ class StageWiring:
         mooncake_master: `host:port` of the second tier's master, or "" for the arena alone.
         mooncake_segment_bytes: memory this instance gives to the second tier (encoders).
         feature_queue_bytes: device memory that features may keep on their way into the store (encoders).
+        slab: ZMQ address on which its scheduler tells its workers what to copy to their devices ahead of the steps that
+            read it (who prefills, where features travel), or "" where they are copied in those steps.
+        takes_slab: whether it is given one.
+        slab_bytes: device memory that each of its workers takes for that; 0: `activation_peak.feature_slab`.
         feature_prefetch: `event` (what requests that have arrived will need is fetched when announced) or `demand`
             (fetched when one may run that needs it; for ablation).
         partial_prefill: whether a request may be prefilled up to its first feature that is not here.
@@ -89,6 +93,9 @@ class StageWiring:
     mooncake_master: str = ""
     mooncake_segment_bytes: int = 0
     feature_queue_bytes: int = 256 << 20
+    slab: str = ""
+    takes_slab: bool = True
+    slab_bytes: int = 0
     feature_prefetch: str = "event"
     partial_prefill: bool = True
     slo_ttft_s: float = 0.0

@@ -49,16 +49,19 @@ class Features:
         missing: keys of items that no encoder produced; the prefilling stage encodes them from the media.
         metadata: what stands in for the media, by key, where that is known.
         metadata_in_use: the encoders of this deployment give metadata, for whatever item.
+        parts: keys of the parts of each item that several encoders made together, by its key.
     """
 
     missing: tuple[str, ...] = ()
     metadata: Mapping[str, Metadata] = field(default_factory=dict)
     metadata_in_use: bool = False
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def without(self, keys: list[str]) -> Features:
         """The same, where the prefilling stage need not wait for these any more."""
         missing = tuple(dict.fromkeys((*self.missing, *keys)))
-        return Features(missing, self.metadata, self.metadata_in_use)
+        parts = {key: its for key, its in self.parts.items() if key not in missing}
+        return Features(missing, self.metadata, self.metadata_in_use, parts)
 
 
 class Services(NamedTuple):
@@ -106,7 +109,8 @@ class RequestContext:
         avoid: incarnations at which it has failed. failures: attempts since the client last got something.
         faults: the 500s of live instances, encoders among them.
         probing_until: loop time until which an instance that cannot be reached is tried again.
-        encoded_again: lost features were. doubted: an attempt failed with nobody saying that a feature was missing.
+        encoded_again: how often lost features were. doubted: an attempt failed with nobody saying that a feature was
+            missing.
     """
 
     id: str
@@ -143,7 +147,7 @@ class RequestContext:
     failures: int = field(init=False, default=0)
     faults: Faults = field(init=False, default_factory=Faults)
     probing_until: float | None = field(init=False, default=None)
-    encoded_again: bool = field(init=False, default=False)
+    encoded_again: int = field(init=False, default=0)
     doubted: bool = field(init=False, default=False)
 
     def holds_to(self, usual: tuple[float, float], of_model: tuple[float, float] | None) -> None:

@@ -86,6 +86,12 @@ class BusyError(NoInstanceError):
     """This proxy has no room for what the request needs next, and will have some soon."""
 
 
+class NotEncoded(NoInstanceError):
+    """No encoder produced what stages without one cannot make themselves."""
+
+    code = "not_encoded"
+
+
 class SlowBodyError(RequestError):
     """The client sends its body more slowly than it may."""
 

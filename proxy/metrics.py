@@ -249,6 +249,7 @@ class Metrics:
         self.encoded_once = EncodedOnce(registry)
         self.encode_skipped = plain("epd_proxy_encode_skipped", "Items not encoded because the store has them.")
         self.encode_coalesced = plain("epd_proxy_encode_coalesced", "Items that another request was having encoded.")
+        self.image_parts = plain("epd_proxy_image_parts", "Parts of images that several encoders were to share.")
         self.encoded_again = plain("epd_proxy_encoded_again", "Items encoded again because they got lost.")
         self.store_waits = plain("epd_proxy_store_waits", "Waits because every encoder's store was full.")
         self.deliveries = counter("epd_proxy_deliveries", "Attempts by what stands for the media.", ("delivery",))

@@ -1,7 +1,7 @@
 """`epd-bench memory-tables`: how much more fits where the encoder is not beside prefill (EPD, tables 2 to 4).
 
 Images of a request, batch, KV, each by where the encoder is. Computed from sizes and weights of the paper's models
-(`epd_models.json`); nothing is started, and nothing was measured on a device. That real stages get the KV cache that is
+(`epd_models.json`); nothing was measured on a device. That real stages get the KV cache that is
 computed for them is a test (tests/e2e/test_memory_preview.py); of a model of yours `epd-serve layout LAYOUT --model
 DIR` shows it. Printed is what the paper prints, beside it what it reports of its A800; --json has the other sizes, too.
 
@@ -9,8 +9,8 @@ EPD (§5.3) encodes all images of a request at once and prefills its prompt at o
 `--max-num-batched-tokens`, and so needs less than EPD's engine where a request has many images: there the context and
 the KV cache bound a request, not the encoder's activations. EPD's engine (vLLM 0.6.1) held more per image than the
 flash kernels that are counted here: its numbers are smaller, and where the encoder took most of that (MiniCPM-V), its
-gain is up to three times the one computed. `spare` is our P, with an encoder loaded for lost features; it has no other
-form yet."""
+gain is up to three times the one computed. `prefill` is our P with `--encoder-free`, `spare` our P without it, with an
+encoder loaded for lost features. `--real` starts both, on this host's CPU, for two families (`encoder_free.py`)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from bench.micro.rows import table_of
+from bench.papers import encoder_free
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write
 from epd_serve.activation_peak import feature_cache, language_peak, tower_peak
@@ -46,6 +47,8 @@ TEXT_TOKENS = 22
 SLICE_PATCHES = 1024
 """(448 / 14)² of a slice."""
 MOST = 100_000
+SHOWN = {"figure": "{figure}", "value": "{value:g}"}
+REAL_KIND = "real: figures of real/, stages on CPU; all others are computed from sizes of models"
 KIND = "emulated: computed from sizes of models, nothing was run"
 
 
@@ -83,7 +86,7 @@ class Place(NamedTuple):
 PLACES: Mapping[str, Place] = {
     "together": Place(True, True, None),  # EP; DistServe's prefill node, a monolith's prefill
     "encoder": Place(True, False, None),
-    "prefill": Place(False, True, 0),  # EPD's P; not ours yet
+    "prefill": Place(False, True, 0),  # EPD's P; ours with --encoder-free
     "spare": Place(True, True, 1),  # our P, which encodes an image again whose feature was lost
 }
 _APART = {"disaggregated": "prefill", "disaggregated_spare": "spare"}
@@ -93,7 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-memory", type=float, metavar="GIB", help=f"of a device (default {PAPER_BYTES / 2**30:.1f}, EPD's)"
     )
-    add_record_arguments(parser, quick="nothing: it takes a second")
+    parser.add_argument(
+        "--real", action="store_true", help="start P and D with and without the encoder on this host, and weigh them"
+    )
+    add_record_arguments(parser, quick="with --real: one family; else nothing, it takes a second")
     parser.set_defaults(run=run)
 
 
@@ -111,7 +117,13 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     ]
     print(f"{KIND}; a device of {total_bytes / 2**30:.1f} GiB; 0: it does not run\n")
     print(table_of(rows, {"figure": "{figure}", "computed": "{computed:g}", "EPD": "{paper}"}))
-    write(arguments.json, found, environment(argv, KIND, asked=arguments), rows)
+    env = environment(argv, REAL_KIND if arguments.real else KIND, asked=arguments)
+    if arguments.real:
+        more = [*encoder_free.plan(), *encoder_free.measure(arguments.quick)]
+        own = encoder_free.figures(more)
+        print(table_of([{"figure": name, "value": value} for name, value in own.items()], SHOWN))
+        found, rows = {**found, **own}, [*rows, *more]
+    write(arguments.json, found, env, rows)
     return 0
 
 

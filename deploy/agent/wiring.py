@@ -113,6 +113,7 @@ def _wiring(order: Order, site: Site, port: int, incarnation: str) -> StageWirin
     pooled = featured and bool(site.mooncake_master)
     sends_kv = spec.role.sends_kv or spec.both
     takes_kv = spec.role.takes_kv or spec.both
+    prefills = spec.role.prefills or spec.both
 
     def address(suffix: str, offset: int) -> str:
         return f"tcp://{authority(net.host, port + offset)}" if net.key_file else run.ipc(f"{name}.{suffix}")
@@ -134,6 +135,7 @@ def _wiring(order: Order, site: Site, port: int, incarnation: str) -> StageWirin
         peers=str(run.peers),
         publish=address("events", _EVENTS) if featured else "",
         load_publish=address("load", _LOAD),
+        slab=run.ipc(f"{name}.slab") if featured and policies.takes_slab and prefills else "",
         mooncake_master=site.mooncake_master if featured else "",
         mooncake_segment_bytes=policies.mooncake_segment_bytes if pooled else 0,
         kv_endpoint=address("kv", _KV) if sends_kv else "",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from deploy.cli import changing, end, key, parts, top, trace, why
+from deploy.cli import changing, end, key, parts, render, top, trace, why
 from deploy.cli.standard_output import until_the_reader_leaves
 from deploy.cli.which import Arguments, add_which
 from deploy.options.config import DeployConfig
@@ -46,6 +46,7 @@ COMMANDS = {
         parts.layout_flags,
         json=True,
     ),
+    "node": Command("run one host of a deployment on several, as its controller says", parts.node, parts.node_flags),
     "stage": Command("run one stage alone, to debug it (vLLM flags after --)", parts.stage, parts.stage_flags),
     "proxy": Command("run front doors alone, before stages that somebody else runs", parts.proxy, parts.proxy_flags),
     "store": Command("look into the features that a running launch keeps", parts.store, parts.store_flags, json=True),
@@ -57,6 +58,7 @@ COMMANDS = {
     ),
     "demo-model": Command("write a small model directory to try things with", parts.demo_model, parts.demo_model_flags),
     "key": Command("make, list or revoke the API keys of clients", None, key.key_flags),
+    "render": Command("write what somebody else's cluster runs a deployment by", None, render.render_flags),
     "plan": Command(
         "which layout suits your traffic on your devices, by simulation", planner.run_plan, planner.plan_flags
     ),

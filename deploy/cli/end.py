@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 from deploy.cli.which import Arguments, client, local_launch, on_ray
 from deploy.host.logs import read_log
@@ -15,6 +16,9 @@ from deploy.host.rundir import HELD, is_held, is_of_this_namespace, owner_of
 from deploy.options.flags import Parser
 from deploy.options.mooncake import MASTER_PROGRAM
 from epd_serve.errors import ConfigError, EpdError
+
+if TYPE_CHECKING:
+    import httpx
 
 LOOK_S = 0.2
 TAIL_BYTES = 16 << 10
@@ -39,35 +43,41 @@ def down_flags(parser: Parser) -> None:
 
 def logs(arguments: Arguments) -> int:
     wanted, follow = arguments["instance"], arguments["follow"]
-    there = dict(_readers(arguments))
-    if wanted and wanted not in there:
-        raise ConfigError(f"there is no log of {wanted!r}; there are {', '.join(there)}", param="instance")
-    shown = [_Log(name, read, prefixed=not wanted) for name, read in there.items() if wanted in ("", name)]
-    for log in shown:
-        log.show(from_end=follow and not wanted)
-    while follow:
-        time.sleep(LOOK_S)
+    with client(arguments) as http:
+        there = dict(_readers(arguments, http))
+        if wanted and wanted not in there:
+            raise ConfigError(f"there is no log of {wanted!r}; there are {', '.join(there)}", param="instance")
+        shown = [_Log(name, read, prefixed=not wanted) for name, read in there.items() if wanted in ("", name)]
         for log in shown:
-            log.show()
+            log.show(from_end=follow and not wanted)
+        while follow:
+            time.sleep(LOOK_S)
+            for log in shown:
+                log.show()
     return 0
 
 
-def _readers(arguments: Arguments) -> Iterator[tuple[str, Read]]:
+def _readers(arguments: Arguments, http: httpx.Client) -> Iterator[tuple[str, Read]]:
     """Of each instance, and of each other process that has a log: on several hosts that is called `NODE/NAME`."""
-    with client(arguments) as http:
-        status = http.get("/deployment").json()
+    status = http.get("/deployment").json()
     there = {one["id"]: (one["node"], one["id"]) for one in status["instances"]}
     for part in status["parts"]:
         node, _, log = part.rpartition("/")
         if log.startswith("front.") or log in ("template", MASTER_PROGRAM):
             there[part] = node, log
     if on_ray(arguments):
-        from deploy.ray.attach import log_reader
-
-        yield from ((name, log_reader(arguments["name"], node, log)) for name, (node, log) in there.items())
+        yield from ((name, partial(_read_from, http, f"/logs/{node}/{log}")) for name, (node, log) in there.items())
     else:
         folder = local_launch(arguments).path
         yield from ((name, partial(read_log, folder / f"{log}.log")) for name, (_, log) in there.items())
+
+
+def _read_from(http: httpx.Client, path: str, offset: int) -> tuple[bytes, int]:
+    """As `read_log`, by the controller of several hosts. Raises EpdError."""
+    answer = http.get(path, params={"offset": offset})
+    if answer.is_error:
+        raise EpdError(f"the log cannot be read: {answer.text}")
+    return answer.content, int(answer.headers["epd-end"])
 
 
 class _Log:

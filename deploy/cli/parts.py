@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+from argparse import SUPPRESS
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,12 +44,50 @@ def serve(arguments: Arguments) -> int:
         return serve_on_ray(config, detach=detach)
     if detach:
         raise ConfigError("--detach is for --runtime ray", param="--detach")
+    if config.runtime == "kubernetes":
+        from deploy.kubernetes.serve import serve_on_kubernetes
+
+        return serve_on_kubernetes(config)
     from deploy.plan.blueprint import draw
 
     blueprint = draw(config)
     from deploy.launch.launcher import Launch
 
     return Launch(blueprint).run()
+
+
+def node_flags(parser: Parser) -> None:
+    parser.add_argument("--listen", default="", metavar="HOST:PORT", help="its API, or HOST:FIRST-LAST: a free port")
+    parser.add_argument(
+        "--secrets",
+        default="",
+        metavar="DIR",
+        help="folder with tls.crt, tls.key and token, and ca.crt where another one has signed them",
+    )
+    parser.add_argument(
+        "--advertise",
+        default="",
+        metavar="HOST",
+        help="where other hosts reach its stages (default: of --listen)",
+    )
+    parser.add_argument(
+        "--await-empty", action="store_true", help="ask the node that listens there, and wait until it has no instance"
+    )
+    parser.add_argument("--within-s", type=float, default=300.0, metavar="S", help="how long to wait for that")
+    parser.add_argument("--run-root", default="", help=SUPPRESS)
+    parser.add_argument("--address-file", default="", help=SUPPRESS)
+    parser.add_argument("--owner", type=int, default=0, help=SUPPRESS)
+    parser.add_argument("--clients", type=int, default=-1, help=SUPPRESS)
+
+
+def node(arguments: Arguments) -> int:
+    from deploy.node.process import Start, await_empty, run_node
+
+    empty, within_s = arguments.pop("await_empty"), arguments.pop("within_s")
+    if not arguments["listen"]:
+        raise ConfigError("--listen HOST:PORT says where the controller asks this node", param="--listen")
+    start = Start(**arguments)
+    return asyncio.run(await_empty(start, within_s)) if empty else run_node(start)
 
 
 def stage_flags(parser: Parser) -> None:
@@ -100,7 +140,7 @@ def layout_flags(parser: Parser) -> None:
     parser.add_argument(
         "--model", default="", metavar="DIR", help="a model: what each stage gets of its device's memory"
     )
-    add_settings(parser, DeployConfig, ("device", "stage_args"))
+    add_settings(parser, DeployConfig, ("device", "stage_args", "encoder_free"))
     parser.add_argument(
         "--device-memory",
         type=float,
@@ -133,6 +173,7 @@ def layout(arguments: Arguments) -> int:
             arguments["device"],
             arguments["device_memory"],
             arguments["stage_args"],
+            encoder_free=arguments["encoder_free"],
         )
         if arguments["core_share"]:
             text += f"\n\n{table(placement_rows(plans))}"
@@ -164,7 +205,7 @@ def doctor_flags(parser: Parser) -> None:
     parser.add_argument("--layout", default="", metavar="SPEC", help="layout that is to be served, for example (E-P)-D")
     parser.add_argument("--imports", action="store_true", help="import torch and vLLM, too (may take a minute)")
     parser.add_argument("--ray", action="store_true", help="ask the nodes of a Ray cluster, too (up to a minute)")
-    add_settings(parser, DeployConfig, ("device", "ray_address", "node_ports"))
+    add_settings(parser, DeployConfig, ("device", "encoder_free", "ray_address", "node_ports"))
 
 
 def doctor(arguments: Arguments) -> int:

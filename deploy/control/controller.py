@@ -30,6 +30,9 @@ from epd_serve.roles import Role
 FOLLOW = "follow"
 """The word of a change that the follower of the load has asked for."""
 
+REFUSED_S = 300.0
+"""For so long devices are wanted that a command has not got."""
+
 TOLD = 20
 """Decisions of the follower in a status; `GET /deployment/decisions` has all that are remembered."""
 
@@ -78,6 +81,7 @@ class Controller:
         self._configure = configure
         self.following = following
         self._restarting: asyncio.Task[None] | None = None
+        self._refused: Sequence[int] = ()
         self._front_trouble = ""
 
     async def relayout(self, layout: str, *, dry_run: bool = False, pause_s: float = 0.0) -> Json:
@@ -102,6 +106,17 @@ class Controller:
         """As `Leases.want`, where anything is lent."""
         if self._aim.leases is not None:
             self._aim.leases.want(widths)
+
+    def _want_for_a_while(self, widths: Sequence[int]) -> None:
+        """What an operator could not get: he may try again when it has come."""
+        self._refused = widths
+        self.want(widths)
+
+        def over() -> None:
+            if self._refused is widths:
+                self.want(())
+
+        asyncio.get_running_loop().call_later(REFUSED_S, over)
 
     async def scale(self, counts: Mapping[Role, int], *, dry_run: bool = False, pause_s: float = 0.0) -> Json:
         """Raises as `relayout`."""
@@ -211,6 +226,8 @@ class Controller:
                 plan = self._plan(wanted, unwanted, pause_s)
                 return await self._begin(what, wanted, plan, dry_run=dry_run, pause_s=pause_s, unwanted=unwanted)
         except LeaseError as error:
+            if not dry_run:
+                self._want_for_a_while(error.missing)
             raise no_devices(error, layout) from error
         finally:
             self._places.look_soon()  # where it was refused, what was leased for it is given back

@@ -24,11 +24,12 @@ from deploy.doctor.ray_checks import SEVERAL_HOSTS
 from deploy.host.environment import environment, is_terminal
 from deploy.memory.shared_memory import LEAST_ARENA_MIB, SharedMemory, wanted_mib
 from deploy.options.config import DeployConfig
-from deploy.options.versions import spelled
+from deploy.options.versions import installed_vllm, spelled
 from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.layout_parser import parse
 from epd_serve.model_facts import check_model_fits, read_model_facts
+from epd_serve.model_support import check_encoder_free
 from epd_serve.placement import check_servable, lower
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
 
@@ -58,6 +59,7 @@ def run_doctor(
     model: str,
     as_json: bool,
     imports: bool,
+    encoder_free: bool = False,
     ask_cluster: Callable[[RayFacts], RayFacts] = lambda ray: ray,
 ) -> int:
     """Print the report. `ask_cluster`: as of `gather`.
@@ -71,7 +73,7 @@ def run_doctor(
     except DiscoveryError as error:
         note = str(error)
         inventory = DeviceInventory("cpu" if device == "auto" else device, note=note)  # type: ignore[arg-type]
-    wanted = _wanted(inventory, layout, model, note)
+    wanted = _wanted(inventory, layout, model, note, encoder_free=encoder_free)
     facts = gather(wanted, inventory, environment(), imports=imports, ask_cluster=ask_cluster)
     findings = examine(facts)
     if as_json:
@@ -81,17 +83,19 @@ def run_doctor(
     return 1 if counts(findings)[Level.ERROR] else 0
 
 
-def _wanted(inventory: DeviceInventory, layout: str, model: str, note: str) -> Wanted:
+def _wanted(inventory: DeviceInventory, layout: str, model: str, note: str, *, encoder_free: bool = False) -> Wanted:
     """What is to be served, as far as it can be: what is wrong with it becomes a finding."""
     if note:
         return Wanted(inventory.kind, layout=layout, refusal=note)
-    if not layout and not model:
+    if not (layout or model or encoder_free):
         return Wanted(inventory.kind)
     try:
         parsed = parse(layout or "(E-P)-D")
         check_servable(parsed)
-        if model:
-            check_model_fits(read_model_facts(model), parsed)
+        facts = read_model_facts(model) if model else None
+        check_model_fits(facts, parsed)
+        if encoder_free:
+            check_encoder_free(facts.architecture if facts is not None else "", parsed, installed_vllm())
         plans = lower(parsed, inventory.allot(parsed.device_count))
     except (ConfigError, EpdError) as error:
         return Wanted(inventory.kind, layout=layout, refusal=str(error))

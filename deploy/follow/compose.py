@@ -44,7 +44,9 @@ def follower_of(
     )
     slo, _ = config.slo.objectives()
     observer = Observer(profile, slo.tpot_ms / 1e3)
-    plans = Plans(profile, slo) if profile is not None and config.follow_relayout == "on" else None
+    plans = None
+    if profile is not None and config.follow_relayout == "on" and not config.encoder_free:
+        plans = Plans(profile, slo)  # which may want an encoder beside prefill
     follower = Follower(config.follow, limits, observer, controller, reconciler, table, look, plans)
     registry.register(FollowMetrics(follower))
     return follower

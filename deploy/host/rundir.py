@@ -6,9 +6,7 @@
                            peers.json       who is there, for the stages, see epd_serve/peers.py
                            pool.json        addresses of the MM Store's second tier, where there is one
                            admin.sock       where commands are given (deploy/cli/changing.py)
-                           node.sock        where a node is asked (deploy/runtime/node_api.py)
-                           node.json        which node of which deployment this is (deploy/node/start.py)
-                           node.log, key    of a node process: its log, the key of its deployment
+                           key              of a node process: the key of its deployment
                            feed             where front doors hear of the instances (proxy/workers/hub.py)
                            front.<n>.sock, front.<n>.log   of a front door: where it is asked, its log
                            template.sock, template.log     of the template of the stages

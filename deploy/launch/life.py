@@ -4,7 +4,7 @@ It may die: stages and front doors go on meanwhile, and the next life takes in w
 of the runtime) before it says anything to anybody. It decides when the deployment is over, and ends front doors and
 stages gracefully before it says so; a defect of its own ends nothing.
 
-What differs from machine to machines is said by `launcher.py` here and by `deploy/ray/controller.py`.
+What differs from machine to machines is said by `launcher.py` here and by `deploy/cluster/controller.py`.
 """
 
 from __future__ import annotations

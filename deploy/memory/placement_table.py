@@ -16,8 +16,11 @@ def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
 
 
 def short_node(node: str) -> str:
-    """Its id for people: of one that no person has chosen, the beginning."""
-    return node if len(node) <= 16 else node[:8]
+    """Its id for people: of one that no person has chosen, the beginning, which of a pod's is its name."""
+    if len(node) <= 16:
+        return node
+    name, dot, _ = node.partition(".")
+    return name if dot else node[:8]
 
 
 def placement_rows(

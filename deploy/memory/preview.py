@@ -11,13 +11,20 @@ from deploy.options.stage_args import parse_stage_args
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.model_facts import check_model_fits, read_model_facts
+from epd_serve.model_support import check_encoder_free
 from epd_serve.placement import lower
 from npu_ops.discovery import DeviceInventory, DiscoveryError, discover
 from npu_ops.properties import DeviceProperties, read_properties
 
 
 def preview(
-    layout: Layout, model: str, kind: str, device_gib: float | None, stage_args: Sequence[str]
+    layout: Layout,
+    model: str,
+    kind: str,
+    device_gib: float | None,
+    stage_args: Sequence[str],
+    *,
+    encoder_free: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """The table with its warnings, and the same as data.
 
@@ -31,9 +38,12 @@ def preview(
     if facts is None:
         raise ConfigError(f"--model {model} is not a folder on this machine: its sizes are unknown", param="--model")
     check_model_fits(facts, layout)
+    if encoder_free:
+        check_encoder_free(facts.architecture, layout, None)
     inventory, properties = _devices(layout, kind, device_gib)
     plans = lower(layout, inventory.allot(layout.device_count))
-    outcome = share_memory(plans, facts, inventory, parse_stage_args(stage_args, plans), properties=properties)
+    words = parse_stage_args(stage_args, plans, encoder_free=encoder_free)
+    outcome = share_memory(plans, facts, inventory, words, properties=properties)
     if outcome.plan is None:
         reasons = "; ".join(outcome.warnings) or f"{model} does not tell the sizes of its weights or encoders"
         raise ConfigError(f"no memory plan: {reasons}", param="--model")

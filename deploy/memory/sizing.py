@@ -68,10 +68,17 @@ class Sizing:
         weights = self._weights(element_bytes=flags.element_bytes, quantised=sizes.quantised, tied=sizes.tied)
         if weights is None:
             return None
-        place = Place(kind, plan.tp, StageWiring.feature_queue_bytes, CPU_KV_BYTES if kind == "cpu" else 0)
+        place = Place(
+            kind,
+            plan.tp,
+            StageWiring.feature_queue_bytes,
+            CPU_KV_BYTES if kind == "cpu" else 0,
+            slab=plan.role.takes_features and (plan.role.prefills or plan.both),
+        )
         model = Model(weights, sizes, replace(self._configs, overrides=flags.processor_kwargs))
         role = Role.D if plan.both else plan.role  # with room for what it may have to decode
-        return stage_need(plan.id, role, model, flags, place, modalities(self.facts, words, kind))
+        taken = self.facts.towers if flags.language_only else modalities(self.facts, words, kind)
+        return stage_need(plan.id, role, model, flags, place, taken)
 
     def flags(self, plan: InstancePlan, total: int, more: Sequence[str] = ()) -> StageFlags:
         return read_stage_flags(self._words(plan, more), self.inventory.kind, total, plan.tp)

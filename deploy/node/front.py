@@ -130,6 +130,11 @@ class NodeFront:
         self._started.set_result(None)
         await asyncio.get_running_loop().create_future()  # the front doors decide when this ends
 
+    @property
+    def serves(self) -> bool:
+        """They have started."""
+        return self._started.done() and self._started.exception() is None
+
     # --- what a controller asks -----------------------------------------------------------------------------------
 
     async def ready(self) -> None:

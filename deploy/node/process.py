@@ -1,15 +1,16 @@
-"""`python -m deploy.node.process [--owner FD] [--listening FD] <SETUP`: the node process runs what others decide.
+"""`epd-serve node`: one machine of a deployment on several, run by whoever controls it.
 
-It leaves whoever starts it behind: in a session of its own, a child of nobody, found again by its run directory. Below
-it is, as in a launch of one machine, a process that may die (`deploy/host/root.py`), with agent and front doors. Once
-these can be asked it answers with one line on stdout (`NodeRun`, or `Failed`). It ends with its owner, at once; by
-SIGTERM, when its stages have ended; and by itself when it never gets ready. A node has one: who is started beside it
-answers for the other one.
+It is the program that serves on one machine without the part that decides: it listens, over TLS to members alone
+(`deploy/runtime/secrets.py`), says what the machine is, and waits until a controller tells it the deployment. Then it
+is, as in a launch of one machine, the root of a process that may die (`deploy/host/root.py`), with agent and front
+doors. Ray's Node actor keeps it alive, or Kubernetes; one that is started again waits to be told anew.
+
+It ends by SIGTERM, when requests and stages have ended; by SIGINT or SIGHUP, without the former; and with its owner, at
+once.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import fcntl
@@ -17,62 +18,151 @@ import os
 import select
 import signal
 import socket
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import httpx
 import msgspec
 
 from deploy.agent.agent import Agent
 from deploy.agent.setup import AgentSetup
 from deploy.agent.wiring import Net
+from deploy.front.key_watch import api_keys_of, read_key_text
 from deploy.front.shared import Shared
-from deploy.host import root
+from deploy.host import event_loop, root
+from deploy.host.ending import Ending
 from deploy.host.environment import run_root, say
 from deploy.host.event_loop import together
 from deploy.host.launches import kill_leftovers, reap_dead
-from deploy.host.ports import BACKLOG, address_of, listen, private_socket
-from deploy.host.rundir import RunDir
+from deploy.host.logs import read_log
+from deploy.host.ports import address_of, free_ports, listen, private_socket
+from deploy.host.processes import stat
+from deploy.host.rundir import RunDir, is_held
+from deploy.node.facts import NodeFacts, node_facts
 from deploy.node.front import NodeFront
-from deploy.node.routes import NodeWatch, serve_node
-from deploy.node.start import LOOK_S, START_S, Failed, NodeError, NodeRun, NodeSetup, end_node, find_node
-from deploy.runtime.node_api import NODE_SOCKET
+from deploy.node.routes import EPOCH, Calls, NodeWatch, serve_about, serve_node
+from deploy.node.setup import NodeInfo, NodeSetup, Notes, deployment_key
+from deploy.options.addresses import host_and_port, port_range
+from deploy.options.config import DeployConfig, proxy_values
+from deploy.plan.proxy_settings import build_proxy_settings
+from deploy.runtime.secrets import NodeSecrets
+from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
+from proxy.config.settings import ProxySettings
+from proxy.config.tree import changed
+from store.addresses import authority
 
-LOG, KEY = "node", "key"
-"""Names in the run directory: of its log, and of the file with the deployment's key."""
+KEY = "key"
+"""In the run directory: the file with the deployment's key."""
 
-BEGUN = "begun"
-"""The section of the state that says that it can be asked."""
-
-NOBODY = 1
+BEGUN, NOTES = "begun", "notes"
+"""Sections of the state: it can be asked; what is kept for the next controller."""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m deploy.node.process")
-    parser.add_argument("--owner", type=int)
-    parser.add_argument("--listening", type=int)
-    given = parser.parse_args()
-    packed = sys.stdin.buffer.read()
-    answers = open(os.dup(1), "wb", buffering=0)  # noqa: SIM115 - closed with the answer
+EMPTY_LOOK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a node process is started.
+
+    Attributes:
+        listen: `HOST:PORT` of its API, or `HOST:FIRST-LAST` for any free port of these.
+        advertise: numeric address at which its stages are reached; "": the host that it listens on.
+        address_file: gets an `Address` once it listens, and is locked while it lives; "": none.
+        owner: pid of a process with whose end it ends; 0: none.
+        clients: descriptor of a bound socket for its front doors; -1: it opens one.
+    """
+
+    listen: str
+    secrets: str
+    advertise: str = ""
+    run_root: str = ""
+    address_file: str = ""
+    owner: int = 0
+    clients: int = -1
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a node process is asked: `HOST:PORT`; its pid, and that of its owner."""
+
+    address: str
+    pid: int
+    owner: int
+
+
+def find_node(file: Path) -> Address | None:
+    """The node process that has this address file, once it listens; None where none lives."""
     try:
-        setup = NodeSetup.unpacked(packed)
-    except ConfigError as error:
-        _answer(answers, msgspec.json.encode(Failed(error.message, config=True)))
-        return NOBODY
-    _leave()
-    listening = socket.socket(fileno=given.listening) if given.listening is not None else None
-    try:
-        return _Node(setup, given.owner, listening, answers).live()
-    except EpdError as error:
-        failed = Failed(error.message, error.param, config=isinstance(error, ConfigError))
-        with contextlib.suppress(OSError):  # whoever asked has gone
-            _answer(answers, msgspec.json.encode(failed))
-        return NOBODY
+        found = msgspec.json.decode(file.read_bytes(), type=Address) if is_held(file) else None
+    except (OSError, msgspec.DecodeError):  # it has only begun
+        return None
+    return found if found is not None and stat(found.pid) is not None else None
+
+
+def run_node(start: Start) -> int:
+    """Until it is ended. Returns its exit code. Raises ConfigError: it cannot begin."""
+    secrets = NodeSecrets(start.secrets, "--secrets")
+    if start.owner:
+        _leave()
+    with contextlib.ExitStack() as stack:
+        owner = -1
+        if start.owner:
+            owner = os.pidfd_open(start.owner)
+            stack.callback(os.close, owner)
+        lock = stack.enter_context(open(start.address_file, "ab")) if start.address_file else None
+        if lock is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return 0  # there is one
+            lock.truncate(0)
+        host, port = _where(start.listen)
+        asked = stack.enter_context(listen(host, port, flags="--listen"))
+        if lock is not None:
+            lock.write(msgspec.json.encode(Address(authority(host, port), os.getpid(), start.owner)))
+            lock.flush()
+        node = _Node(start, secrets, asked, host, _take_after(start.owner), stack)
+        if not event_loop.run(node.wait(owner)):
+            return 0
+        return node.keep(owner, [lock] if lock is not None else [])
+
+
+async def await_empty(start: Start, within_s: float) -> int:
+    """Until the node that listens there has no instance any more: its controller has moved them. Returns an exit code.
+
+    Raises:
+        EpdError: it does not answer.
+    """
+    host, port = host_and_port(start.listen, "--listen")
+    secrets = NodeSecrets(start.secrets, "--secrets")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(within_s), secrets.client(authority(_here(host), port), within_s) as http:
+            while True:
+                try:
+                    answer = await http.get("/node")
+                    if not msgspec.json.decode(answer.content, type=NodeInfo).instances:
+                        return 0
+                except (httpx.TransportError, msgspec.MsgspecError) as error:
+                    raise EpdError(f"the node at {start.listen} does not say what it has: {error}") from error
+                await asyncio.sleep(EMPTY_LOOK_S)
+    return 1
+
+
+def _here(host: str) -> str:
+    """For who asks from this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _where(text: str) -> tuple[str, int]:
+    """Raises ConfigError."""
+    host, _, ports = text.rpartition(":")
+    if "-" not in ports:
+        return host_and_port(text, "--listen")
+    host = host.strip("[]")
+    return host, free_ports(1, host, port_range(ports))[0]
 
 
 def _leave() -> None:
@@ -83,167 +173,223 @@ def _leave() -> None:
     if os.fork():
         os._exit(0)  # no leader of a session: it can get no terminal
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # what it inherits says nothing
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
     os.chdir("/")
     os.umask(0o077)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(nothing, 1)
-    os.close(nothing)
 
 
-def _answer(answers: BinaryIO, line: bytes) -> None:
-    """Raises OSError: nobody hears it."""
-    answers.write(line + b"\n")
-    answers.close()
+@dataclass
+class _Deployment:
+    """What the node is part of, made once.
 
-
-class _Node:
-    """Args:
-    owner: descriptor of the process with whose end this one ends. listening: for front doors, bound.
-    answers: of whoever has started this process.
+    Attributes:
+        front: settings of front doors; None where there are none. shared: what these have in common.
     """
 
-    def __init__(self, setup: NodeSetup, owner: int | None, listening: socket.socket | None, answers: BinaryIO) -> None:
-        self._setup = setup
-        self._owner = owner
-        self._listening = listening
-        self._answers = answers
-        self._root = Path(setup.run_root) if setup.run_root else run_root()
-        self._last = ""
+    setup: NodeSetup
+    run: RunDir
+    agent: AgentSetup
+    front: ProxySettings | None
+    shared: Shared | None
 
-    def live(self) -> int:
-        """Raises EpdError: it did not begin, and everything is cleaned up."""
-        warnings = _take_after(self._setup.owner_pid)
-        with contextlib.ExitStack() as stack:
-            run = self._run_of_our_own()
-            if isinstance(run, NodeRun):
-                _answer(self._answers, run.packed())
-                return 0
-            stack.callback(run.remove)
-            _log_to(run.log(LOG))
-            agent = self._agent_setup(run)
-            told = replace(self._told(run), warnings=warnings, master=agent.tier.address)
-            return self._keep(stack, run, agent, told)
 
-    def _run_of_our_own(self) -> RunDir | NodeRun:
-        """A run directory, once there is nobody else; or whoever is there for the same owner, once it is ready."""
-        setup, until = self._setup, time.monotonic() + START_S
-        while True:
-            with _alone(self._root, until):
-                other = find_node(setup.deployment, setup.node, self._root)
-                if other is None:
-                    reap_dead(self._root)
-                    run = RunDir.create(self._root)
-                    self._told(run).write()
-                    return run
-            if other.owner_pid != setup.owner_pid:
-                end_node(other)
-            elif other.ready:
-                return other
-            elif time.monotonic() > until:
-                raise NodeError(f"node {setup.node} begins in process {other.pid}, and is not ready")
-            time.sleep(LOOK_S)
+@dataclass
+class _Node:
+    """An `About`. `warnings`: for the operator. `stack`: undoes what it makes."""
 
-    def _told(self, run: RunDir) -> NodeRun:
-        setup = self._setup
-        return NodeRun(setup.deployment, setup.node, run.path, os.getpid(), setup.owner_pid)
+    start: Start
+    secrets: NodeSecrets
+    asked: socket.socket
+    host: str
+    warnings: tuple[str, ...]
+    stack: contextlib.ExitStack
+    facts: NodeFacts | None = None
+    deployment: _Deployment | None = None
+    life: _Life | None = None
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _told: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def _agent_setup(self, run: RunDir) -> AgentSetup:
-        setup = self._setup
-        key = run.path / KEY
-        key.touch(mode=0o600)
-        key.write_text(f"{setup.key}\n", "ascii")
-        blueprint = setup.blueprint
-        if setup.master:
-            blueprint = replace(blueprint, config=replace(blueprint.config, mooncake_master=setup.master))
-        return AgentSetup.of(
-            run,
-            blueprint,
-            setup.command_of,
-            setup.master_command_of,
-            setup.patience,
-            net=Net(setup.node, address_of(setup.host, "--node-host"), str(key), setup.ports),
-            shm_mib=setup.shm_mib,
+    async def wait(self, owner: int) -> bool:
+        """Whether it has been told its deployment, or else it is to end."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, ended.set)
+        if owner >= 0:
+            loop.add_reader(owner, ended.set)
+        serving = asyncio.create_task(serve_about(self.asked.dup(), self))
+        waits = [asyncio.create_task(one.wait()) for one in (self._told, ended)]
+        try:
+            await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+        finally:
+            for task in (serving, *waits):
+                task.cancel()
+            await asyncio.wait([serving])
+        return not ended.is_set()
+
+    # --- what is asked of it --------------------------------------------------------------------------------------
+
+    def ready(self) -> bool:
+        return self.life is not None and (self.life.front is None or self.life.front.serves)
+
+    async def info(self) -> NodeInfo:
+        if self.deployment is None or self.life is None:
+            return NodeInfo(warnings=self.warnings)
+        setup, life = self.deployment.setup, self.life
+        doors = life.front.doors.pids if life.front is not None else {}
+        return NodeInfo(
+            __version__,
+            setup.deployment,
+            setup.node,
+            int(life.state.read(EPOCH) or 0),
+            life.notes,
+            self.deployment.agent.tier.address,
+            self.warnings,
+            {"node": life.root, root.CONTROL: os.getpid(), **doors},
+            life.watch.instances,
         )
 
-    def _keep(self, stack: contextlib.ExitStack, run: RunDir, setup: AgentSetup, told: NodeRun) -> int:
-        asked = stack.enter_context(private_socket(run.socket(NODE_SOCKET)))
-        asked.listen(BACKLOG)
-        shared = self._shared(stack, run) if self._setup.front is not None else None
+    def calls(self) -> Calls:
+        called: dict[str, tuple[Callable[..., Awaitable[Any]], Any]] = {
+            "facts": (self._facts, tuple[DeployConfig, str, int]),
+            "setup": (self._set_up, tuple[NodeSetup]),
+            "api_keys": (lambda path: asyncio.to_thread(read_key_text, path), tuple[str]),
+        }
+        if self.life is not None:
+            called["notes"] = self.life.note, tuple[Notes]
+            called["log"] = self.life.log, tuple[str, int]
+        return called
+
+    async def _facts(self, config: DeployConfig, node: str, virtual_devices: int) -> NodeFacts:
+        """What the machine was before anything of a deployment ran on it. Raises ConfigError."""
+        async with self._turn:
+            if self.facts is None:
+                self.facts = await asyncio.to_thread(node_facts, config, node, virtual_devices)
+            return self.facts
+
+    async def _set_up(self, setup: NodeSetup) -> None:
+        """Raises ConfigError: it cannot serve this, or has another deployment."""
+        async with self._turn:
+            if self.deployment is None:
+                self.deployment = await asyncio.to_thread(self._made, setup)
+                self._told.set()
+            elif (had := self.deployment.setup).member != setup.member:
+                raise ConfigError(f"this node is {had.node} of deployment {had.deployment}, begun before: end it first")
+
+    def _made(self, setup: NodeSetup) -> _Deployment:
+        """Raises ConfigError: all is undone."""
+        assert self.facts is not None, "whoever tells it has asked what it is"
+        blueprint, folder = setup.blueprint(self.facts.machine), self.start.run_root
+        config = blueprint.config
+        if setup.master:
+            config = replace(config, mooncake_master=setup.master)
+            blueprint = replace(blueprint, config=config)
+        reap_dead(Path(folder) if folder else run_root())
+        with contextlib.ExitStack() as stack:
+            front = None
+            if setup.front:
+                keys = api_keys_of(setup.api_keys, config.api_key_file) if config.api_key_file else None
+                told = replace(blueprint, config=changed(config, proxy_values(setup.options)))
+                front = build_proxy_settings(told, None, keys)
+                given = self.start.clients
+                clients = socket.socket(fileno=os.dup(given)) if given >= 0 else listen(config.host, config.port)
+                stack.enter_context(clients)
+            run = RunDir.create(Path(folder) if folder else None)
+            stack.callback(run.remove)
+            key = run.path / KEY
+            key.touch(mode=0o600)
+            key.write_text(f"{deployment_key(self.secrets.token, setup.deployment, setup.nonce)}\n", "ascii")
+            host = address_of(setup.host or self.start.advertise or self.host, "--node-host")
+            net = Net(setup.node, host, str(key), port_range(config.node_ports))
+            agent = AgentSetup.of(run, blueprint, patience=setup.patience, net=net, shm_mib=setup.shm_mib)
+            shared = None
+            if setup.front:
+                shared = Shared.of(clients, stack.enter_context(private_socket(run.feed)), config.workers)
+            self.stack.push(stack.pop_all())
+        return _Deployment(setup, run, agent, front, shared)
+
+    # --- once it has been told ------------------------------------------------------------------------------------
+
+    def keep(self, owner: int, owned: list[BinaryIO]) -> int:
+        """The root of its control, until the end. Returns its exit code."""
+        told = self.deployment
+        assert told is not None, "it has been told"
+        config = told.agent.blueprint.config
+        self._turn = asyncio.Lock()  # the other one is of a loop that has ended
 
         async def control(life: root.Life) -> int:
-            children, watch = life.children(), NodeWatch()
-            agent = Agent(setup, children, life.state, say=watch.say)
-            front = None
-            if self._setup.front is not None and shared is not None:
-                drain_s, key_file = setup.blueprint.config.drain_s, str(run.path / KEY)
-                front = NodeFront(self._setup.front, drain_s, run, shared, key_file, children, life.state, watch.say)
-            async with agent.running():
-                serving = serve_node(asked, life.state, watch, agent, front)
-                await root.crash_only(together(serving, self._until_signalled(life, agent)))
-            return NOBODY
+            self.life = one = _Life(told, life)
+            async with one.agent.running():
+                serving = serve_node(self.asked.dup(), life.state, one.watch, one.agent, one.front, self)
+                await root.crash_only(together(serving, one.until_signalled()))
+            return 1
 
         def take_down() -> None:
-            if shared is not None:
-                shared.refuse()
-            kill_leftovers(run.path)
-            if not self._answers.closed:
-                self._last += f"; its log: {run.keep_log(LOG)}"
-            run.remove()
+            if told.shared is not None:
+                told.shared.refuse()
+            kill_leftovers(told.run.path)
+            told.run.remove()
 
-        kept = root.Root(
+        def look(sections: Mapping[str, bytes]) -> str:
+            gone = owner >= 0 and select.select([owner], [], [], 0)[0]
+            return "whom it belongs to has gone: everything is killed" if gone else ""
+
+        return root.Root(
             control,
-            drain_s=0.0,
-            say=self._say,
+            drain_s=config.lame_duck_s + config.drain_s,
+            say=say,
             was_ready=lambda sections: BEGUN in sections,
             take_down=take_down,
-            owned=[*run.held, self._answers],
-            look=partial(self._look, replace(told, ready=True), time.monotonic() + START_S),
-        )
-        code = kept.serve()
-        if not self._answers.closed:
-            raise NodeError(f"node {self._setup.node}: {self._last}")
-        return code
+            owned=[*told.run.held, *owned],
+            look=look if owner >= 0 else None,
+        ).serve()
 
-    def _look(self, ready: NodeRun, by: float, sections: Mapping[str, bytes]) -> str:
-        """Why all has to end, or "". Whoever has started it is answered once."""
-        if self._owner is not None and select.select([self._owner], [], [], 0)[0]:
-            return "whom it belongs to has gone: everything is killed"
-        if self._answers.closed:
-            return ""
-        if BEGUN not in sections:
-            return "it is not ready in time" if time.monotonic() >= by else ""
-        try:
-            ready.write()
-        except OSError as error:
-            return f"that it has begun cannot be written down: {error}"
-        try:
-            _answer(self._answers, ready.packed())
-        except OSError as error:
-            return f"nobody hears that it has begun: {error}"
-        return ""
 
-    async def _until_signalled(self, life: root.Life, agent: Agent) -> None:
-        """Then its stages end, and everything: there is nobody else who would."""
-        signalled = asyncio.Event()
-        life.heed(lambda number: signalled.set())
-        life.state.write(BEGUN, b"")
-        await signalled.wait()
-        await agent.close()
+class _Life:
+    """One life of control: the agent and the front doors of the node."""
+
+    def __init__(self, told: _Deployment, life: root.Life) -> None:
+        children, self.state, self.root = life.children(), life.state, life.root
+        self.watch = NodeWatch()
+        self.agent = Agent(told.agent, children, self.state, say=self.watch.say)
+        self.front: NodeFront | None = None
+        self._run, self._config, self._heed = told.run, told.agent.blueprint.config, life.heed
+        if told.front is not None and told.shared is not None:
+            drain_s, key_file = self._config.drain_s, str(told.run.path / KEY)
+            self.front = NodeFront(
+                told.front, drain_s, told.run, told.shared, key_file, children, self.state, self.watch.say
+            )
+        noted = self.state.read(NOTES)
+        self.notes = msgspec.json.decode(noted, type=Notes) if noted is not None else told.setup.notes
+
+    async def note(self, newer: Notes) -> None:
+        """Keep this for the next controller."""
+        if (merged := self.notes.merged(newer)) is not self.notes:
+            self.notes = merged
+            self.state.write(NOTES, msgspec.json.encode(merged))
+
+    async def log(self, name: str, offset: int) -> tuple[bytes, int]:
+        """As `read_log`, of a process of the node."""
+        if "/" in name:
+            raise ConfigError(f"{name!r} is no log")
+        return await asyncio.to_thread(read_log, self._run.path / f"{name}.log", offset)
+
+    async def until_signalled(self) -> None:
+        """Then requests end, its stages, and everything: there is nobody else who would."""
+        ending = Ending(self._config.lame_duck_s, self._config.drain_s, self.watch.say, lambda: root.end_now(0))
+
+        def take(number: int) -> None:
+            if self.front is not None:
+                ending.serves(self.front.doors)  # those of now
+            ending.take(number)
+
+        self._heed(take)
+        self.state.write(BEGUN, b"")
+        await ending.wait()
+        if self.front is not None:
+            await self.front.end()
+        await self.agent.close()
         root.end_now(0)
-
-    def _shared(self, stack: contextlib.ExitStack, run: RunDir) -> Shared:
-        config = self._setup.blueprint.config
-        listening = stack.enter_context(self._listening or listen(config.host, config.port))
-        return Shared.of(listening, stack.enter_context(private_socket(run.feed)), config.workers)
-
-    def _say(self, line: str) -> None:
-        """To the log."""
-        self._last = line
-        say(line)
 
 
 def _take_after(owner_pid: int) -> tuple[str, ...]:
@@ -273,34 +419,3 @@ def _take_after(owner_pid: int) -> tuple[str, ...]:
     except (ProcessLookupError, FileNotFoundError):
         pass  # its end is noticed elsewhere
     return tuple(warnings)
-
-
-@contextlib.contextmanager
-def _alone(root: Path, until: float) -> Iterator[None]:
-    """No other node process begins meanwhile below this run root. Raises NodeError at the deadline."""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        while True:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise NodeError(f"{root} is locked by a node process that has not begun") from None
-                time.sleep(LOOK_S)
-        yield
-    finally:
-        os.close(folder)
-
-
-def _log_to(path: Path) -> None:
-    """What this process and its parts say from now on."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

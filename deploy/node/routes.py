@@ -1,4 +1,5 @@
-"""What a node answers over HTTP (`deploy/runtime/node_api.py` says how): calls of its agent and of its front doors.
+"""What a node answers over HTTP (`deploy/runtime/node_api.py` says how): calls of its agent and of its front doors, and
+before it has any, what it is and what it is told.
 
 Whoever asked may go and come again, or be another one: what was accepted goes on.
 """
@@ -11,22 +12,25 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from deploy.agent.agent import Agent
 from deploy.host.state import State
 from deploy.node.front import NodeFront
+from deploy.node.setup import NodeInfo
 from deploy.runtime.node_api import (
     EPOCH_HEADER,
     FAILED,
     JSON,
+    NOT_SET_UP,
     NOT_YET,
     REFUSED,
     SUPERSEDED,
@@ -41,10 +45,12 @@ from deploy.runtime.node_api import (
     until_lost,
 )
 from deploy.runtime.protocol import Order
+from deploy.runtime.secrets import OPEN, NodeSecrets
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
 from proxy.records.records import Question
+from proxy.server.shared_listener import SharedListener
 from proxy.server.uvicorn_server import serve
 
 EPOCH = "epoch"
@@ -97,6 +103,11 @@ class NodeWatch:
         self._seen.put(self._seen.value)
         self._lines.append((self._seen.number, line))
 
+    @property
+    def instances(self) -> int:
+        """How many there are, those that start or end, too."""
+        return len(self._seen.value.instances) if self._seen.value is not None else 0
+
     async def follow(self, agent: Agent) -> None:
         async for instances in agent.watch():
             self._seen.put(NodeStatus(await agent.nodes(), instances))
@@ -136,20 +147,79 @@ class Fence:
             raise
 
 
+class About(Protocol):
+    """The node process itself."""
+
+    secrets: NodeSecrets
+
+    def ready(self) -> bool:
+        """It has been told its deployment, and front doors serve where there are to be some."""
+
+    async def info(self) -> NodeInfo: ...
+
+    def calls(self) -> Calls:
+        """What can be asked of it."""
+
+
 async def serve_node(
-    listening: socket.socket, state: State, watch: NodeWatch, agent: Agent, front: NodeFront | None
+    listening: socket.socket,
+    state: State,
+    watch: NodeWatch,
+    agent: Agent,
+    front: NodeFront | None,
+    about: About | None = None,
 ) -> None:
-    """Answer on this socket, and look after the front doors, until cancelled; it is closed at the end."""
+    """Answer on this socket, and look after the front doors, until cancelled; it is closed at the end.
+
+    Args:
+        about: the node process, which has others to be reached by; without it the socket is for this user alone.
+    """
     fence = Fence(state)
-    routes = _routes("/agent", fence, watch.after, lambda: agent_calls(agent))
+    routes = _routes("/agent", lambda: agent_calls(agent), fence, watch.after)
     async with asyncio.TaskGroup() as group:
         if front is not None:
             status = Watched(front.status())
-            routes += _routes("/front", fence, status.after, lambda: front_calls(front, fence))
+            routes += _routes("/front", lambda: front_calls(front, fence), fence, status.after)
             group.create_task(front.serve())
             group.create_task(_look(front, status))
         group.create_task(watch.follow(agent))
-        group.create_task(serve(Starlette(routes=routes), sockets=[listening], grace_s=1.0))
+        if about is None:
+            group.create_task(serve(Starlette(routes=routes), sockets=[listening], grace_s=1.0))
+        else:
+            group.create_task(serve_about(listening, about, routes))
+
+
+async def serve_about(listening: socket.socket, about: About, routes: Sequence[Route] = ()) -> None:
+    """Answer members over TLS what the node process is, and these routes, until cancelled. Without them it has no
+    deployment yet, which whoever asks for anything else is told."""
+
+    async def health(request: Request) -> Response:
+        return Response(status_code=200 if request.url.path == "/health" or about.ready() else 503)
+
+    async def info(request: Request) -> Response:
+        return Response(msgspec.json.encode(await about.info()), media_type=JSON)
+
+    async def waits(request: Request) -> Response:
+        return _refused(NOT_SET_UP, "this node has not been told its deployment")
+
+    app = Starlette(
+        routes=[
+            *(Route(path, health) for path in OPEN),
+            Route("/node", info),
+            *_routes("/node", about.calls),
+            *(routes or [Route("/{path:path}", waits, methods=["GET", "POST"])]),
+        ]
+    )
+    await serve_tls(listening, about.secrets, app)
+
+
+async def serve_tls(listening: socket.socket, secrets: NodeSecrets, app: ASGIApp) -> None:
+    """Answer other members over TLS until cancelled; the socket is closed at the end."""
+    guarded: Any = secrets.guarded(app)
+    shared = SharedListener(listening, lambda: None, secrets.certificate)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(secrets.certificate.watch())
+        group.create_task(serve(guarded, shared=shared, grace_s=1.0))
 
 
 def agent_calls(agent: Agent) -> Calls:
@@ -197,10 +267,16 @@ async def _look(front: NodeFront, status: Watched[FrontStatus]) -> None:
             status.put(now)
 
 
-def _routes(path: str, fence: Fence, after: Callable[[int], Awaitable[Any]], calls: Callable[[], Calls]) -> list[Route]:
-    """A watch, and calls."""
+def _routes(
+    path: str,
+    calls: Callable[[], Calls],
+    fence: Fence | None = None,
+    after: Callable[[int], Awaitable[Any]] | None = None,
+) -> list[Route]:
+    """Calls, of the latest epoch alone where there is a fence, and a watch."""
 
     async def watch(request: Request) -> Response:
+        assert after is not None, "that is what it is for"
         return await _answered(request, fence, lambda: after(int(request.query_params["after"])))
 
     async def call(request: Request) -> Response:
@@ -212,14 +288,16 @@ def _routes(path: str, fence: Fence, after: Callable[[int], Awaitable[Any]], cal
 
         return await _answered(request, fence, begun)
 
-    return [Route(path, watch), Route(f"{path}/{{call}}", call, methods=["POST"])]
+    watches = [Route(path, watch)] if after is not None else []
+    return [*watches, Route(f"{path}/{{call}}", call, methods=["POST"])]
 
 
-async def _answered(request: Request, fence: Fence, call: Callable[[], Awaitable[Any]]) -> Response:
+async def _answered(request: Request, fence: Fence | None, call: Callable[[], Awaitable[Any]]) -> Response:
     waiting = asyncio.timeout(float(request.query_params.get("wait_s", WAIT_S)))
     try:
         async with waiting:
-            answer = await fence.passed(int(request.headers.get(EPOCH_HEADER, 0)), call)
+            epoch = int(request.headers.get(EPOCH_HEADER, 0))
+            answer = await (fence.passed(epoch, call) if fence is not None else call())
             return Response(msgspec.json.encode(answer), media_type=JSON)
     except SupersededError as error:
         return _refused(SUPERSEDED, error.message)

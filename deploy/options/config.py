@@ -98,9 +98,11 @@ class DeployConfig(EndpointConfig):
         layout: stages and devices, for example (E-P)-D, E-PD, TP1 (see epd-serve layout).
         engine: what runs the stages: vLLM, or a simulation of it.
         sim_profile: latencies and capacity of simulated stages (JSON, docs/guides/simulation.md).
+        encoder_free: P, D and PD load no encoder, whose memory their KV cache gets: E encodes all, and again what gets
+            lost. For vLLM 0.32 and families that take metadata in place of media (docs/reference/models.md).
         switchable: P and D have both halves of the KV connector: either can become the other without a restart.
         device: device kind.
-        runtime: what runs the stages: this machine, or the nodes of a Ray cluster.
+        runtime: what runs the stages: this machine, the nodes of a Ray cluster, or the pods of a Kubernetes cluster.
         name: of the deployment on its Ray cluster, which may have several.
         ray_address: HOST:PORT of the Ray cluster's head (auto: RAY_ADDRESS, or the cluster of this machine).
         placement: nodes that groups of a layout get: as few as can be, several where there is room, or one each.
@@ -108,6 +110,8 @@ class DeployConfig(EndpointConfig):
             have come since --follow asked for nodes.
         node_host: network interface whose address stages of a node bind (default: the address by which Ray knows it).
         node_ports: ports that stages of a node may take, FIRST-LAST.
+        node_secrets: folder, under the same name on every host, with what the nodes of a deployment show each other:
+            tls.crt, tls.key and token, and ca.crt where another one has signed them (docs/guides/several-hosts.md).
         share_devices: where a layout wants more devices than there are, place it on those in turn (to try it, not to be
             fast).
         core_share: parts of a device's cores for stages that share it, as E=0.3,P=0.7, or E0=…, or auto (default: no
@@ -115,6 +119,8 @@ class DeployConfig(EndpointConfig):
         stage_args: flags of vLLM for a role or an instance, as 'P:--max-num-seqs 8' or 'D0:…' or 'all:…'; repeatable.
         arena_mib: shared memory for features on each host, MM Store tier 1 (0: a 64th of the host's memory per encoder,
             from 256 MiB to 8 GiB, as far as /dev/shm has it).
+        feature_slab: on who prefills, copy features to the device ahead of the steps that read them, or in these steps.
+        feature_slab_mib: device memory for that in each worker (0: twice what vLLM's encoder cache holds).
         mm_store: where features lie: arena (this host's shared memory), mooncake (arena and Mooncake Store), auto
             (arena; with Mooncake on several nodes, but of NPUs, or when --mooncake-master is given).
         mooncake_master: HOST:PORT of a running mooncake_master (default: start one if it is needed).
@@ -135,7 +141,7 @@ class DeployConfig(EndpointConfig):
         follow_every_s: between two decisions.
         follow_quiet_s: for how long fewer must have been enough before any is given up.
         follow_relayout: other groups, too, where the planner finds ones that suit what comes much better (needs a
-            profile), or only other counts of those that there are.
+            profile; not with encoder_free), or only other counts of those that there are.
         kv_transport: how KV travels P→D.
         mooncake_protocol: Mooncake's protocol (NPUs always use ascend).
         kv_grouping: layers per KV packet: adaptive, fixed:N, layerwise or bulk.
@@ -154,19 +160,23 @@ class DeployConfig(EndpointConfig):
     layout: str = "(E-P)-D"
     engine: Literal["vllm", "sim"] = "vllm"
     sim_profile: str = ""
+    encoder_free: bool = False
     switchable: bool = False
     device: Literal["auto", "npu", "cuda", "cpu"] = "auto"
-    runtime: Literal["local", "ray"] = "local"
+    runtime: Literal["local", "ray", "kubernetes"] = "local"
     name: str = "epd"
     ray_address: str = "auto"
     placement: Literal["pack", "spread", "strict_spread"] = "pack"
     fronts: Literal["auto", "here", "every"] = "auto"
     node_host: str = ""
     node_ports: str = "20000-24999"
+    node_secrets: str = ""
     share_devices: bool = False
     core_share: str = ""
     stage_args: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
     arena_mib: CountFrom0 = 0
+    feature_slab: Literal["on", "off"] = "on"
+    feature_slab_mib: CountFrom0 = 0
     mm_store: Literal["auto", "arena", "mooncake"] = "auto"
     mooncake_master: str = ""
     mooncake_segment_mib: Annotated[int, Meta(ge=LEAST_SEGMENT_MIB)] = 512
@@ -203,6 +213,16 @@ class DeployConfig(EndpointConfig):
         for key in ("follow_min", "follow_max"):
             group_counts(getattr(self, key), key)
         Faults(self.kv_faults)
+        if self.encoder_free and self.send_pixels == "always":
+            raise ConfigError(
+                "--encoder-free: stages without an encoder take no media; leave send_pixels=always away",
+                param="encoder_free",
+            )
+        if self.send_pixels == "never" and not self.encoder_free:
+            raise ConfigError(
+                "send_pixels=never is for stages without an encoder; serve them with --encoder-free",
+                param="send_pixels",
+            )
         if self.mooncake_master:
             host_and_port(self.mooncake_master)
             if self.mm_store == "arena":
@@ -223,9 +243,11 @@ class DeployConfig(EndpointConfig):
         port_range(self.node_ports)
         for name in ("placement", "fronts", "node_host"):
             if self.runtime == "local" and getattr(self, name) != getattr(DeployConfig, name):
-                raise ConfigError(f"{name} {getattr(self, name)} is for --runtime ray", param=name)
-        if self.runtime == "ray" and self.share_devices:
-            raise ConfigError("share_devices is for one machine: Ray lends whole devices", param="share_devices")
+                raise ConfigError(f"{name} {getattr(self, name)} is for --runtime ray or kubernetes", param=name)
+        if self.runtime != "local" and self.share_devices:
+            raise ConfigError("share_devices is for one machine: others lend whole devices", param="share_devices")
+        if self.runtime == "kubernetes" and self.fronts == "here":
+            raise ConfigError("fronts here: the controller's pod has no front doors; take every", param="fronts")
 
 
 def group_counts(text: str, key: str) -> Mapping[str, int]:
@@ -287,7 +309,7 @@ def variable_of(key: str) -> str:
     return "EPD_" + key.upper().replace(".", "_")
 
 
-def proxy_values(entries: Iterable[str]) -> dict[str, Any]:
+def proxy_values(entries: Iterable[str], owner: type = ProxyOptions, what: str = "proxy setting") -> dict[str, Any]:
     """Entries KEY=VALUE of `--proxy` as values by key; those of a repeatable one together.
 
     Raises:
@@ -297,9 +319,9 @@ def proxy_values(entries: Iterable[str]) -> dict[str, Any]:
     for entry in entries:
         key, equals, text = entry.partition("=")
         if not equals:
-            raise ConfigError(f"proxy setting {entry!r} is not KEY=VALUE", param="--proxy")
-        setting = find(ProxyOptions, key, "proxy setting")
-        value = setting.typed(text.strip(), f"proxy setting {key}")
+            raise ConfigError(f"{what} {entry!r} is not KEY=VALUE", param=f"--{what.split()[0]}")
+        setting = find(owner, key, what)
+        value = setting.typed(text.strip(), f"{what} {key}")
         values[setting.key] = values.get(setting.key, ()) + value if setting.notes.get("repeatable") else value
     return values
 

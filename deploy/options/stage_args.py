@@ -19,6 +19,7 @@ from typing import Any
 from epd_serve.answer_flags import answer_flags
 from epd_serve.errors import ConfigError
 from epd_serve.placement import InstancePlan
+from epd_serve.stage_flags import WITHOUT_ENCODER
 from epd_serve.suggestions import unknown
 
 OURS = (
@@ -80,17 +81,20 @@ def _is_on(config: Any, key: str) -> bool:
 
 @dataclass(frozen=True)
 class StageArgs:
-    """Parsed entries: (target, flags) in the order given."""
+    """Parsed entries: (target, flags) in the order given. `encoder_free`: who takes features loads no encoder."""
 
     entries: tuple[tuple[str, tuple[str, ...]], ...]
+    encoder_free: bool = False
 
     def of(self, plan: InstancePlan) -> tuple[str, ...]:
         """Flags of one instance: for all first, then its role's, then its own; the last one wins in vLLM."""
         targets = ("all", plan.role.value, plan.id)
-        return tuple(flag for target in targets for name, flags in self.entries if name == target for flag in flags)
+        ours = (WITHOUT_ENCODER,) if self.encoder_free and plan.role.takes_features else ()
+        own = tuple(flag for target in targets for name, flags in self.entries if name == target for flag in flags)
+        return (*ours, *own)
 
 
-def parse_stage_args(raw: Iterable[str], plans: Iterable[InstancePlan]) -> StageArgs:
+def parse_stage_args(raw: Iterable[str], plans: Iterable[InstancePlan], *, encoder_free: bool = False) -> StageArgs:
     """Parse entries of the form `TARGET:FLAGS`.
 
     Raises:
@@ -98,7 +102,7 @@ def parse_stage_args(raw: Iterable[str], plans: Iterable[InstancePlan]) -> Stage
     """
     plans = tuple(plans)
     targets = {"all", *(plan.role.value for plan in plans), *(plan.id for plan in plans)}
-    return StageArgs(tuple(_entry(text, targets) for text in raw))
+    return StageArgs(tuple(_entry(text, targets) for text in raw), encoder_free)
 
 
 def check_alike(plans: Sequence[InstancePlan], stage_args: StageArgs) -> None:

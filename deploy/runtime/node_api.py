@@ -1,12 +1,17 @@
-"""The HTTP API of a node: what both of its ends agree on. `deploy/node/routes.py` answers, on a unix socket in the run
-directory; `node_client.py` and `deploy/front/remote.py` ask.
+"""The HTTP API of a node: what both of its ends agree on. `deploy/node/routes.py` answers, over TLS to who shows the
+token (`secrets.py`); `node_client.py`, `deploy/front/remote.py` and `deploy/cluster` ask.
+
+    GET /health, /ready              it listens; it has been told its deployment, and its front doors serve
+    GET /node, POST /node/NAME       what it is; facts, setup, notes, api_keys, log
+    GET /agent, POST /agent/NAME     its instances
+    GET /front, POST /front/NAME     its front doors
 
 A call is `POST /agent/NAME`, or `/front/NAME` for the front doors, with its arguments as a JSON list. It is answered
 when what it asks for has happened: with 202 where that takes longer than `WAIT_S`, and is then asked again. A watch is
 `GET /agent?after=NUMBER`, or `/front`, for what is newer than that; 202: there is nothing yet. Every request says in
 which epoch it is made (`EPOCH_HEADER`): of several controllers, one that is cut off and the one that has followed it,
-the one of the latest epoch counts, and others get 409. Both ends come from one version of one program, so there are no
-versions here.
+the one of the latest epoch counts, and others get 409. A node that has not been told its deployment says so by 428.
+Both ends come from one version of one program, so there are no versions here.
 
 How a call ends that has not happened is said here, too, and how one waits for a node that may be said to have gone.
 """
@@ -27,15 +32,12 @@ from proxy.registry.instance_state import Tally, Work
 from proxy.workers.shared_counters import Asked
 from proxy.workers.wire import Row
 
-NODE_SOCKET = "node.sock"
-"""In the run directory."""
-
 EPOCH_HEADER, JSON = "epd-epoch", "application/json"
 WAIT_S, WATCH_S = 10.0, 1.0
 """For which a call waits on the node, and a watch: often enough to say that the node is there."""
 
-NOT_YET, REFUSED, SUPERSEDED, FAILED = 202, 400, 409, 500
-"""Status codes beside 200: asked again; a ConfigError; the epoch is over; the node has failed at it."""
+NOT_YET, REFUSED, SUPERSEDED, NOT_SET_UP, FAILED = 202, 400, 409, 428, 500
+"""Status codes beside 200: asked again; a ConfigError; the epoch is over; it has no deployment; it has failed at it."""
 
 T = TypeVar("T")
 

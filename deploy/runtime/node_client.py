@@ -1,4 +1,4 @@
-"""The controller's end of a node's HTTP API, and the runtime of that node by it.
+"""The controller's end of a node's HTTP API, the way to a node, and the runtime of that node by it.
 
 A node may be killed and started again, or not be there yet, so each call is repeated until it is answered; all of them
 are idempotent. How long that may take is for the caller to say.
@@ -7,7 +7,7 @@ are idempotent. How long that may take is for the caller to say.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import msgspec
 from deploy.runtime.node_api import (
     EPOCH_HEADER,
     JSON,
+    NOT_SET_UP,
     NOT_YET,
     REFUSED,
     SUPERSEDED,
@@ -28,6 +29,7 @@ from deploy.runtime.node_api import (
     SupersededError,
 )
 from deploy.runtime.protocol import Order
+from deploy.runtime.secrets import NodeSecrets
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
@@ -46,14 +48,56 @@ class NodeCallError(EpdError):
     retryable = True
 
 
-def unix_transport(path: Path) -> httpx.AsyncHTTPTransport:
-    """To the socket of a node of this machine."""
-    return httpx.AsyncHTTPTransport(uds=str(path), limits=httpx.Limits(max_connections=None))
+class NodeTransport(httpx.AsyncBaseTransport):
+    """HTTP to a node process, wherever it is now.
+
+    Args:
+        members: of whom it is one.
+        reach: says where it is, `HOST:PORT`, once it runs. set_up: tells it its deployment. Both raise EpdError; a
+            ConfigError is the caller's to hear.
+    """
+
+    def __init__(
+        self,
+        members: NodeSecrets,
+        reach: Callable[[], Awaitable[str]],
+        set_up: Callable[[], Awaitable[object]],
+    ) -> None:
+        self._members = members
+        limits = httpx.Limits(max_connections=None)
+        self._inner: httpx.AsyncBaseTransport = httpx.AsyncHTTPTransport(verify=members.context, limits=limits)
+        self._reach = reach
+        self._set_up = set_up
+        self._address = ""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        try:
+            self._address = self._address or await self._reach()
+            request.url = httpx.URL(f"https://{self._address}").copy_with(raw_path=request.url.raw_path)
+            self._members.show(request)
+            answer = await self._inner.handle_async_request(request)
+            if answer.status_code == NOT_SET_UP:
+                await answer.aclose()
+                await self._set_up()
+                raise httpx.ReadError("the node has begun again", request=request)
+            return answer
+        except ConfigError:  # nor would it be another time
+            self._address = ""
+            raise
+        except EpdError as error:
+            self._address = ""
+            raise httpx.ConnectError(str(error), request=request) from error
+        except httpx.TransportError:
+            self._address = ""
+            raise
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
 
 
 class NodeHttp:
     """Args:
-    path: of what is asked there: `/agent` or `/front`.
+    path: of what is asked there: `/agent`, `/front`, or `/node` for the process itself.
     transport: to the node.
     epoch: in which whoever asks decides; 0 where it has no rivals.
     """
@@ -73,6 +117,12 @@ class NodeHttp:
         content = msgspec.json.encode(arguments)
         while (answer := await self._answer("POST", f"{self._path}/{name}", content=content)) is None:
             pass
+        return _decoded(answer, kind)
+
+    async def get(self, kind: type[T]) -> T:
+        """What there is now, at once. Raises NodeCallError."""
+        answer = await self._answer("GET", self._path)
+        assert answer is not None, "it does not wait"
         return _decoded(answer, kind)
 
     async def newer(self, kind: type[T], after: int) -> Seen[T] | None:

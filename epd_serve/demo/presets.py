@@ -151,7 +151,7 @@ def write_preset(directory: Path, preset: str | RandomPreset, seed: int = 0) -> 
             if sizes is not None:
                 _write_configs(built, sizes)
                 if sizes.hollow:
-                    _write_checkpoint(built, "hollow")
+                    write_checkpoint(built, "hollow")
                 else:
                     _draw_weights(built, seed)
             elif isinstance(preset, str) and preset != "demo":
@@ -176,11 +176,12 @@ def _write_configs(model: Path, preset: RandomPreset) -> None:
 
 
 def _draw_weights(model: Path, seed: int, changes: dict[str, Any] | None = None) -> None:
-    _write_checkpoint(model, "random", str(seed), json.dumps(changes or {}))
+    write_checkpoint(model, "random", str(seed), json.dumps(changes or {}))
 
 
-def _write_checkpoint(model: Path, *arguments: str) -> None:
-    """By `epd_serve.demo.checkpoint`, with the torchvision repair that CPU machines need."""
+def write_checkpoint(model: Path, *arguments: str) -> None:
+    """Writes the weights of a model folder by `epd_serve.demo.checkpoint`, whose arguments follow the folder, with the
+    torchvision repair that CPU machines need."""
     ours = [str(_SITE), str(Path(epd_serve.__file__).parents[1])]
     path = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}

@@ -19,7 +19,9 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from epd_serve.engine.encoder_free import without_encoder
 from epd_serve.errors import ConfigError
+from epd_serve.model_sizes import model_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -311,6 +313,23 @@ def media_connectors() -> tuple[Any, type]:
     return MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
 
+def encoder_cache_bytes(worker: Any) -> int:
+    """Device memory of the features that vLLM keeps at one time on this worker, whose model is loaded."""
+    config = worker.vllm_config
+    budget = getattr(worker.model_runner, "mm_budget", None)  # which the second model runner keeps elsewhere
+    tokens = max(config.scheduler_config.encoder_cache_size, getattr(budget, "encoder_cache_size", 0))
+    sizes = model_sizes(config.model_config.hf_config.to_dict())
+    widths = [tower.feature_width for tower in sizes.towers.values()] if sizes is not None else []
+    return tokens * max(widths, default=config.model_config.get_hidden_size()) * config.model_config.dtype.itemsize
+
+
+def counts_as_loaded(worker: Any, nbytes: int) -> None:
+    """Have vLLM leave so much less for KV: 0.23 subtracts what loading the model took, later ones all that is taken. On
+    CPU the cache is as large as it is told."""
+    if hasattr(worker.model_runner, "model_memory_usage"):
+        worker.model_runner.model_memory_usage += nbytes
+
+
 def can_fail_requests() -> bool:
     """Whether vLLM asks the EC connector which requests it has to fail (else a lost feature is recomputed)."""
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
@@ -384,7 +403,10 @@ def _item_collector() -> Callable[..., Any] | None:
 
 
 def media_is_absent(vllm_config: VllmConfig) -> Callable[[list[MultiModalFeatureSpec]], bool]:
-    """Whether some item came as metadata only: encoding it here would end the engine, whatever the proxy asked for."""
+    """Whether some item came as metadata only, or no encoder is here: encoding it would end the engine, whatever the
+    proxy asked for."""
+    if without_encoder(vllm_config):
+        return bool  # of any item
     if not metadata_travels():
         return lambda features: False
     resolver = _metadata_resolver(vllm_config)

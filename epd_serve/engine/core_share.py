@@ -64,7 +64,7 @@ class _CpuCores:
         _told(self._order, cpu_grant(rank, self._order))
         threading.Thread(target=self._follow, args=(rank,), name="epd-cores", daemon=True).start()
 
-    def before_step(self) -> None:
+    def before_step(self, scheduler_output: object) -> None:
         """On the model's thread."""
         if self._count != self._wanted:
             self._count = self._wanted

@@ -70,6 +70,31 @@ def is_hybrid(architecture: str) -> bool:
     return False
 
 
+def sized_by_metadata(architecture: str) -> bool:
+    """Whether an item of it can come as metadata alone: the parser of its processor declares `embedding_fields`."""
+    source = _read()
+    registered = source.classes[source.registry[architecture][1]].decorator_list
+    info = next(ast.unparse(word.value) for one in registered for word in _keywords(one) if word.arg == "info")
+    made = _methods(source.classes, info).get("get_data_parser")
+    parsers = {node.id for node in ast.walk(made) if isinstance(node, ast.Name)} if made is not None else set()
+    return any(_assigns(source.classes, parser, "embedding_fields") for parser in parsers)
+
+
+def _keywords(decorator: ast.expr) -> list[ast.keyword]:
+    return decorator.keywords if isinstance(decorator, ast.Call) else []
+
+
+def _assigns(classes: dict[str, ast.ClassDef], name: str, attribute: str) -> bool:
+    """Whether a class, or one of its bases among these, sets this attribute."""
+    if name not in classes:
+        return False
+    targets = [target for node in classes[name].body if isinstance(node, ast.Assign) for target in node.targets]
+    own = any(isinstance(target, ast.Name) and target.id == attribute for target in targets)
+    return own or any(
+        _assigns(classes, base.id, attribute) for base in classes[name].bases if isinstance(base, ast.Name)
+    )
+
+
 def _refused(methods: _Methods) -> dict[str, str]:
     if not _reaches(methods, "embed_multimodal"):
         return {}

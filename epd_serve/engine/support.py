@@ -15,6 +15,8 @@ from enum import Enum
 from typing import Any
 
 from epd_serve.errors import ConfigError
+from epd_serve.model_support import why_not_encoder_free
+from epd_serve.stage_flags import WITHOUT_ENCODER
 
 KV_CONNECTOR = "GroupedKVConnector"
 
@@ -25,6 +27,7 @@ class Meets(Enum):
     KV = "sends or takes KV"
     SENT_KV = "sends KV"
     TRANSFERS = "sends or takes KV or features"
+    TAKEN_FEATURES = "takes features"
 
     def touches(self, config: Any) -> bool:
         """Whether a stage of this configuration does, by what its command line gives our connectors (`argv.py`).
@@ -34,6 +37,8 @@ class Meets(Enum):
         """
         kv, features = config.kv_transfer_config, getattr(config, "ec_transfer_config", None)
         of_ours = kv is not None and "epd" in kv.kv_connector_extra_config
+        if self is Meets.TAKEN_FEATURES:
+            return features is not None and bool(features.is_ec_consumer)
         if self is Meets.SENT_KV:
             return of_ours and bool(kv.is_kv_producer)
         return of_ours or (self is Meets.TRANSFERS and features is not None)
@@ -98,6 +103,18 @@ def _cache_dtype(config: Any) -> str:
 def _pruned(config: Any) -> str:
     rate = getattr(getattr(config.model_config, "multimodal_config", None), "video_pruning_rate", None)
     return f"--video-pruning-rate {rate}" if rate else ""
+
+
+def _needs_encoder(config: Any) -> str:
+    """A consumer without its encoder that could not do without. vLLM 0.32 says of each whether it takes metadata."""
+    multimodal = getattr(config.model_config, "multimodal_config", None)
+    if not getattr(multimodal, "language_model_only", False):
+        return ""
+    architecture = next(iter(config.model_config.architectures), "")
+    why = why_not_encoder_free(architecture, None)
+    if not hasattr(multimodal, "allow_missing_mm_embeddings"):
+        why = "this vLLM takes no item without its pixels"
+    return f"{WITHOUT_ENCODER} ({why})" if why else ""
 
 
 def _full_graphs(config: Any) -> str:
@@ -261,6 +278,25 @@ FEATURES: tuple[Feature, ...] = (
                 "anew: decode would go on at others",
             ),
         ),
+    ),
+    Feature(
+        "P, D and PD without the encoder (`--encoder-free`)",
+        (
+            "tests/e2e/test_layouts.py::test_greedy_tokens_equal_the_monoliths",
+            "tests/e2e/test_models.py::test_tokens_are_the_same_without_the_encoder_at_p_and_d",
+            "tests/e2e/test_encoder_free.py::test_a_feature_that_is_lost_is_encoded_again",
+        ),
+        (
+            Refusal(
+                WITHOUT_ENCODER,
+                Meets.TAKEN_FEATURES,
+                _needs_encoder,
+                "items would have to come with their pixels, which only an encoder makes something of",
+                "leave --encoder-free away",
+            ),
+        ),
+        notes="Families: [the list](models.md), column *encoder-free*. A stage gets metadata alone; DeepStack's rows "
+        "are split by one hook (`epd_serve/engine/encoder_free.py`).",
     ),
     Feature(
         "Micro-batches (dual batch overlap)",

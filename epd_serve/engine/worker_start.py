@@ -16,7 +16,7 @@ from epd_serve.engine.capture_gate import capture_gate
 logger = logging.getLogger(__name__)
 
 _STEPS = "epd_serve_steps"
-_WARM_UP = "compile_or_warm_up_model"
+_WARM_UP, _LOAD = "compile_or_warm_up_model", "load_model"
 
 
 def _nothing(rank: int) -> None:
@@ -50,18 +50,32 @@ def around_init_device(
     WorkerWrapperBase.init_device = init_device
 
 
-def before_steps(call: Callable[[], None]) -> None:
-    """Have each worker call this before each of its steps, on the thread on which the model runs."""
+def before_steps(call: Callable[[Any], None]) -> None:
+    """Have each worker call this before each of its steps, on the thread on which the model runs, with vLLM's
+    `SchedulerOutput`. Steps without tokens count."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     real = WorkerWrapperBase.execute_model
 
     @functools.wraps(real)
-    def execute_model(self: WorkerWrapperBase, *args: Any, **more: Any) -> Any:
-        call()
-        return real(self, *args, **more)
+    def execute_model(self: WorkerWrapperBase, scheduler_output: Any, *args: Any, **more: Any) -> Any:
+        call(scheduler_output)
+        return real(self, scheduler_output, *args, **more)
 
     WorkerWrapperBase.execute_model = execute_model
+
+
+def after_loading(call: Callable[[Any], None]) -> None:
+    """Have each worker call this with vLLM's worker when its model is loaded, before vLLM measures what is left for
+    KV, on the thread on which the model runs. To be called in the worker's process, once."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    def load_model(self: WorkerWrapperBase, *args: Any, **more: Any) -> Any:
+        result = self.worker.load_model(*args, **more)
+        call(self.worker)
+        return result
+
+    setattr(WorkerWrapperBase, _LOAD, load_model)  # else it asks its worker for it, by `__getattr__`
 
 
 def keep_threads_off_captures() -> None:

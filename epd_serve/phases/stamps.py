@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from store.keys import whole_of
+
 MOST_STAMPS = 10_000
 """Of one look at some subjects: each takes some 200 bytes where it travels."""
 
@@ -36,8 +38,8 @@ class Stamp:
 
     @property
     def subjects(self) -> list[str]:
-        """A packet carries several transfers."""
-        return [self.subject, *self.more.get("transfers", ())]
+        """A packet carries several transfers, and what is said of a part is said of its image."""
+        return list(dict.fromkeys((self.subject, whole_of(self.subject), *self.more.get("transfers", ()))))
 
     @property
     def leads_to(self) -> list[str]:

@@ -24,6 +24,7 @@ from epd_serve.sockets import Following
 from epd_serve.wiring import StageWiring
 from store.arena import Arena, Lease
 from store.errors import CorruptFeatureError, StoreError
+from store.keys import whole_of
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +186,8 @@ class Consumer:
         if wait.must_not_recompute or without_media:
             cause = next(iter(wait.lost.values()))
             self.counters[f"failed.{cause}"] += 1
-            self._publisher.send(wire.FeatureMissing(wait.request, list(wait.lost), cause))
+            lost = dict.fromkeys(map(whole_of, wait.lost))
+            self._publisher.send(wire.FeatureMissing(wait.request, list(lost), cause))
             failed = wait.failed
             self.done(wait)
             failed(f"a feature is missing ({cause})")

@@ -11,10 +11,12 @@ import binascii
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
+
+from store.keys import part_of
 
 PATCH_PIXELS = 14
 MERGE = 2  # patches per token and side
@@ -62,8 +64,14 @@ def _from_media(part: Mapping[str, Any], name: str, modality: str, default_token
     else:
         high, wide = (MERGE * max(1, round(side / (PATCH_PIXELS * MERGE))) for side in size)
     metadata = {f"{modality}_grid_thw": [[1, high, wide]]}
-    key = part.get("uuid") or xxhash.xxh3_128_hexdigest(source.encode())
-    return Item(str(key), high * wide // MERGE**2, metadata, has_media=True)
+    key = str(part.get("uuid") or xxhash.xxh3_128_hexdigest(source.encode()))
+    return parted(Item(key, high * wide // MERGE**2, metadata, has_media=True), key)
+
+
+def parted(item: Item, key: str) -> Item:
+    """What of an item has this key: all of it, or one of its parts, as if each token were a tile."""
+    part = part_of(key)
+    return replace(item, key=key, tokens=len(part.of(item.tokens)) if part is not None else item.tokens)
 
 
 def _tokens_in(metadata: Mapping[str, Any], default_tokens: int) -> int:

@@ -25,6 +25,7 @@ from epd_serve.sim.http import Connection
 from epd_serve.sim.profile import Profile, read_profile
 from epd_serve.sim.request_lifecycle import RequestLifecycle
 from epd_serve.sim.stage import Stage
+from epd_serve.stage_flags import WITHOUT_ENCODER
 from epd_serve.stage_plan import LAUNCHER_ENV
 from epd_serve.trace import Trace
 from epd_serve.wiring import StageWiring
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--uds", default="", metavar="PATH", help="a Unix socket instead")
     parser.add_argument("--profile", default="", metavar="FILE", help="latencies and capacity (JSON)")
+    parser.add_argument(WITHOUT_ENCODER, dest="encoder_free", action="store_true", help="take metadata, and no media")
     parser.add_argument("--guarded", action="store_true", help=f"want the bearer token of {KEY_ENV}")
     parser.add_argument(
         "--fault", action="append", default=[], metavar="NAME=VALUE", help="see epd_serve/sim/faults.py"
@@ -169,7 +171,8 @@ async def _serve(
     lifecycle = RequestLifecycle(wiring, engine, faults, ranks=ranks, caching=caching)
     lifecycle.start()
     model = arguments.served_model_name or arguments.model
-    stage = Stage(engine, lifecycle, faults, model=model, model_path=arguments.model, key=key)
+    takes_media = not arguments.encoder_free
+    stage = Stage(engine, lifecycle, faults, model=model, model_path=arguments.model, key=key, takes_media=takes_media)
     connections: set[Connection] = set()
     running = asyncio.create_task(engine.run(), name="engine")
     server = await loop.create_server(lambda: Connection(stage.handle, connections), sock=listening)

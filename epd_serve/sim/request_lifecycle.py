@@ -21,7 +21,7 @@ from epd_serve.sim.encoder import Encoder
 from epd_serve.sim.engine import Engine
 from epd_serve.sim.faults import SimFaults
 from epd_serve.sim.http import Exchange
-from epd_serve.sim.items import Item
+from epd_serve.sim.items import Item, parted
 from epd_serve.sim.load import stage_report
 from epd_serve.sim.prompts import Prompt
 from epd_serve.sim.publishing import Publisher, RateLimitedPublisher
@@ -30,9 +30,10 @@ from epd_serve.sim.request_params import RequestParams
 from epd_serve.sim.response_answer import ResponseAnswer
 from epd_serve.sim.sender import Sender
 from epd_serve.sim.sequence import Sequence
-from epd_serve.wire import ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG, WHOLE_TOPIC
+from epd_serve.wire import ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG, PARTS_XARG, WHOLE_TOPIC
 from epd_serve.wiring import StageWiring
 from store.arena import Arena
+from store.keys import parts_by_whole
 
 
 @dataclass(eq=False)
@@ -199,7 +200,8 @@ class RequestLifecycle:
     ) -> None:
         assert self._consumer is not None
         consumer = self._consumer
-        distinct = {item.key: item for item in prompt.items}
+        parts = parts_by_whole(str(params.xargs.get(PARTS_XARG, "")).split(","))
+        distinct = {key: parted(item, key) for item in prompt.items for key in parts.get(item.key, [item.key])}
 
         def ready(to_encode: list[Item]) -> None:
             child.sequence.items = tuple(item.tokens for item in to_encode)

@@ -26,6 +26,7 @@ class Stage:
     Args:
         lifecycle: what generates.
         key: bearer token that every path but /health wants; "" for none.
+        takes_media: items may come with their media, not as metadata alone.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class Stage:
         model: str,
         model_path: str,
         key: str = "",
+        takes_media: bool = True,
     ) -> None:
+        self._takes_media = takes_media
         self._engine, self._lifecycle, self._faults = engine, lifecycle, faults
         self._profile = engine.profile
         self._model = model
@@ -93,6 +96,8 @@ class Stage:
     def _generate(self, exchange: Exchange, body: dict[str, Any]) -> None:
         given = exchange.headers.get(b"x-request-id", b"").decode("latin-1")
         params = parse_params(exchange.path, body, given or uuid.uuid4().hex, self._model, self._profile)
+        if not self._takes_media and any(item.has_media for prompt in params.prompts for item in prompt.items):
+            raise ValueError("At most 0 media items may be provided in one prompt.")
         state = self._faults.state
         self._faults.swallow(exchange.body)
         if state.refuse:

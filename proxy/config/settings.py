@@ -76,9 +76,12 @@ class ProxyOptions(Checked):
             none. A request without it belongs to the default tenant.
         shared_features: all tenants share features (they can tell by the time taken that somebody else sent the same
             image). Prefix caches stay apart.
-        send_pixels: `auto` sends P and D an item's metadata instead of the media where that is known, `always` never.
+        send_pixels: `auto` sends P and D an item's metadata instead of the media where that is known, `always` the
+            media, `never` the metadata alone, as they have no encoder: E then encodes again what gets lost.
         overlap: P and D are called while encoders work: `always` as soon as the metadata of all items is known, `auto`
             too, but D only when the first feature is stored where the tower shares cores with them, or `never`.
+        image_parts: most encoders that share one image, where they have nothing else to do and the model's tower takes
+            tiles each by itself (InternVL); 1 has each image encoded by one.
         on_missing_feature: `recompute` lets P encode what got lost, `reencode` has an encoder do it again first.
         first_token: `prefill` shows streams the first token of P, after which D goes on, `decode` that of D.
         go_on: how a stream goes on at another instance after its own is gone: `auto` by one prefill of what the client
@@ -123,8 +126,9 @@ class ProxyOptions(Checked):
     max_in_flight: Count = 2048
     tenant_header: str = ""
     shared_features: bool = False
-    send_pixels: Literal["auto", "always"] = "auto"
+    send_pixels: Literal["auto", "always", "never"] = "auto"
     overlap: Literal["auto", "always", "never"] = "auto"
+    image_parts: Count = 8
     on_missing_feature: Literal["recompute", "reencode"] = "recompute"
     first_token: Literal["prefill", "decode"] = "prefill"
     go_on: Literal["auto", "replay", "never"] = "auto"
@@ -158,6 +162,11 @@ class ProxyOptions(Checked):
         for name in self.xargs:
             if name in XARGS_REFUSED or name.startswith(OUR_XARGS):
                 raise ConfigError(f"xargs: {name} is never taken from clients", param="xargs")
+
+    @property
+    def stages_encode(self) -> bool:
+        """Whether P and D have an encoder, for what no other stage encodes."""
+        return self.send_pixels != "never"
 
     def slos_of_models(self) -> Mapping[str, tuple[float, float]]:
         """Limits in seconds by name of a model: to the first token, and per token after that.

@@ -9,6 +9,9 @@ out in the order of the prompt, in which the prefill needs them. Only small ones
 proxy time whatever is in it. Within a call each item is still stored and announced when it is done, so a consumer's
 prefetch never waits for the others.
 
+One image of several tiles can keep several idle encoders busy: it is cut into parts (`store/keys.py`), which are items
+from there on. One that fails is tried elsewhere as any item is; the image is there when all of its parts are.
+
 A leader of a flight that fails hands over to exactly one follower, and after `tries` failures all give up together; a
 leader that leaves (its client did) hands over without a failure. Lives in one event loop, no locks.
 
@@ -23,7 +26,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from epd_serve.errors import DeadlineError, EpdError, StageError
@@ -36,10 +39,11 @@ from proxy.media.loader import LoadedItem
 from proxy.registry.instance_state import Lease, Work
 from proxy.request.client import CancelScope
 from proxy.request.parse import Endpoint
-from proxy.routing.policy import Candidate, calls, preferred, share_of, spread, with_neighbours
+from proxy.routing.policy import Candidate, calls, parts_of, preferred, share_of, spread, with_neighbours
 from proxy.stages.bodies import encode_body
 from proxy.stages.circuits import StageCall
 from proxy.strict_json import encoded
+from store.keys import part_keys, part_of, parts_by_whole, whole_of
 
 logger = logging.getLogger(__name__)
 RELOOK_S = 0.5  # a full store's last report may lapse without any news
@@ -52,6 +56,7 @@ class EncodeOrder:
 
     Attributes:
         seats: by key, in the flights of the items: told of each that is done, and left where items wait apart.
+        parts: the same of parts of items that are cut.
         again: keys to be encoded even where they are believed to be there.
         shunned: incarnations of encoders to ask last (they made what got lost).
     """
@@ -60,6 +65,11 @@ class EncodeOrder:
     seats: Mapping[str, Seat]
     again: frozenset[str] = frozenset()
     shunned: frozenset[str] = frozenset()
+    parts: dict[str, PartSeat] = field(default_factory=dict)
+
+    def seat(self, key: str) -> Seat | PartSeat:
+        """Of an item, or of a part of one."""
+        return self.parts[key] if key in self.parts else self.seats[key]
 
 
 class Encoders:
@@ -86,7 +96,7 @@ class Encoders:
         ctx = order.ctx
         if apart_s := ctx.watched.apart_s:
             for item in items:
-                order.seats[item.key].leave()  # nobody else must wait for them meanwhile
+                order.seat(item.key).leave()  # nobody else must wait for them meanwhile
             ctx.passed.give_back()
             since = time.monotonic()
             await asyncio.sleep(apart_s)
@@ -98,13 +108,12 @@ class Encoders:
         if isinstance(encoders, str):
             ctx.passed.leased(Stage.ENCODE)
             return self.give_up(ctx, len(items), encoders)
+        items, workers, shares = self._placed(order, items, encoders)
         costs = [item.tokens for item in items]
-        each = share_of(costs, len(encoders))
-        workers = with_neighbours(encoders, each)
-        shares = spread([item.key for item in items], costs, workers)
         if not order.again:
             self._join_makers(items, encoders, shares)
-        ctx.record.spread(each, workers, [one.id for one, share in zip(workers, shares, strict=True) if share])
+        chosen = [one.id for one, share in zip(workers, shares, strict=True) if share]
+        ctx.record.spread(share_of(costs, len(encoders)), workers, chosen)
         with ExitStack() as leases:
             works = []
             for worker, part in calls(costs, shares, alone=bool(tried)):
@@ -114,6 +123,50 @@ class Encoders:
                 works.append(self._encode_at(lease, order, [items[index] for index in part], tried))
             ctx.passed.leased(Stage.ENCODE)
             await together(works)
+
+    def _placed(
+        self, order: EncodeOrder, items: Sequence[LoadedItem], encoders: Sequence[Candidate]
+    ) -> tuple[list[LoadedItem], Sequence[Candidate], list[list[int]]]:
+        """The items, the encoders as they are compared, and for each of these the indices of its items. An image of
+        several tiles is in as many parts as there are idle encoders for, of which each gets one; cut as it is where
+        another proxy is having it encoded."""
+        now, count = time.monotonic(), self._most_parts_of(order, items, encoders)
+
+        def parts(item: LoadedItem) -> Sequence[LoadedItem]:
+            known = len(self._directory.parts(item.key, now))
+            own = known or (1 if self._directory.is_coming(item.key, now) else min(item.tiles, count))
+            if own == 1:
+                return [item]
+            part = replace(item, tokens=item.tokens / own, tiles=1)
+            return [replace(part, key=key) for key in part_keys(item.key, own)]
+
+        while True:
+            placed = [part for item in items for part in (parts(item) if count > 1 else [item])]
+            costs = [item.tokens for item in placed]
+            workers = with_neighbours(encoders, share_of(costs, len(encoders)))
+            shares = spread([item.key for item in placed], costs, workers)
+            wholes = [[whole_of(placed[index].key) for index in share] for share in shares]
+            if count == 1 or all(len(set(share)) == len(share) for share in wholes):
+                break
+            count -= 1  # one would get two parts of an image, and process it twice
+        self._seat_parts(order, placed)
+        return placed, workers, shares
+
+    def _most_parts_of(self, order: EncodeOrder, items: Sequence[LoadedItem], encoders: Sequence[Candidate]) -> int:
+        """In how many parts an image may be cut. Not where a part may have been lost, nor where only vLLM knows the
+        items' names."""
+        most = max(item.tiles for item in items)
+        if most == 1 or len(encoders) == 1 or order.again or order.ctx.request.processor_options:
+            return 1
+        idle = [one for one in encoders if not (one.load or any(one.neighbours_s))]
+        places = {self._table.instance(one.id).computes_on or one.id for one in idle}
+        return min(self._services.settings.image_parts, parts_of(most, len(items), len(places)))
+
+    def _seat_parts(self, order: EncodeOrder, items: Sequence[LoadedItem]) -> None:
+        for whole, keys in parts_by_whole(item.key for item in items if item.key not in order.parts).items():
+            siblings: list[PartSeat] = []
+            order.parts.update((key, PartSeat(order.seats[whole], siblings)) for key in keys)
+            self._metrics.image_parts.inc(len(keys))
 
     def _join_makers(
         self, items: Sequence[LoadedItem], encoders: Sequence[Candidate], shares: Sequence[list[int]]
@@ -132,9 +185,10 @@ class Encoders:
 
     async def _available(self, order: EncodeOrder, tried: Collection[IncarnationId]) -> Sequence[Candidate] | str:
         """Encoders to choose from, or why there are none. Waits for room in a store, `encode_s` at most, and in a pause
-        for an encoder, which may be on its way."""
-        pause = self._table.pause
+        for an encoder, which may be on its way; `instance_wait_s` where no other stage encodes."""
+        pause, needed = self._table.pause, not self._services.settings.stages_encode
         until = pause.now() + self._timeouts.encode_s
+        needed_until = pause.now() + self._timeouts.instance_wait_s
         waits = False
         while True:
             untried = [encoder for encoder in self._table.live(Role.E) if encoder.incarnation_id not in tried]
@@ -143,25 +197,26 @@ class Encoders:
             left_s = until - pause.now()
             if roomy:
                 return preferred(roomy, [one.incarnation_id for one in roomy if one.incarnation in order.shunned])
-            if untried and not heard:
+            if untried and not heard and not needed:
                 return "encoder_silent"
-            if not untried:
-                left_s = pause.left_s
+            if not heard:
+                left_s = needed_until - pause.now() if needed else pause.left_s
             if left_s <= 0:
-                return "store_full" if untried else "encoder_failed" if tried else "no_encoder"
+                absent = "encoder_silent" if untried else "encoder_failed" if tried else "no_encoder"
+                return "store_full" if heard else absent
             order.ctx.passed.leased(Stage.ENCODE)  # nobody else waits for it meanwhile
-            if untried:
+            if heard:
                 self._metrics.store_waits.inc()
                 if not waits:
-                    order.ctx.record.note("waits", line="store", full=len(untried))
-                waits, left_s = True, min(left_s, RELOOK_S)
-            await self._table.changed(left_s)
+                    order.ctx.record.note("waits", line="store", full=len(heard))
+                waits = True
+            await self._table.changed(min(left_s, RELOOK_S) if untried else left_s)
 
     async def _encode_at(
         self, lease: Lease, order: EncodeOrder, items: Sequence[LoadedItem], tried: frozenset[IncarnationId]
     ) -> None:
         """One call, and what has to be done elsewhere of it. Releases `lease`."""
-        ctx, instance, seats = order.ctx, lease.instance, order.seats
+        ctx, instance = order.ctx, lease.instance
         incarnation_id = instance.incarnation_id
         try:
             with ctx.watched.at(incarnation_id, encoding=True) as stay, self._services.circuits.call(instance) as call:
@@ -183,12 +238,14 @@ class Encoders:
                 there = not order.again and self._directory.knows(item.key, time.monotonic())  # before the encoder died
             else:
                 there, entry = True, entries.get(item.key)
+                if not entries and item.key in order.parts:
+                    entry = {"metadata": None}  # vLLM 0.23 says nothing, and P has to be told of parts
                 if isinstance(entry, dict) and entry:  # else its announcement will say
                     metadata, maker = entry.get("metadata"), instance.incarnation
                     self._directory.promised(item.key, metadata, maker=maker, now=time.monotonic())
             if there:
-                seats[item.key].land()
-        if left := [item for item in items if not seats[item.key].landed]:
+                order.seat(item.key).land()
+        if left := [item for item in items if not order.seat(item.key).landed]:
             await self._elsewhere(order, left, instance, tried | {incarnation_id})
 
     async def _elsewhere(
@@ -233,7 +290,11 @@ class Encoders:
         finally:
             watchdog.unwatch(silence)
             self._metrics.stage_seconds.labels("E", outcome).observe(time.monotonic() - begun)
-            ctx.record.took("encode_call", begun, span=span, stage=instance.id, items=len(items), outcome=outcome)
+            parts = [f"{part.index}-{part.count}" for item in items if (part := part_of(item.key)) is not None]
+            which = {"parts": ",".join(parts)} if parts else {}
+            ctx.record.took(
+                "encode_call", begun, span=span, stage=instance.id, items=len(items), outcome=outcome, **which
+            )
 
     def _hangs(self, incarnation_id: IncarnationId) -> bool:
         return self._table.silence_s(*incarnation_id) > self._timeouts.encode_silence_s
@@ -343,3 +404,25 @@ class Seat:
 
     def __exit__(self, *_: object) -> None:
         self.leave()
+
+
+class PartSeat:
+    """For one part of an image, whose seat lands with the last of its parts.
+
+    Args:
+        whole: of the image. siblings: of all its parts; this one is added.
+    """
+
+    def __init__(self, whole: Seat, siblings: list[PartSeat]) -> None:
+        self._whole, self._siblings, self.landed = whole, siblings, False
+        siblings.append(self)
+
+    def land(self) -> None:
+        """The part is there."""
+        self.landed = True
+        if all(one.landed for one in self._siblings):
+            self._whole.land()
+
+    def leave(self) -> None:
+        """Give the image's place up."""
+        self._whole.leave()

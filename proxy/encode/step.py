@@ -2,7 +2,8 @@
 
 An item that the MM Store has already is not encoded (`proxy/registry/feature_directory.py`), one that another request
 is having encoded is waited for, the rest go to their owners (`proxy/encode/encoders.py`). A missing feature is normal
-(the prefilling stage recomputes it from the media) and counted; a 4xx is the client's.
+(the prefilling stage recomputes it from the media) and counted, but where no other stage encodes, which ends the
+request; a 4xx is the client's.
 
 What is known of the items before they are encoded is enough to call P and D: they render, tokenise and queue while the
 tower runs. Such an attempt *goes ahead*. Nobody comes to wait in a circle for it (`docs/waiting.md`): it takes a place
@@ -22,7 +23,7 @@ from pathlib import Path
 from epd_serve.errors import DeadlineError
 from proxy.context import Features, RequestContext, Services
 from proxy.encode.encoders import EncodeOrder, Encoders, Seat, SingleFlight, together
-from proxy.errors import StageRefusal
+from proxy.errors import NotEncoded, StageRefusal
 from proxy.media.loader import LoadedItem
 from proxy.stages.client import deadline
 from store.arena import Arena
@@ -43,6 +44,7 @@ class EncodeStep:
     def __init__(self, services: Services) -> None:
         self._metrics, self._directory = services.metrics, services.dispatcher.directory
         self._encoders = Encoders(services)
+        self._stages_encode = services.settings.stages_encode
         self._follow_s = services.settings.timeouts.encode_s * (services.settings.retries + 1)
         self.flights = SingleFlight()
 
@@ -67,11 +69,11 @@ class EncodeStep:
         """Set `ctx.features`: every distinct item known, encoded, or missing.
 
         Raises:
-            StageRefusal: an encoder refuses an item.
+            StageRefusal: an encoder refuses an item. NotEncoded: something is missing that no other stage can make.
         """
         begun = time.monotonic()
         items = _distinct(ctx)
-        to_encode = [item for item in items if not self._directory.knows(item.key, begun)]
+        to_encode = [item for item in items if not self._is_had(item.key, begun)]
         for item in to_encode:
             self._metrics.encoded_once.ordered(item.key, _content(ctx, item))
         self._metrics.encode_skipped.inc(len(items) - len(to_encode))
@@ -85,12 +87,13 @@ class EncodeStep:
             ctx.watched.encoded()
         ctx.record.took("encoded", begun)
         ctx.features = self._features(ctx, missing)
+        self._check_whole(ctx, ctx.features)
 
     async def again(self, ctx: RequestContext, lost: Collection[str]) -> None:
         """The same after the items named by `lost` (all, where it names none of them) were encoded once more.
 
         Elsewhere than before where there is an elsewhere. `lost` may hold names that only stages know: vLLM renames an
-        item when the request has processor options.
+        item when the request has processor options. Raises as `run`.
         """
         items = _distinct(ctx)
         items = [item for item in items if item.key in lost] or items
@@ -100,6 +103,7 @@ class EncodeStep:
         # What the directory knows of these is what has just proved wrong.
         again = frozenset({*lost, *(item.key for item in items)})
         ctx.features = self._features(ctx, await self._obtain(ctx, items, again))
+        self._check_whole(ctx, ctx.features)
 
     async def metadata_known(self, ctx: RequestContext) -> bool:
         """Whether encoders came to be at work on all items that are not there already before the encoding ended. Then
@@ -185,10 +189,24 @@ class EncodeStep:
         elif not seat.landed:
             self._encoders.give_up(ctx, 1, "leader_failed")
 
+    def _is_had(self, key: str, now: float) -> bool:
+        """Whether no encoder need be asked for it: it is there, and its metadata is known to whom nothing else will do.
+        An encoder that finds it in the store tells that without encoding."""
+        return self._directory.knows(key, now) and (self._stages_encode or self._directory.metadata(key) is not None)
+
+    def _check_whole(self, ctx: RequestContext, features: Features) -> None:
+        """Raises NotEncoded where no other stage encodes and something is missing; PoisonousRequest, if by the body."""
+        lacking = {item.key for item in ctx.items if item.key in features.missing or item.key not in features.metadata}
+        if lacking and not self._stages_encode:
+            ctx.watched.check()
+            raise NotEncoded(f"no encoder produced {len(lacking)} of the media items, and no other stage has one")
+
     def _features(self, ctx: RequestContext, missing: Sequence[str]) -> Features:
         by_key = {item.key: self._directory.metadata(item.key) for item in ctx.items}
         metadata = {key: fields for key, fields in by_key.items() if fields is not None}
-        return Features(tuple(missing), metadata, self._directory.has_had_metadata)
+        now = time.monotonic()
+        parts = {key: its for key in by_key if key not in missing and (its := self._directory.parts(key, now))}
+        return Features(tuple(missing), metadata, self._directory.has_had_metadata, parts)
 
 
 class HostArena:

@@ -17,7 +17,8 @@ budget of the whole proxy. Uncounted are:
     PIXELS     the media rides along, and a lost feature is recomputed from it. The last resort, which cannot be lost.
 
 A failed attempt is followed by the next of METADATA | FEATURES -> [encoded again: METADATA | FEATURES] -> PIXELS; each
-step down happens at most once, and does not use up a retry.
+step down happens at most once, and does not use up a retry. Stages without an encoder (`send_pixels: never`) are given
+METADATA alone: what they lose is encoded again, as often as a request is tried again.
 
 Why a name matters: vLLM (0.32, `multimodal/cache/lru.py`) caches processed items by `uuid` on both sides of its engine.
 An item sent with its media, then as metadata, then with its media again is dropped from the third message as known, and
@@ -42,6 +43,7 @@ grammars advance, penalties count and parsers see each of them.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -50,7 +52,7 @@ from msgspec import Struct
 
 from epd_serve.answer_flags import parses_chat
 from epd_serve.errors import StageError
-from epd_serve.wire import ALL_MISSING, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG, FeatureMissing
+from epd_serve.wire import ALL_MISSING, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG, PARTS_XARG, FeatureMissing
 from proxy.config.limits import MigrationLimits
 from proxy.config.settings import ProxySettings
 from proxy.context import Delivery, RequestContext
@@ -146,6 +148,8 @@ def next_step(failed: Failure, ctx: RequestContext, settings: ProxySettings) -> 
     # Nobody says that a feature was missing, so it may be the stage that is ill. Once, that is believed: a stage that
     # dies must not have its features computed again elsewhere.
     ill = not failed.refused and failed.missing is None and failed.listening and not ctx.doubted
+    if not settings.stages_encode:
+        ill = failed.missing is None and (failed.refused or failed.listening)  # another way of delivery tells nothing
     if failed.may_lack_features and not ill:
         return _step_down(failed, ctx, settings)
     if failed.refused:
@@ -162,6 +166,8 @@ def _step_down(failed: Failure, ctx: RequestContext, settings: ProxySettings) ->
     """METADATA | FEATURES -> [encoded again: METADATA | FEATURES] -> PIXELS."""
     if failed.missing is not None and failed.went_ahead:
         return Next.REPEAT
+    if not settings.stages_encode:
+        return Next.ENCODE_AGAIN if ctx.encoded_again < max(1, settings.retries) else Next.GIVE_UP
     confirmed = failed.missing is not None or not (failed.refused or failed.listening)
     again = settings.on_missing_feature == "reencode" and not ctx.encoded_again
     return Next.ENCODE_AGAIN if confirmed and again else Next.SEND_PIXELS
@@ -170,6 +176,8 @@ def _step_down(failed: Failure, ctx: RequestContext, settings: ProxySettings) ->
 def next_delivery(ctx: RequestContext, settings: ProxySettings, before: Delivery | None = None) -> Delivery:
     """What to try now, by what the encoders made of the items. `before`: in the attempt after which lost features were
     encoded again; None where nothing was lost yet."""
+    if ctx.features is not None and not settings.stages_encode:
+        return Delivery.METADATA  # that of all items is known, or the encode step would have failed
     if ctx.features is None or ctx.features.missing:
         return Delivery.PIXELS
     if before in (None, Delivery.METADATA) and goes_as_metadata(ctx, settings) and _metadata_suffices(ctx):
@@ -183,7 +191,7 @@ def goes_as_metadata(ctx: RequestContext, settings: ProxySettings) -> bool:
 
     Not with processor options: vLLM makes another identity of `uuid` and options, and embeddings have none.
     """
-    return settings.send_pixels == "auto" and not ctx.request.processor_options
+    return settings.send_pixels != "always" and not ctx.request.processor_options
 
 
 def _metadata_suffices(ctx: RequestContext) -> bool:
@@ -204,11 +212,13 @@ def delivered(ctx: RequestContext, delivery: Delivery, settings: ProxySettings) 
     """The body that both P's and D's are made from."""
     if ctx.features is None:
         return ctx.base
-    if delivery is Delivery.METADATA:
-        return with_xargs(placeholder_body(ctx.base, ctx.items, ctx.features.metadata), **_FAIL)
-    if delivery is Delivery.FEATURES:
-        return with_xargs(ctx.base, **_FAIL)
     base, missing = ctx.base, ctx.features.missing
+    if parts := ctx.features.parts:
+        base = with_xargs(base, **{PARTS_XARG: ",".join(itertools.chain.from_iterable(parts.values()))})
+    if delivery is Delivery.METADATA:
+        return with_xargs(placeholder_body(base, ctx.items, ctx.features.metadata), **_FAIL)
+    if delivery is Delivery.FEATURES:
+        return with_xargs(base, **_FAIL)
     if renamed := _renamed(ctx, settings):
         base = renamed_body(base, renamed)
         missing = tuple(dict.fromkeys(media_name(item.key) for item in renamed))

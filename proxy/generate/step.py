@@ -152,7 +152,8 @@ class GenerateStep:
             ctx.watched.check()
             if isinstance(error, StageError) and failed.may_lack_features:
                 failed = replace(failed, missing=await self._services.dispatcher.missing_for(ctx.id))
-            if isinstance(error, StageFault) and failed.delivery is Delivery.PIXELS:  # else it may lack a feature
+            needs_none = failed.delivery is Delivery.PIXELS or not (self._settings.stages_encode or failed.missing)
+            if isinstance(error, StageFault) and needs_none:  # else it may lack a feature
                 alike = self._alike(ctx, error, route)
                 failed = replace(failed, alike=bool(alike))
         # Without the words of a stage, which may quote the request.
@@ -212,7 +213,7 @@ class GenerateStep:
         elif missing is not None or not failed.listening:
             directory.lost(lost)
         if step is Next.ENCODE_AGAIN:
-            ctx.encoded_again = True
+            ctx.encoded_again += 1
             await self._encode.again(ctx, lost)
             ctx.delivery = next_delivery(ctx, self._settings, failed.delivery)
         else:

@@ -1,4 +1,5 @@
-"""`/tokenize` and `/detokenize`: answered by any stage with a language model, since all have the same tokenizer.
+"""`/tokenize` and `/detokenize`: answered by any stage with a language model, since all have the same tokenizer; with
+media by one that takes them.
 
 No lease is taken, and nobody waits in the admission queues: no engine is asked, only the stage's API server, by
 `MAX_CONCURRENT` requests at most. Media are loaded like everybody's, and go to the stage without a key: vLLM counts the
@@ -60,7 +61,9 @@ class TokenizeStep:
         tried: set[IncarnationId] = set()
         failure: StageError | DeadlineError | None = None
         while len(tried) <= self._services.settings.retries:
-            live = [one for role in Role if role.has_language_model for one in self._table.live(role)]
+            encodes = bool(ctx.items) and not self._services.settings.stages_encode
+            roles = [role for role in Role if (role.encodes if encodes else role.has_language_model)]
+            live = [one for role in roles for one in self._table.live(role)]
             untried = [one for one in live if one.incarnation_id not in tried]
             if not untried:
                 if not self._table.pause.left_s:

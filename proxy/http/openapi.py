@@ -34,9 +34,9 @@ MODEL_ERRORS = {
     429: "Too many requests wait (`overloaded`), or this key or tenant has its share, or has used up its requests or "
     "tokens per minute (`rate_limit_exceeded`); try again after `Retry-After` seconds.",
     502: "A stage failed, and so did the retries.",
-    503: "No live instance of a role (`no_instance`), no room for what the request needs next (`memory_full`, "
-    "`bodies_full`, `fetches_full`), or the server is coming to an end (`draining`); try again after `Retry-After` "
-    "seconds.",
+    503: "No live instance of a role (`no_instance`), media that no encoder produced (`not_encoded`), no room for what "
+    "the request needs next (`memory_full`, `bodies_full`, `fetches_full`), or the server is coming to an end "
+    "(`draining`); try again after `Retry-After` seconds.",
     504: f"A deadline ran out: one of the server's, or the client's own, which is in the header `{HEADER}`.",
 }
 """Of requests to a model, by HTTP status."""

@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 import pybase64
 
 from epd_serve.errors import PayloadTooLargeError, RequestError
+from epd_serve.image_tokens import Tiled
 from proxy.config.settings import ProxySettings
 from proxy.errors import media_refused, media_too_large, most_telling
 from proxy.fields.parts import MediaRef, Modality
@@ -55,6 +56,7 @@ class LoadedItem:
         key: its feature key, the `uuid` that every stage sees.
         tokens: that an encoder makes of it, at least 1: of an image by the rule of the model's processor, else a guess.
         size_bytes: of the media itself. size: width and height of an image in pixels, else 0.
+        tiles: that the tower takes each by itself, of an image; 1 where it does not.
     """
 
     ref: MediaRef
@@ -63,6 +65,7 @@ class LoadedItem:
     tokens: float
     size_bytes: int = 0
     size: tuple[int, int] = (0, 0)
+    tiles: int = 1
 
 
 class MediaLoader:
@@ -191,10 +194,12 @@ class MediaLoader:
         mime, data, inlined = self._bytes_of(ref, fetched)
         if not data:
             raise RequestError(f"{ref.param}: empty.", param=ref.param)
-        size = (0, 0)
+        size, tiles = (0, 0), 1
         if ref.modality is Modality.IMAGE:
             mime, size = inspect_image(data, param=ref.param, max_pixels=self._limits.max_pixels)
             tokens = float(self._image_tokens.tokens(*size))
+            if isinstance(self._image_tokens, Tiled):
+                tiles = self._image_tokens.tiles(*size)
         else:
             tokens = max(len(data) / BYTES_PER_TOKEN[ref.modality], 1.0)
             inspect_clip(data, ref.param, self._limits, frames=frames if ref.modality is Modality.VIDEO else 0)
@@ -205,7 +210,7 @@ class MediaLoader:
         head = b"" if ref.key == "input_audio" else f"data:{mime};base64,".encode("ascii")
         # The client's own base64 where there is some: decoding it was strict, and encoding again takes its time.
         source = Inlined(head, inlined if inlined is not None else pybase64.b64encode(data))
-        return LoadedItem(replace(ref, source=""), source, key, tokens, len(data), size)
+        return LoadedItem(replace(ref, source=""), source, key, tokens, len(data), size, tiles)
 
     async def _in_turn(
         self, load: Callable[[MediaRef], LoadedItem], refs: Iterable[MediaRef], held: MemoryReservation

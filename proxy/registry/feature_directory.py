@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from epd_serve.wire import FeatureExpected, FeatureReady
+from store.keys import part_keys, part_of, whole_of
 
 Metadata = Mapping[str, Any]
 TRUST_S = 30.0  # a consumer that recomputes a lost feature does not tell, so no hint may be believed for ever
@@ -36,6 +37,7 @@ class _Feature:
         expected_at: when an encoder last said that it works on it, until that has ended.
         promised_at: when an encoder answered that it is being stored.
         pooled: the second tier holds it.
+        parts: in how many parts it was made last (`store.keys.part_keys`), if it was.
     """
 
     metadata: Metadata | None = None
@@ -44,6 +46,7 @@ class _Feature:
     expected_at: float = NEVER
     promised_at: float = NEVER
     pooled: bool = False
+    parts: int = 0
 
 
 UNKNOWN = _Feature()
@@ -98,7 +101,7 @@ class FeatureDirectory:
             feature = self._of(key)
             if feature is not UNKNOWN:
                 feature.ready_at = feature.expected_at = feature.promised_at = NEVER
-                feature.pooled = False
+                feature.pooled, feature.parts = False, 0
 
     def distrust(self, keys: Iterable[str]) -> None:
         """A stage refused the metadata of these."""
@@ -107,7 +110,25 @@ class FeatureDirectory:
                 self._features[key].metadata = None
 
     def knows(self, key: str, now: float) -> bool:
-        """Whether the feature is there, or as good as there, so that no encoder need be asked."""
+        """Whether the feature is there, or as good as there, or all of its parts are, so that no encoder need be
+        asked."""
+        return self._has(key, now) or self._all_parts(self._has, key, now)
+
+    def is_coming(self, key: str, now: float) -> bool:
+        """Whether the feature is there, or an encoder is at work on it, or on each of its parts."""
+        return self._will_have(key, now) or self._all_parts(self._will_have, key, now)
+
+    def parts(self, key: str, now: float) -> tuple[str, ...]:
+        """Keys of its parts, where it is there, or coming, in parts alone."""
+        if self._has(key, now) or not self._all_parts(self._will_have, key, now):
+            return ()
+        return part_keys(key, self._of(key).parts)
+
+    def _all_parts(self, are: Callable[[str, float], bool], key: str, now: float) -> bool:
+        count = self._of(key).parts
+        return bool(count) and all(are(part, now) for part in part_keys(key, count))
+
+    def _has(self, key: str, now: float) -> bool:
         feature = self._of(key)
         if feature is not UNKNOWN:
             self._features.move_to_end(key)
@@ -116,9 +137,8 @@ class FeatureDirectory:
         there = self._holds(key)
         return bool(there) or (now - feature.ready_at < TRUST_S and (feature.pooled or there is None))
 
-    def is_coming(self, key: str, now: float) -> bool:
-        """Whether the feature is there, or an encoder is at work on it."""
-        return now - self._of(key).expected_at < EXPECT_S or self.knows(key, now)
+    def _will_have(self, key: str, now: float) -> bool:
+        return now - self._of(key).expected_at < EXPECT_S or self._has(key, now)
 
     def made_by(self, key: str, now: float) -> str:
         """The incarnation of the encoder that is at work on it, or ""."""
@@ -148,7 +168,7 @@ class FeatureDirectory:
         return frozenset(maker for key in keys if (maker := self._of(key).maker))
 
     def _tell(self, key: str) -> None:
-        for listener in self._listeners.get(key, ()):
+        for listener in self._listeners.get(whole_of(key), ()):  # whoever follows an item follows its parts
             listener()
 
     def _of(self, key: str) -> _Feature:
@@ -156,14 +176,20 @@ class FeatureDirectory:
 
     def _made(self, key: str, metadata: object, maker: str) -> _Feature:
         """An encoder says that this is its feature, and perhaps what stands in for the item."""
-        feature = self._features.setdefault(key, _Feature())
-        self._features.move_to_end(key)
-        if len(self._features) > self._limit:
-            self._features.popitem(last=False)
+        if (part := part_of(key)) is not None:
+            self._row(part.whole).parts = part.count
+        feature = self._row(key)
         feature.maker = maker
         if fields := placeholder_metadata(metadata):
             feature.metadata = fields
             self.has_had_metadata = True
+        return feature
+
+    def _row(self, key: str) -> _Feature:
+        feature = self._features.setdefault(key, _Feature())
+        self._features.move_to_end(key)
+        if len(self._features) > self._limit:
+            self._features.popitem(last=False)
         return feature
 
 

@@ -156,7 +156,14 @@ def parse(endpoint: Endpoint, raw: bytes | bytearray, settings: ProxySettings) -
         media = tuple(replace(ref, param=name) for ref, name in zip(media, called, strict=True))
     _check_modalities(media, settings)
     stream = bool(checked.stream) and endpoint.generates
-    return ParsedRequest(endpoint, body, model, stream, media, _needs_fused(endpoint, body), tuple(sieve.dropped))
+    needs_fused = _needs_fused(endpoint, body)
+    request = ParsedRequest(endpoint, body, model, stream, media, needs_fused, tuple(sieve.dropped))
+    if not settings.stages_encode and media and endpoint.generates:
+        for name in request.processor_options:  # vLLM names an item anew by them, which metadata alone cannot carry
+            raise RequestError(
+                f"{name} is not taken with media here: prefill and decode stages have no encoder.", param=name
+            )
+    return request
 
 
 def _checked(body: Mapping[str, Any]) -> _Checked:

@@ -8,7 +8,8 @@ least-loaded-first on the status table). What is unfit is sorted out before, by 
 No item is chosen for alone. Two wishes meet: a key should have one owner that every proxy agrees on, so that equal work
 meets in one place (`owners`), and a request's items should be encoded in parallel by cost and by the encoders' speeds
 (EPD §3.3.2), by the same seconds (`with_neighbours`). `spread` grants the first within a bound on the second, `calls`
-says which items share a call and which call goes first. `tests/soak/placement.py` compares it with brute force.
+says which items share a call and which call goes first, `parts_of` whether one item keeps several encoders busy.
+`tests/soak/placement.py` compares it with brute force.
 """
 
 from __future__ import annotations
@@ -267,6 +268,12 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
     while (shares := fitted(tight=False) or fitted(tight=True)) is None:
         bound_s *= STEP
     return shares
+
+
+def parts_of(tiles: int, items: int, idle: int) -> int:
+    """In how many parts an image of so many tiles is encoded: as many as there are places with nothing else to do for
+    each of the items that its request has encoded. Each part costs the processing of the whole image before it."""
+    return max(1, min(tiles, idle // items))
 
 
 def share_of(costs: Sequence[float], workers: int) -> float:

@@ -85,10 +85,14 @@ def encode_body(base: Mapping[str, Any], items: Iterable[LoadedItem], again: Col
     """A chat request of media parts only. The answer's text is of no interest.
 
     Args:
+        items: each under its own key, which may be that of a part of it.
         again: keys that the encoder must encode even where it believes that they are there.
     """
-    refs = [item.ref for item in items]
-    parts = [as_chat_part(base[ref.messages][ref.message][ref.parts][ref.part], ref) for ref in refs]
+    parts = [
+        {**as_chat_part(base[ref.messages][ref.message][ref.parts][ref.part], ref), "uuid": item.key}
+        for item in items
+        for ref in (item.ref,)
+    ]
     copied_fields = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt")
     body = {
         "model": base["model"],

@@ -306,13 +306,24 @@ class Arena:
         lease._spared = True  # it was looked at, and will be needed
         if verify:
             try:
-                verify_payload(lease.meta, as_bytes(lease.view(), key))
-            except BaseException as error:
-                if isinstance(error, CorruptFeatureError):  # leased by us it stays where it is: no lock is needed
-                    self._table.header[H_CORRUPT] += self._table.drop(lease.slot)
+                self.verify(lease)
+            except BaseException:
                 lease.release()
                 raise
         return lease
+
+    def verify(self, lease: Lease) -> None:
+        """Checks the checksum of what was leased without.
+
+        Raises:
+            CorruptFeatureError: it does not match; the feature is dropped, and goes with its last lease.
+            StoreError: the lease has ended.
+        """
+        try:
+            verify_payload(lease.meta, as_bytes(lease.view(), lease.meta.key))
+        except CorruptFeatureError:  # leased by us it stays where it is: no lock is needed
+            self._table.header[H_CORRUPT] += self._table.drop(lease.slot)
+            raise
 
     def lease_all(self, keys: Collection[str], *, timeout_s: float | None = None) -> list[Lease] | None:
         """Pins all of these features, or none where one of them is missing. Their checksums are not looked at. When the

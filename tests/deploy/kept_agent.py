@@ -32,12 +32,12 @@ from deploy.node.routes import NodeWatch, serve_node
 from deploy.options import mooncake
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.runtime.node_api import NODE_SOCKET
 from epd_serve.engine.argv import stage_command
 from epd_serve.lifeline import die_with_parent
 from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake.master import MasterSettings
 from tests.deploy.fake_launch import FAKE_MASTER, FAKE_STAGE
+from tests.deploy.node_socket import NODE_SOCKET
 
 PATIENCE = Patience(poll_s=0.03, backoff_s=0.5, health_every_s=0.05, stop_grace_s=1.0)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
-from deploy.runtime.node_api import NODE_SOCKET
-from deploy.runtime.node_client import NodeClient, unix_transport
+from deploy.runtime.node_client import NodeClient
 from deploy.runtime.protocol import Node, Observed
+from tests.deploy.node_socket import NODE_SOCKET, unix_transport
 
 
 class OneNode(NodeClient):

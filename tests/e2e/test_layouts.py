@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.bodies import SOLO, TWO_CHOICES, Body, about, ask, stream, text_of
 from tests.e2e.demo_prompts import PAIRWISE_DIFFERENT
+from tests.e2e.engine_facts import METADATA_TRAVELS
 from tests.e2e.serving import Serving
 from tests.waiting import wait_for
 
@@ -21,8 +22,15 @@ SHORT = ("TP1", "(E-P)-D", "E-PD")
 LONG = ("TP1x2", "(E-PD)", "EP-D", "(E-D)-P", "E-P-D", "2E-P-D")
 
 
+ENCODER_FREE = pytest.param(
+    ("E-P-D", "--encoder-free"),
+    marks=[pytest.mark.slow, pytest.mark.skipif(not METADATA_TRAVELS, reason="this vLLM takes no metadata alone")],
+    id="E-P-D, encoder-free",
+)
+
+
 def _layouts() -> list[object]:
-    return [*SHORT, *(pytest.param(layout, marks=pytest.mark.slow) for layout in LONG)]
+    return [*SHORT, *(pytest.param(layout, marks=pytest.mark.slow) for layout in LONG), ENCODER_FREE]
 
 
 every_layout = pytest.mark.parametrize("launch", _layouts(), indirect=True)

@@ -18,8 +18,11 @@ from pathlib import Path
 import pytest
 
 from epd_serve.demo.presets import write_preset
+from epd_serve.model_families import FAMILIES
+from epd_serve.model_support import ENCODER_FREE
 from epd_serve.phases.stamps import read_stamps
 from tests.e2e.bodies import Body, ask, tokens
+from tests.e2e.engine_facts import METADATA_TRAVELS
 from tests.e2e.items import part
 from tests.e2e.serving import MODEL, ROOT, Serving, plain_vllm, serving
 
@@ -126,16 +129,24 @@ class Held:
     traces: Path
 
 
+def plain_answers(folder: Path, case: Case) -> dict[tuple[str, ...], list[list[int]]]:
+    """Makes the model there, and asks a plain vLLM."""
+    write_preset(folder / case.preset, case.preset)
+    with plain_vllm(folder / case.preset, "--limit-mm-per-prompt", case.limits) as monolith:
+        return {prompt: ask(monolith, body(*prompt)) for prompt in case.prompts}
+
+
+def flags_of(case: Case) -> list[str]:
+    return ["--served-model-name", MODEL, "--stage-args", f"all:--limit-mm-per-prompt '{case.limits}'"]
+
+
 @pytest.fixture(scope="module")
 def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
     """One after the other, because both at once are seven processes with a gigabyte each."""
     case: Case = request.param
     folder = tmp_path_factory.mktemp("models")
-    write_preset(folder / case.preset, case.preset)
-    with plain_vllm(folder / case.preset, "--limit-mm-per-prompt", case.limits) as monolith:
-        plain = {prompt: ask(monolith, body(*prompt)) for prompt in case.prompts}
-    flags = ["--served-model-name", MODEL, "--trace-dir", str(folder / "traces")]
-    flags += ["--stage-args", f"all:--limit-mm-per-prompt '{case.limits}'"]
+    plain = plain_answers(folder, case)
+    flags = [*flags_of(case), "--trace-dir", str(folder / "traces")]
     with contextlib.ExitStack() as stack:
         launch = stack.enter_context(serving(LAYOUT, str(folder / case.preset), *flags))
         yield Held(case, launch, plain, folder / "traces")
@@ -178,6 +189,22 @@ def test_a_modality_that_the_model_lacks_is_a_400(held: Held) -> None:
     assert response.status_code == 400, response.text[:300]
     assert held.case.lacks.split()[0] in response.json()["error"]["message"]
     assert tokens(held.launch.post("/v1/chat/completions", body()))
+
+
+@pytest.mark.skipif(not METADATA_TRAVELS, reason="this vLLM takes no item as metadata alone")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=MARKS.get(case.preset, ()), id=case.preset)
+        for case in CASES
+        if any(one.preset == case.preset and one.architecture in ENCODER_FREE for one in FAMILIES)
+    ],
+)
+def test_tokens_are_the_same_without_the_encoder_at_p_and_d(case: Case, tmp_path: Path) -> None:
+    plain = plain_answers(tmp_path, case)
+    layout = "E-PD" if case.limits == AUDIO else "E-P-D"
+    with serving(layout, str(tmp_path / case.preset), "--encoder-free", *flags_of(case)) as launch:
+        assert {prompt: ask(launch, body(*prompt)) for prompt in case.prompts} == plain
 
 
 def test_an_architecture_that_cannot_encode_apart_is_refused_before_any_stage_starts(tmp_path: Path) -> None:

@@ -28,11 +28,15 @@ SAME = "--dtype float32 --max-model-len 512 --no-enable-prefix-caching"
 # Prompts of two requests fit into D together, not into P. Two run at P at a time because none gets a whole step.
 P = "P:--num-gpu-blocks-override 18 --long-prefill-token-threshold 32 --no-scheduler-reserve-full-isl"
 D = "D:--num-gpu-blocks-override 30"
+SMALL = ("(E-P)-D", "--stage-args", "all:" + SAME, "--stage-args", P, "--stage-args", D)
+without_metadata = pytest.mark.skipif(not METADATA_TRAVELS, reason="this vLLM takes no item as metadata alone")
 small_kv = pytest.mark.parametrize(
     "launch",
-    [("(E-P)-D", "--stage-args", "all:" + SAME, "--stage-args", P, "--stage-args", D)],
+    [
+        pytest.param(SMALL, id="small KV"),
+        pytest.param((*SMALL, "--encoder-free"), marks=without_metadata, id="small KV, encoder-free"),
+    ],
     indirect=True,
-    ids=["small KV"],
 )
 STREAMS = 3
 Ask = Callable[[Body], list[list[int]]]
@@ -198,7 +202,10 @@ def test_prompts_that_prefill_preempts_arrive_whole(launch: Serving, alone: Ask)
     bodies = [conversation(turns, png(fresh_prompt(360 + turns).picture())) for turns in (14, 15, 16, 17, 18, 19)]
     right = [alone(body) for body in bodies]
     before = preemptions(launch, "P0")
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        assert list(pool.map(lambda body: ask(launch, body), bodies)) == right
+    for _ in range(3):  # where P is kept from the cores, no two of them may be at it at once
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            assert list(pool.map(lambda body: ask(launch, body), bodies)) == right
+        if preemptions(launch, "P0") > before:
+            break
     assert preemptions(launch, "P0") > before
     assert launch.kv_blocks_in_use("P0") == launch.kv_blocks_in_use("D0") == 0

@@ -18,3 +18,10 @@ def test_heads_find_their_ranks(launch: Serving, solo_answer: Callable[[Body], l
     assert ask(launch, SOLO[name]) == solo_answer(SOLO[name])
     for instance in ("P0", "D0"):
         assert launch.kv_blocks_in_use(instance) == 0
+
+
+@pytest.mark.parametrize("launch", ["E-P:tp2-D"], indirect=True)
+def test_features_reach_every_rank(launch: Serving, solo_answer: Callable[[Body], list[list[int]]]) -> None:
+    body = SOLO["three pictures of different sizes"]
+    assert ask(launch, body) == solo_answer(body)
+    assert launch.settled_counters("P0")["slab_copied"] == 3, "all ahead of the step that reads them"

@@ -8,7 +8,20 @@ import pytest
 
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
-from epd_serve.model_support import REFUSED, TESTED, check_encoders_fit, left_out, undecodable, why_not_apart
+from epd_serve.model_support import (
+    ENCODER_FREE,
+    NOT_ENCODER_FREE,
+    REFUSED,
+    TESTED,
+    check_encoder_free,
+    check_encoders_fit,
+    left_out,
+    undecodable,
+    why_not_apart,
+)
+from tests.e2e.engine_facts import METADATA_TRAVELS
+
+QWEN = "Qwen2_5_VLForConditionalGeneration"
 
 
 def test_an_encoder_that_reads_the_language_model_is_refused_with_layouts_that_work() -> None:
@@ -35,6 +48,42 @@ def test_an_untested_architecture_is_served_with_a_warning() -> None:
     assert "not among the tested" in (check_encoders_fit("BrandNewForConditionalGeneration", parse("E-P-D")) or "")
     assert check_encoders_fit("BrandNewForConditionalGeneration", parse("EP-D")) is None
     assert check_encoders_fit("", parse("E-P-D")) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "architecture", "vllm", "said"),
+    [
+        ("EP-D", QWEN, (0, 32), "EP of EP-D encodes beside .* use --layout E-P-D or E-PD"),
+        ("TP1", QWEN, (0, 32), r"TP \(EPD\) of EPD encodes beside"),
+        ("P-D", QWEN, (0, 32), "P-D has no E, .* use --layout E-P-D"),
+        ("E-P-D", QWEN, (0, 23), "vLLM 0.23 takes no item without its pixels.* 0.32 does"),
+        ("E-P-D", "InternVLForConditionalGeneration", (0, 32), "InternVLFor.* pixels .*embedding_fields"),
+        ("E-PD", "LlavaOnevisionForConditionalGeneration", None, "LlavaOnevision.* pixels .*embedding_fields"),
+        ("E-PD", "BrandNewForConditionalGeneration", None, "no test shows"),
+    ],
+)
+def test_encoder_free_is_refused_with_the_flag_the_reason_and_what_to_do(
+    layout: str, architecture: str, vllm: tuple[int, int] | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^--encoder-free: .*{said}") as refused:
+        check_encoder_free(architecture, parse(layout), vllm)
+    assert refused.value.param == "encoder_free"
+
+
+@pytest.mark.parametrize("layout", ["E-P-D", "(E-P)-D", "E-PD", "(E-PD)", "2E-3P-D"])
+@pytest.mark.parametrize("architecture", [*ENCODER_FREE, ""])
+def test_encoder_free_is_for_families_that_tests_show(layout: str, architecture: str) -> None:
+    for vllm in ((0, 32), (0, 33), None):
+        check_encoder_free(architecture, parse(layout), vllm)
+    assert not set(ENCODER_FREE) & set(NOT_ENCODER_FREE) and {*ENCODER_FREE} <= set(TESTED)
+
+
+@pytest.mark.skipif(not METADATA_TRAVELS, reason="this vLLM takes no item as metadata alone")
+def test_vllm_declares_what_sizes_an_item_of_those_alone() -> None:
+    from epd_serve.engine.model_probe import sized_by_metadata
+
+    assert all(map(sized_by_metadata, ENCODER_FREE))
+    assert not any(map(sized_by_metadata, NOT_ENCODER_FREE))
 
 
 @pytest.mark.parametrize("architecture", TESTED)

@@ -187,7 +187,12 @@ def need(
     )
     flags = read_stage_flags(words, device, 64 * GIB, tp)
     found = stage_need(
-        f"{role}0", role, model, flags, Place(device, tp, queue_bytes=queue_bytes), frozenset(modalities or {"image"})
+        f"{role}0",
+        role,
+        model,
+        flags,
+        Place(device, tp, queue_bytes=queue_bytes),
+        frozenset({"image"} if modalities is None else modalities),
     )
     assert found is not None
     return found
@@ -204,6 +209,13 @@ def test_an_encoder_loads_the_tower_and_everybody_else_both() -> None:
     assert need(Role.E).weights == 1 * GIB
     assert {need(role).weights for role in (Role.P, Role.D, Role.PD, Role.EP, Role.EPD)} == {15 * GIB}
     assert need(Role.P, "--language-model-only").weights == 14 * GIB
+
+
+def test_without_its_encoder_a_stage_has_room_for_features_that_come() -> None:
+    decoding = need(Role.P, "--language-model-only", modalities=set()).least
+    fed = need(Role.P, "--language-model-only")
+    assert fed.weights == 14 * GIB and fed.least > decoding
+    assert fed.least < need(Role.P).least - 1 * GIB // 2
 
 
 def test_ranks_divide_weights_unless_they_divide_pictures() -> None:

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from store.errors import StoreError
-from store.keys import TENANTS, feature_key, tenant_of
+from store.keys import TENANTS, Part, feature_key, part_keys, part_of, tenant_of
 from tests.waiting import PATIENCE_S
 
 FIELDS = ("model", "revision", "dtype", "tenant", "modality")
@@ -152,3 +152,19 @@ def test_importing_keys_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     assert not {"torch", "numpy", "vllm", "xxhash", "mooncake", "epd_serve"} & set(loaded.stdout.split())
+
+
+@given(requests, st.integers(1, 32), st.integers(0, 40))
+def test_parts_say_how_an_image_was_cut_and_take_its_tenants_share(
+    request: dict[str, Any], count: int, tiles: int
+) -> None:
+    whole = key(request)
+    parts = [part_of(one) for one in part_keys(whole, count)]
+    assert parts == [Part(whole, index, count) for index in range(count)]
+    assert [tile for part in parts if part is not None for tile in part.of(tiles)] == list(range(tiles))
+    assert {tenant_of(one) for one in part_keys(whole, count)} == {tenant_of(whole)}
+
+
+@pytest.mark.parametrize("name", ["k", "k/", "k/1", "k/2-2", "k/1-2/", "/0-1", "k/-1-2", "k/a-b"])
+def test_other_names_are_no_parts(name: str) -> None:
+    assert part_of(name) is None

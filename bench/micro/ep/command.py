@@ -4,9 +4,11 @@ In parts (`--only`), whose rows are told apart by `part`:
 
     transfers   features through E→P links beside an emulated prefill, after EPD-Serve's Table 3; events
     idle        what a request waits for its feature on stages that run, at a P with nothing else to do
+    gaps        what decodes feel of features that come to their device meanwhile
     store       put and get of the arena over a plain copy, a fetch from Mooncake over its own client's
     duplicates  encodes of one image that many clients send at once, behind two proxies
     fetched     bytes that four P and four D fetch, over those that they need
+    tiles       the first token after a 4K image whose tiles two encoders share, over one encoder
 """
 
 from __future__ import annotations
@@ -14,16 +16,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
-from bench.micro.ep import duplicates, fetched, idle_prefill, store_speed, transfers
+from bench.micro.ep import decode_gaps, duplicates, fetched, idle_prefill, store_speed, tiles, transfers
 from bench.micro.measurement import Measurement, Row, Usually, flag, one_of, several, whole
 from bench.micro.rows import grouped
 
 PARTS = {
     "transfers": transfers,
     "idle": idle_prefill,
+    "gaps": decode_gaps,
     "store": store_speed,
     "duplicates": duplicates,
     "fetched": fetched,
+    "tiles": tiles,
 }
 """Each with `measure`, from flags to rows, and `figures`, from these to named numbers."""
 KIND = "real processes, bytes, sockets, stores and stages; in `transfers` emulated prefill (scheduling latency)"
@@ -57,7 +61,14 @@ MEASUREMENT = Measurement(
     about=lambda arguments: {"kind": KIND},
     measure=measure,
     figures=figures,
-    goals=(*transfers.GOALS, *idle_prefill.GOALS, *store_speed.GOALS, *fetched.GOALS),
+    goals=(
+        *transfers.GOALS,
+        *idle_prefill.GOALS,
+        *decode_gaps.GOALS,
+        *store_speed.GOALS,
+        *fetched.GOALS,
+        *tiles.GOALS,
+    ),
     required=duplicates.GOALS,
 )
 add_arguments = MEASUREMENT.add_arguments

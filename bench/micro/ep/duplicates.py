@@ -1,9 +1,9 @@
 """Encodes of an image that many clients send at once, behind two proxies. A part of `epd-bench transfer ep`.
 
-2E-P-D with the launcher's proxy, and a second `epd-serve proxy` in front of the same stages that hears what it hears. Every round has an image
-of its own, sent by all clients at the same moment, half of them to each proxy, and once more to each proxy when its
-feature is known. Encodes are what the encoders report to the proxy; a feature that P encodes again because it got lost
-counts as one too.
+2E-P-D with the launcher's proxy, and a second `epd-serve proxy` in front of the same stages that hears what it hears.
+Every round has an image of its own, sent by all clients at the same moment, half of them to each proxy, and once more
+to each proxy when its feature is known. Encodes are what the encoders report to the proxy; a feature that P encodes
+again because it got lost counts as one too.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ skips no encode, and P recomputes what is lost.
                   build_connector_meta name the bytes to load; pins go when the request is among the finished
     D scheduler   the same for a request that was preempted; until then ensure_cache_available keeps what it would need,
                   and before that defers a new request whose features are still being made, so that it holds no blocks
-    P worker      start_load_caches copies from the arena into vLLM's encoder cache
+    P worker      start_load_caches puts views of the slab (`slab_copier.py`) into vLLM's encoder cache, and copies from
+                  the arena what is not in it; a step that frees some of them says so before it begins
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
+from epd_serve.activation_peak import feature_slab
 from epd_serve.engine import compat
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.encoder_scheduler import EncoderScheduler
 from epd_serve.engine.ec.producer import FeatureProducer
+from epd_serve.engine.ec.slab_copier import SlabCopier
 from epd_serve.engine.ec.step import FeatureStep
 from epd_serve.engine.ec.store_access import open_local_store
+from epd_serve.engine.encoder_free import split_deepstack_rows
+from epd_serve.engine.worker_start import after_loading, before_steps
 from epd_serve.trace import DeviceTrace, Trace
 from epd_serve.wake import idle_waiter
 from epd_serve.wiring import StageWiring
@@ -62,14 +67,22 @@ class FeatureConnector(ECConnectorBase):
         self.consumer: FeatureConsumer | None = None  # of a consumer's scheduler side
         self._scheduler: EncoderScheduler | FeatureConsumer
         self._producer: FeatureProducer | None = None
+        self._copier: SlabCopier | None = None
         self._cache_is_handed_over = compat.hands_over_encoder_cache()
         self._opened: list[Any] = []
         if role is not ECConnectorRole.SCHEDULER:
             self._memory = memory_here(torch.device(vllm_config.device_config.device).type)
             if self.is_consumer:
+                split_deepstack_rows(vllm_config)
                 self._arena = Arena.attach(wiring.arena)
                 self._loaded = DeviceTrace(Trace(wiring.trace_path, wiring.instance), self._memory)
-                self._opened = [self._arena, self._loaded]
+                self._opened = [self._loaded, self._arena]
+                if wiring.slab:
+                    self._copier = SlabCopier(wiring.slab, compat.tp_rank(), self._memory, self._arena)
+                    self._opened.insert(0, self._copier)
+                    self._slab_bytes = wiring.slab_bytes
+                    after_loading(self._open_slab)
+                    before_steps(self._begin_step)
             elif compat.tp_rank() == 0:  # every rank computes the whole feature; one of them stores it
                 self._producer = FeatureProducer(wiring, self._memory)
                 self._opened = [self._producer]
@@ -77,7 +90,10 @@ class FeatureConnector(ECConnectorBase):
         if self.is_consumer:
             can_fail, media_is_absent = compat.can_fail_requests(), compat.media_is_absent(vllm_config)
             self._scheduler = self.consumer = FeatureConsumer(
-                wiring, can_fail=can_fail, media_is_absent=media_is_absent
+                wiring,
+                ranks=vllm_config.parallel_config.tensor_parallel_size,
+                can_fail=can_fail,
+                media_is_absent=media_is_absent,
             )
         else:
             reports = compat.tells_finished_requests()
@@ -110,12 +126,23 @@ class FeatureConnector(ECConnectorBase):
         finished = set(scheduler_output.finished_req_ids)
         if self._late_release:
             finished, self._finished = self._finished, finished
-        step = self._scheduler.step(finished)
+        step = self._scheduler.step(finished, scheduler_output.free_encoder_mm_hashes)
         if self.consumer is not None and not scheduler_output.total_num_scheduled_tokens and self.consumer.waiting():
             idle_waiter.expect_wake()
         return FeatureMetadata(step)
 
     # --- worker side ----------------------------------------------------------------------------------------------
+
+    def _open_slab(self, worker: Any) -> None:
+        assert self._copier is not None
+        wanted = self._slab_bytes or feature_slab(compat.encoder_cache_bytes(worker))
+        compat.counts_as_loaded(worker, self._copier.open(wanted))
+
+    def _begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Called before every step. vLLM drops what this one frees before it queues anything."""
+        step: FeatureStep | None = getattr(scheduler_output.ec_connector_metadata, "step", None)
+        if self._copier is not None and step is not None and step.freed_in:
+            self._copier.begin_step(step.freed_in)
 
     def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -127,12 +154,15 @@ class FeatureConnector(ECConnectorBase):
             self._producer.step(self._bound_step(), kwargs["encoder_cache"])
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        """Copy this step's features from the arena. The scheduler side holds their pins, so they are there."""
+        """Views of this step's features, or copies from the arena. The scheduler side keeps both, so they are there."""
         begun = time.monotonic()
-        for slot in self._bound_step().loads:
-            if slot.key not in encoder_cache:
-                encoder_cache[slot.key] = slot.read(self._arena, self._memory)
-                self._loaded.stamp(slot.key, "feature_loaded", t0=begun)
+        for load in self._bound_step().loads:
+            if load.key not in encoder_cache:
+                if load.is_in_slab and self._copier is not None:
+                    encoder_cache[load.key] = self._copier.view(load)
+                else:
+                    encoder_cache[load.key] = load.read(self._arena, self._memory)
+                self._loaded.stamp(load.key, "feature_loaded", t0=begun)
                 begun = time.monotonic()
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:

@@ -8,6 +8,8 @@ without tokens (reference: driving prefetch from worker steps starves it).
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,10 +20,12 @@ from epd_serve.engine.ec.announcer import Announcer
 from epd_serve.engine.ec.features import Failure, Features
 from epd_serve.engine.ec.listener import FeatureListener
 from epd_serve.engine.ec.partial_prefill import SpareBlocks
+from epd_serve.engine.ec.slab import FeatureSlab
 from epd_serve.engine.ec.step import (
-    FeatureSlot,
+    FeatureLoad,
     FeatureStep,
-    item_keys,
+    feature_keys,
+    item_parts,
     items_ahead,
     must_not_recompute,
     not_encoded,
@@ -33,6 +37,7 @@ from epd_serve.wiring import StageWiring
 from store.arena import Lease
 from store.errors import StoreError
 from store.feature_pool import FeaturePool
+from store.keys import whole_of
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -45,6 +50,7 @@ class FeatureConsumer:
     """One per scheduler of P, PD or D. Owns the pool.
 
     Args:
+        ranks: workers that have a slab, where the wiring wants one.
         can_fail: vLLM can be told to fail a request.
         media_is_absent: whether some of these items came without their media.
     """
@@ -54,6 +60,7 @@ class FeatureConsumer:
         wiring: StageWiring,
         pool: FeaturePool | None = None,
         *,
+        ranks: int = 1,
         can_fail: bool = True,
         media_is_absent: Callable[[list[Any]], bool] = lambda items: False,
     ) -> None:
@@ -66,10 +73,14 @@ class FeatureConsumer:
         self._reserved: set[str] = set()  # requests of D that were let through
         self._fails_if_lost: dict[str, bool] = {}  # by request
         self._step = FeatureStep()
-        self._promised: dict[str, Lease] = {}  # in this step
+        self._promised: dict[str, list[Lease]] = {}  # in this step
+        self._parts: dict[str, dict[str, list[str]]] = {}  # request → parts of its items that come in parts
         self._spare: SpareBlocks | None = None
         self._awaited_at: int | None = None  # where the request that was asked about last has to stop
-        self._listener = FeatureListener(wiring, self._pool, self.features, self._announcer.changed)
+        self._steps = itertools.count(1)
+        self._joined: list[str] = []  # parts that this step reads
+        self._slab = FeatureSlab(wiring.slab, ranks, self.features) if wiring.slab else None
+        self._listener = FeatureListener(wiring, self._pool, self.features, self._announcer.changed, self._slab)
         self._announcer.start()
 
     def allow_partial(self, spare: SpareBlocks) -> None:
@@ -82,7 +93,7 @@ class FeatureConsumer:
         """Called by our scheduler class. Whatever a request that is computed here waits for first, its features are
         looked for now and when they are announced: P asks for them only when D has reserved blocks."""
         if request.mm_features and not self._is_received(request):
-            self.look_for(item_keys(request))
+            self.look_for(feature_keys(request))
 
     def look_for(self, keys: Iterable[str]) -> None:
         """A request will ask for these features."""
@@ -96,16 +107,25 @@ class FeatureConsumer:
         items = items_ahead(request, num_computed_tokens)
         if not items:
             return self._passed(request)
-        settled = self.settled(
-            request.request_id,
-            [item.identifier for item in items],
-            must_not_recompute=self._must_not_recompute(request),
-            worth=self._worth(request, items, num_computed_tokens),
-        )
+        settled = self._settled_items(request, items, self._worth(request, items, num_computed_tokens))
         if settled != len(items) and (missing := not_encoded(request)):
             self.give_up(missing, "not_encoded")
         self._awaited_at = items[settled].mm_position.offset if settled is not None and settled < len(items) else None
         return settled is not None
+
+    def _settled_items(self, request: Request, items: Sequence[MultiModalFeatureSpec], worth: int | None) -> int | None:
+        """`settled`, where an item is as many features as it has parts: counted in items."""
+        if parts := item_parts(request):
+            self._parts[request.request_id] = parts
+        features = [parts.get(item.identifier, [item.identifier]) for item in items]
+        ends = list(itertools.accumulate(map(len, features)))
+        settled = self.settled(
+            request.request_id,
+            list(itertools.chain.from_iterable(features)),
+            must_not_recompute=self._must_not_recompute(request),
+            worth=None if worth is None else sum(map(len, features[:worth])),
+        )
+        return None if settled is None else bisect.bisect_right(ends, settled)
 
     def settled(
         self, request: str, keys: Sequence[str], *, must_not_recompute: bool = False, worth: int | None = None
@@ -113,7 +133,7 @@ class FeatureConsumer:
         """How many items vLLM may compute, from the first on; None where it may not run the request. O(len(keys)).
 
         Args:
-            keys: identifiers of its items that its prefill has not passed, in the order of the prompt.
+            keys: of features of its items that its prefill has not passed, in the order of the prompt.
             must_not_recompute: a lost feature fails it (`take_failed`) instead of being encoded here.
             worth: with so many of them it may begin before the others are here. None: it may not.
         """
@@ -124,7 +144,8 @@ class FeatureConsumer:
         self._ring_for_news()
         if isinstance(answer, Failure):
             logger.warning("request %s: %d features are lost (%s)", request, len(answer.keys), answer.cause)
-            self._announcer.announce(wire.FeatureMissing(proxy_request_id(request), answer.keys, answer.cause))
+            lost = dict.fromkeys(map(whole_of, answer.keys))
+            self._announcer.announce(wire.FeatureMissing(proxy_request_id(request), list(lost), answer.cause))
             return None
         return answer
 
@@ -143,21 +164,37 @@ class FeatureConsumer:
         return self.features.partial == request.request_id
 
     def has(self, key: str) -> bool:
-        """Whether it is pinned: it stays until the requests that it is pinned for have finished."""
-        if (held := self.pinned(key)) is not None:
-            self._promised[key] = held
+        """Whether it is pinned, or all of its parts: they stay until the requests that they are pinned for have
+        finished."""
+        for features in ([key], *(parts[key] for parts in self._parts.values() if key in parts)):
+            held = [lease for one in features if (lease := self.pinned(one)) is not None]
+            if len(held) == len(features):
+                self._promised[key] = held
+                break
         return key in self._promised
 
     def allocated(self, request: Request, key: str) -> None:
         """vLLM's cache has a place for it. What was not promised is being encoded, even if it came just now."""
         if key in self._promised:
-            self._step.loads.append(FeatureSlot.of(self._promised[key]))
+            leases = self._promised[key]
+            places = [self._slab.cache(lease.meta.key) if self._slab is not None else None for lease in leases]
+            self._step.loads.append(FeatureLoad.of(key, leases, places))
 
-    def step(self, finished: Collection[str]) -> FeatureStep:
-        """What the worker is told. `finished`: requests that no step can be loading for any more."""
+    def step(self, finished: Collection[str], freed: Collection[str] = ()) -> FeatureStep:
+        """What the worker is told.
+
+        Args:
+            finished: requests that no step can be loading for any more.
+            freed: features that vLLM's encoder cache frees in this step.
+        """
         self.release(finished)
         self._promised.clear()
         step, self._step = self._step, FeatureStep()
+        number = next(self._steps)
+        freed = {*freed, *self._joined}  # what the step before has joined lies in a tensor of its own when this begins
+        self._joined = [slot.meta.key for load in step.loads if len(load.slots) > 1 for slot in load.slots]
+        if freed and self._slab is not None and self._slab.free(freed, number):
+            step.freed_in = number
         return step
 
     def pinned(self, key: str) -> Lease | None:
@@ -206,14 +243,19 @@ class FeatureConsumer:
         for request in requests:
             self._fails_if_lost.pop(request, None)
             self._reserved.discard(request)
+            self._parts.pop(request, None)
         with self.features.lock:
             self.features.release(requests)
+            if self._slab is not None:
+                self._slab.release(requests)
             short = bool(requests) and self.features.without_room()
         if short:
             self._listener.ring()
 
     def close(self) -> None:
         self._listener.close()
+        if self._slab is not None:
+            self._slab.close()
         self._announcer.close()
         self._pool.close()  # ends the leases
 
@@ -226,7 +268,7 @@ class FeatureConsumer:
             self.features.passed(request.request_id)
         decodes = received or (self._wiring.role.decodes and not self._wiring.both)
         if decodes and self._must_not_recompute(request):  # who only prefills is retried from the start
-            self.keep(request.request_id, item_keys(request))
+            self.keep(request.request_id, feature_keys(request))
         return True
 
     def _is_received(self, request: Request) -> bool:
@@ -240,7 +282,7 @@ class FeatureConsumer:
         if request.request_id in self._reserved:
             return False
         given_up = not_encoded(request)
-        first = next((key for key in item_keys(request) if key not in given_up), "")
+        first = next((key for key in feature_keys(request) if key not in given_up), "")
         with self.features.lock:
             early = self.features.early(request.request_id, first, time.monotonic())
         if not early:
@@ -268,12 +310,20 @@ class FeatureConsumer:
         if news:
             self._listener.ring()
 
-    def _pinned_together(self, keys: Collection[str]) -> list[Lease] | None:
+    def _pinned_together(self, request: str, keys: Collection[str]) -> list[Lease] | None:
+        """In the arena. None, too, where one of them can be copied to the slab before its step."""
         try:
-            return self._pool.arena.lease_all(keys, timeout_s=SCHEDULER_LOCK_S)
+            leases = self._pool.arena.lease_all(keys, timeout_s=SCHEDULER_LOCK_S)
         except StoreError as error:
             logger.warning("%d features are not pinned yet: %s", len(keys), error)
             return None
+        if leases and self._slab is not None:
+            sizes = {lease.meta.key: lease.nbytes for lease in leases}
+            if not self._slab.promise(request, sizes, time.monotonic()):
+                for lease in leases:
+                    lease.release()
+                return None
+        return leases
 
     def _report(self) -> wire.StoreReport:
         with self.features.lock:

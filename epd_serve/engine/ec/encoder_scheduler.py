@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from epd_serve.engine.compat import ItemMetadata
-from epd_serve.engine.ec.step import FeatureSlot, FeatureStep, NeededItem, item_keys, remember, to_encode_again
+from epd_serve.engine.ec.parts import with_part_alone
+from epd_serve.engine.ec.step import FeatureLoad, FeatureStep, NeededItem, item_keys, remember, to_encode_again
 from store.arena import Lease
 from store.errors import CorruptFeatureError, StoreError
 from store.feature_pool import FeaturePool
@@ -46,6 +47,7 @@ class EncoderScheduler:
     def may_run(self, request: Request, num_computed_tokens: int) -> bool:
         """vLLM considers running this request; called at every step. An encoder waits for nothing."""
         if request.request_id not in self._held:
+            request.mm_features[:] = map(with_part_alone, request.mm_features)
             keys, again = self._held[request.request_id] = item_keys(request), to_encode_again(request)
             metadata = self._remember(request)
             for key in dict.fromkeys(keys):
@@ -73,7 +75,7 @@ class EncoderScheduler:
         lease = self._offers.pop(key, None)
         if lease is not None:
             self._leases.setdefault(request.request_id, []).append(lease)
-            self._step.loads.append(FeatureSlot.of(lease))
+            self._step.loads.append(FeatureLoad.of(key, [lease], [None]))
 
     def finished(self, request: Request, *, served: bool) -> ItemMetadata:
         """The request's `ec_transfer_params`; it is held no longer."""
@@ -82,8 +84,13 @@ class EncoderScheduler:
         self._held.pop(request.request_id, None)
         return self._remember(request)
 
-    def step(self, loaded: Iterable[str]) -> FeatureStep:
-        """What the worker is told. `loaded`: finished requests whose loads are surely done."""
+    def step(self, loaded: Iterable[str], freed: Iterable[str] = ()) -> FeatureStep:
+        """What the worker is told.
+
+        Args:
+            loaded: finished requests whose loads are surely done.
+            freed: what vLLM's cache frees. The worker sees it there.
+        """
         for request in loaded:
             self._held.pop(request, None)
             for lease in self._leases.pop(request, ()):

@@ -109,7 +109,8 @@ class Features:
     seconds.
 
     Args:
-        pin: pins all of these features, or none (None) where one is not there any more.
+        pin: pins all of these features for a request, or none (None) where one is not there any more, or not yet where
+            it is to be read.
         recompute_limit: requests that recompute at one time: a slow encoder must not turn every P into an encoder.
         wait_s: how long a wanted feature may take, from its first need or its last renewal.
         renew_limit_s: how long an encoder can keep a feature wanted by renewals: it may be stuck, not slow.
@@ -125,7 +126,7 @@ class Features:
 
     def __init__(
         self,
-        pin: Callable[[Collection[str]], list[Lease] | None],
+        pin: Callable[[str, Collection[str]], list[Lease] | None],
         *,
         recompute_limit: int,
         wait_s: float,
@@ -195,9 +196,9 @@ class Features:
         return request in itertools.islice(self.slots, self._recompute_limit)
 
     def _take(self, request: str, keys: Collection[str], lost: Collection[str], now: float) -> bool:
-        """Pin all of these that are not lost. False: one is not there any more."""
+        """Pin all of these that are not lost. False: one is not there any more, and is looked up once more."""
         there = [key for key in keys if key not in lost]
-        leases = self._pin(there) if there else []
+        leases = self._pin(request, there) if there else []
         if leases is None:
             for key in there:
                 self._look_once_more(self._rows[key], "evicted", now)
@@ -353,6 +354,11 @@ class Features:
         """Whether a request waits for it, and it is not here. `ahead`: or will ask for it."""
         row = self._known(key)
         return bool(row.requests or (ahead and row.ahead)) and row.state is not State.READY
+
+    def awaits(self, key: str, now: float) -> bool:
+        """Whether a request waits for it, or has lately had it looked for and will ask."""
+        row = self._known(key)
+        return bool(row.requests or row.ahead or (row.state is State.READY and row.seen_at + SEEN_S > now))
 
     def fetch_due(self, key: str, now: float) -> bool:
         """True at most every `FETCH_S` for a feature: fetch it now. Before its request asks, only what was lately said

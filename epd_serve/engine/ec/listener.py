@@ -1,15 +1,17 @@
 """The listener of a consumer: turns feature events and look-ups into features that are here, whole, to be pinned.
 
 EPD-Serve §3.2, event-driven asynchronous prefetching: the event carries only the key; the listener looks the feature
-up, verifies its checksum, and only then can the scheduler pin and promise it. What is here is read in place by the
-worker; what has to come from the second tier is fetched by threads of its own, so that neither a slow fetch nor a
-network that is gone holds up other features. A feature is looked up three times: on arrival of its request, on its
-event, and once more before recomputing. An event of which no request has arrived moves no byte.
+up, verifies its checksum, and only then can the scheduler pin and promise it. What is here is copied to the devices
+that will read it, where they have a slab (`slab.py`), else read in place by the worker; what has to come from the
+second tier is fetched by threads of its own, so that neither a slow fetch nor a network that is gone holds up others.
+A feature is looked up three times: on arrival of its request, on its event, and once more before recomputing. An event
+of which no request has arrived moves no byte.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.ec.features import LOOK_S, Features
+from epd_serve.engine.ec.slab import FeatureSlab
 from epd_serve.engine.traffic import TrafficBoard
 from epd_serve.peers import Peers
 from epd_serve.sockets import Following, open_socket
@@ -43,15 +46,25 @@ class FeatureListener:
 
     Args:
         changed: called when something changed that reports tell.
+        slab: where features go that are here; None where they stay in the arena.
     """
 
-    def __init__(self, wiring: StageWiring, pool: FeaturePool, features: Features, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        wiring: StageWiring,
+        pool: FeaturePool,
+        features: Features,
+        changed: Callable[[], None],
+        slab: FeatureSlab | None = None,
+    ) -> None:
+        self._slab = slab
         self._wiring, self._pool, self._features, self._changed = wiring, pool, features, changed
         self._trace = Trace(wiring.trace_path, wiring.instance)
         # Without metadata of its items no request is called before they are encoded, and none has arrived by then.
         self._takes_all = wiring.prefills and wiring.feature_prefetch == "event"
         self._short: set[str] = set()  # encoders that wait for room
         self._fetching: set[str] = set()  # guarded by the features' lock
+        self._fetched: queue.SimpleQueue[Lease] = queue.SimpleQueue()
         self._fetcher = ThreadPoolExecutor(_FETCHES, "epd-feature-fetch") if pool.state != "none" else None
         self._traffic = TrafficBoard(wiring.traffic)
         self._wake = WakeLine()
@@ -78,6 +91,8 @@ class FeatureListener:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake.listener, zmq.POLLIN)
+        if self._slab is not None:
+            poller.register(self._slab.socket, zmq.POLLIN)
         due = 0.0
         while not self._closing:
             try:
@@ -94,6 +109,13 @@ class FeatureListener:
                 if socket in ready:
                     for event in _at_hand(socket):
                         self._hear(event, time.monotonic())
+                if self._slab is not None:
+                    for lease in self._slab.hear():
+                        self._ready_to_read(lease)
+                while not self._fetched.empty():
+                    lease = self._fetched.get()
+                    if self._slab is None or not self._slab.copy(lease, time.monotonic()):
+                        self._ready_to_read(lease)
                 self._look_for_all(time.monotonic())
             except Exception:  # without its listener every request of this stage would wait for its deadline
                 logger.exception("feature listener")
@@ -150,16 +172,27 @@ class FeatureListener:
 
     def _look_here(self, key: str) -> bool:
         """Whether it is here, and whole, or there is nothing more to do for it now."""
+        if self._slab is not None and self._slab.is_copied(key):
+            return True
+        lease, copied = None, False
         try:
-            lease = self._pool.arena.lease(key)
+            lease = self._pool.arena.lease(key, verify=False)
+            if lease is not None:
+                copied = self._slab is not None and self._slab.copy(lease, time.monotonic())
+                self._pool.arena.verify(lease)  # meanwhile
         except StoreError as error:  # it did not answer: looked up again, until the request's deadline
             logger.warning("feature %s: %s", key, error)
             if isinstance(error, CorruptFeatureError):  # it is fetched from elsewhere, or recomputed
                 with self._features.lock:
                     self._features.failed(key, "corrupt", time.monotonic())
+            if copied and self._slab is not None:
+                self._slab.spoil(key)
+            elif lease is not None:
+                lease.release()
             return True
         if lease is not None:
-            self._found(lease)
+            if not copied:
+                self._ready_to_read(lease)
             return True
         with self._features.lock:
             news = self._features.missed(key)
@@ -167,7 +200,7 @@ class FeatureListener:
             idle_waiter.wake()  # its request may begin without it
         return False
 
-    def _found(self, lease: Lease) -> None:
+    def _ready_to_read(self, lease: Lease) -> None:
         with lease, self._features.lock:
             self._features.found(lease.meta.key, time.monotonic())
         self._news()
@@ -214,7 +247,7 @@ class FeatureListener:
             elif begin:
                 self._features.not_fetched(key, why, time.monotonic())
         if lease is not None:
-            self._found(lease)
+            self._fetched.put(lease)
         self._news()
         self._wake.ring()
 

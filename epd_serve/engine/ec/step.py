@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from epd_serve.wire import ALL_MISSING, ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG
+from epd_serve.wire import ALL_MISSING, ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG, PARTS_XARG
 from npu_ops.memory import DeviceMemory
 from store.arena import Arena, Lease
 from store.feature import FeatureMeta
+from store.keys import parts_by_whole
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -44,6 +46,17 @@ def items_ahead(request: Request, num_computed_tokens: int) -> list[MultiModalFe
 def item_keys(request: Request) -> list[str]:
     """Keys of all its items, each occurrence, in the order of the prompt."""
     return [feature.identifier for feature in request.mm_features]
+
+
+def item_parts(request: Request) -> dict[str, list[str]]:
+    """Keys of the parts of those items that come in parts, by the proxy's word."""
+    return parts_by_whole(_keys(request, PARTS_XARG))
+
+
+def feature_keys(request: Request) -> list[str]:
+    """Keys of the features that its items are made of."""
+    parts = item_parts(request)
+    return [key for item in item_keys(request) for key in parts.get(item, (item,))]
 
 
 def not_encoded(request: Request) -> list[str]:
@@ -85,25 +98,48 @@ def remember(metadata: OrderedDict[str, dict[str, Any]], key: str, known: dict[s
 
 @dataclass(frozen=True)
 class FeatureSlot:
-    """Where the bytes of a feature lie in the arena, which the scheduler side has pinned."""
+    """Where the bytes of a feature lie in the arena, which the scheduler side has pinned.
+
+    Attributes:
+        slab_at: where they lie in the slab of every rank; None where they do not.
+    """
 
     meta: FeatureMeta
     slot: int
     offset: int
+    slab_at: int | None = None
+
+    def copy(self, arena: Arena, target: torch.Tensor) -> None:
+        """Over `target`, bytes on the host."""
+        arena.copy_pinned(self.meta.key, self.slot, self.offset, target.numpy())
+
+
+@dataclass(frozen=True)
+class FeatureLoad:
+    """An item to be loaded, from its feature or from those of its parts, whose rows follow one another."""
+
+    key: str
+    slots: tuple[FeatureSlot, ...]
 
     @classmethod
-    def of(cls, lease: Lease) -> FeatureSlot:
-        return cls(lease.meta, lease.slot, lease.offset)
+    def of(cls, key: str, leases: Sequence[Lease], slab_at: Sequence[int | None]) -> FeatureLoad:
+        """`slab_at`: where each of them lies in the slab; None where it does not."""
+        slots = (FeatureSlot(one.meta, one.slot, one.offset, at) for one, at in zip(leases, slab_at, strict=True))
+        return cls(key, tuple(slots))
 
     @property
-    def key(self) -> str:
-        return self.meta.key
+    def is_in_slab(self) -> bool:
+        return all(slot.slab_at is not None for slot in self.slots)
 
     def read(self, arena: Arena, memory: DeviceMemory) -> torch.Tensor:
         """Returns a copy on the model's device, whose `memory` this is, through the host. On the model's thread."""
-        host = memory.host_buffer(self.meta.nbytes)
-        arena.copy_pinned(self.key, self.slot, self.offset, host.numpy())
-        return memory.to_device(host).view(getattr(torch, self.meta.dtype)).view(self.meta.shape)
+        sizes = [slot.meta.nbytes for slot in self.slots]
+        host = memory.host_buffer(sum(sizes))
+        for slot, target in zip(self.slots, host.split(sizes), strict=True):
+            slot.copy(arena, target)
+        first = self.slots[0].meta
+        rows = sum(slot.meta.shape[0] for slot in self.slots)
+        return memory.to_device(host).view(getattr(torch, first.dtype)).view(rows, *first.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -120,13 +156,15 @@ class FeatureStep:
     """One step.
 
     Attributes:
-        loads: features that this step's requests load instead of encoding them.
+        loads: items that this step's requests load instead of encoding them.
+        freed_in: the number of this step where vLLM frees features in it that lie in the slab, else 0.
         needed: (encoder) items of requests that are seen for the first time.
         held: (encoder) keys of all requests that are queued or running.
         ended: (encoder) keys of requests that ended, served.
     """
 
-    loads: list[FeatureSlot] = field(default_factory=list)
+    loads: list[FeatureLoad] = field(default_factory=list)
+    freed_in: int = 0
     needed: list[NeededItem] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)

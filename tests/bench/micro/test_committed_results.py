@@ -7,11 +7,13 @@ import json
 import pytest
 
 from bench.micro.ep import command as transfer_ep
+from bench.papers import encoder_free
 from bench.proxy import command as proxy
 from bench.record import ROOT
 from tests.soak import placement
 
 RESULTS = {
+    "memory-tables": (encoder_free.figures, 40),
     "proxy-speed": (proxy.figures, 21),
     "proxy-irp": (placement.figures, 5),
     "proxy-pressure": (proxy.figures, 8),

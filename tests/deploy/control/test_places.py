@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.control import controller
 from deploy.control.changes import State
 from deploy.control.refusals import RefusedError
 from deploy.runtime.leases import LeaseError
@@ -108,6 +109,24 @@ async def test_a_dry_run_leases_nothing_and_says_where(tmp_path: Path) -> None:
             await cluster.controller.relayout("2E-P-D", dry_run=True)
         assert refused.value.code == "no_devices" and refused.value.details["free"] == {"a": 0, "b": 0}
         assert cluster.leases.calls == []
+
+
+async def test_what_a_command_has_not_got_is_wanted_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(tmp_path, "E-P-D", {"a": 3})
+    async with cluster.running():
+        await cluster.whole()
+        with pytest.raises(RefusedError):
+            await cluster.controller.relayout("E-P-3D", dry_run=True)
+        assert cluster.leases.wanted == ()
+        with pytest.raises(RefusedError):
+            await cluster.controller.relayout("E-P-3D")
+        assert cluster.leases.wanted == (1, 1)
+        monkeypatch.setattr(controller, "REFUSED_S", 0.01)
+        with pytest.raises(RefusedError):
+            await cluster.controller.relayout("E-2P-D")
+        await until(lambda: cluster.leases.wanted == (), "it to be taken back")
 
 
 async def test_a_start_takes_as_long_as_on_its_node_or_as_on_the_slowest_other(tmp_path: Path) -> None:

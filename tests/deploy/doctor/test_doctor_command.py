@@ -35,6 +35,13 @@ def test_a_layout_that_cannot_serve_is_a_finding_and_exit_code_1(capsys: pytest.
     assert one["check"] == "layout" and "(E-D)-P" in one["seen"]
 
 
+def test_an_encoder_free_layout_in_which_others_encode_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cpu", "--layout", "EP-D", "--encoder-free", "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    (one,) = [finding for finding in shown["findings"] if finding["level"] == "error"]
+    assert one["check"] == "layout" and "--encoder-free" in one["seen"] and "E-P-D" in one["seen"]
+
+
 def test_an_npu_machine_with_tools_that_hang_is_told_of_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

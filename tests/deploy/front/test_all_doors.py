@@ -27,8 +27,8 @@ from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
 from deploy.node.front import STATE, NodeFront
 from deploy.node.routes import NodeWatch, serve_node
-from deploy.runtime.node_api import NODE_SOCKET, LostError, until_lost
-from deploy.runtime.node_client import NodeCallError, NodeHttp, unix_transport
+from deploy.runtime.node_api import LostError, until_lost
+from deploy.runtime.node_client import NodeCallError, NodeHttp
 from deploy.runtime.protocol import Observed, Order, Phase, Spec
 from epd_serve.instances import Instance
 from epd_serve.roles import Role
@@ -38,6 +38,7 @@ from proxy.records.counts import MINUTE_S
 from proxy.records.records import Question
 from proxy.registry.instance_state import Work
 from tests.deploy.fake_node import FakeNode
+from tests.deploy.node_socket import NODE_SOCKET, unix_transport
 from tests.deploy.rooted_here import RootHere, root_here
 from tests.proxy.fakes import FakeStage, answer, bound, once, served, settings, text_body
 from tests.waiting import PATIENCE_S, until

@@ -68,8 +68,9 @@ def _all_up(client: httpx.Client, table: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_layout_serves_text_and_pictures_and_ends_clean(tmp_path: Path) -> None:
-    with launched(tmp_path, "2E-2P-2D") as (client, launcher):
+@pytest.mark.parametrize("flags", [(), ("--encoder-free",)], ids=" ".join)
+def test_a_layout_serves_text_and_pictures_and_ends_clean(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    with launched(tmp_path, "2E-2P-2D", *flags) as (client, launcher):
         body = {"model": "epd-demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
         for request in (body, {**looking(), "model": "epd-demo", "messages": _with_picture()}):
             answer = client.post("/v1/chat/completions", json=request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -267,3 +268,20 @@ def test_the_layout_command_says_what_it_lacks(
 def test_a_size_without_a_kind_of_device_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["layout", "E-P-D", "--model", str(model), "--device-memory", "64"]) == 2
     assert "--device-memory needs --device npu or cuda" in capsys.readouterr().err
+
+
+def test_a_preview_without_the_encoder_has_the_towers_memory_for_kv(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["layout", "E-P-D", "--model", str(model), "--device", "cuda", "--device-memory", "64"]
+    shown = []
+    for more in ((), ("--encoder-free",)):
+        assert main([*command, *more, "--json"]) == 0
+        shown.append({one["id"]: one for one in json.loads(capsys.readouterr().out)["instances"]})
+    today, free = shown
+    assert free["E0"] == today["E0"]
+    for name in ("P0", "D0"):
+        freed = today[name]["weights_bytes"] - free[name]["weights_bytes"]
+        assert freed == today["E0"]["weights_bytes"] and free[name]["kv_bytes"] >= today[name]["kv_bytes"] + freed
+    assert main(["layout", "EP-D", *command[2:], "--encoder-free"]) == 2
+    assert "--encoder-free" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Node processes of one small deployment on this machine, and whoever runs it, in the test's own process."""
+"""Node processes of one small deployment on this machine, over TLS, and whoever runs it, in the test's own process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
+import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import NoneType
 
 import httpx
 
@@ -19,20 +21,37 @@ from deploy.agent.waits import Patience
 from deploy.front.all_doors import AllDoors
 from deploy.front.remote import RemoteDoors
 from deploy.host import processes
-from deploy.host.environment import LAUNCH_ENV
+from deploy.host.environment import LAUNCH_ENV, module_environment
 from deploy.host.ports import free_ports
-from deploy.node.start import NodeRun, NodeSetup, end_node, find_node, start_node
+from deploy.node.facts import NodeFacts
+from deploy.node.process import Address, find_node
+from deploy.node.setup import NodeInfo, NodeSetup, deployment_key
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.plan.proxy_settings import build_proxy_settings
 from deploy.runtime.many import ManyNodes
-from deploy.runtime.node_api import NODE_SOCKET
-from deploy.runtime.node_client import NodeClient, unix_transport
+from deploy.runtime.node_client import NodeClient, NodeHttp, NodeTransport
 from deploy.runtime.protocol import Observed, Order
+from deploy.runtime.secrets import NodeSecrets
+from epd_serve.errors import EpdError
+from tests.deploy.node_secrets import node_secrets
 from tests.waiting import PATIENCE_S, until
 
 QUICK = Patience(poll_s=0.03, backoff_s=0.1, health_every_s=0.1, stop_grace_s=2.0)
-KEY = secrets.token_hex(32)
+NONCE = "once"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A node process. `path`: its run directory, once it has been told its deployment."""
+
+    address: str
+    pid: int
+    path: Path
+
+    @property
+    def lives(self) -> bool:
+        found = processes.stat(self.pid)
+        return found is not None and not found.dead
 
 
 @dataclass
@@ -49,7 +68,7 @@ class Deployment:
     layout: str
     epoch: int = 1
     lines: list[str] = field(default_factory=list)
-    runs: dict[str, NodeRun] = field(default_factory=dict)
+    runs: dict[str, Run] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         (self.port,) = free_ports(1)
@@ -69,39 +88,82 @@ class Deployment:
             )
         )
         self.nodes = ManyNodes(self.lines.append, silent_s=3.0)
+        self.folder = self.root / "secrets"
+        if not self.folder.exists():
+            node_secrets(self.folder)
+        self.secrets = NodeSecrets(str(self.folder), "--node-secrets")
         key = self.root / f"key-{self.owner.pid}"
         key.touch(mode=0o600)
-        key.write_text(KEY)
+        key.write_text(deployment_key(self.secrets.token, "test", NONCE))
         self.doors = AllDoors(say=self.lines.append, key_file=str(key), link_grace_s=5.0)
 
-    def setup(self, node: str, *, front: bool) -> NodeSetup:
-        return NodeSetup(
-            deployment="test",
-            node=node,
-            host="127.0.0.1",
-            key=KEY,
-            blueprint=self.blueprint,
-            front=build_proxy_settings(self.blueprint) if front else None,
-            owner_pid=self.owner.pid,
-            run_root=str(self.root),
-            patience=QUICK,
+    def setup(self, node: str, *, front: bool, **more: object) -> NodeSetup:
+        machines = self.blueprint.machines.nodes
+        return NodeSetup("test", node, self.blueprint.config, machines, NONCE, front=front, patience=QUICK, **more)
+
+    def file(self, node: str) -> Path:
+        """Where its process says where it is."""
+        return self.root / f"{node}.json"
+
+    def found(self, node: str) -> Address | None:
+        """The process that lives."""
+        return find_node(self.file(node))
+
+    def begin(self, node: str) -> subprocess.Popen[bytes]:
+        """A process of this name, which leaves it at that where there is one."""
+        words = ["node", "--listen", "127.0.0.1:20000-24999", "--secrets", str(self.folder)]
+        words += ["--run-root", str(self.root), "--address-file", str(self.file(node)), "--owner", str(self.owner.pid)]
+        log = (self.root / f"{node}.out").open("ab")
+        return subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", *words], env=module_environment(), stdout=log, stderr=log
         )
 
-    async def start(self, node: str, *, front: bool = False) -> NodeRun:
-        """Its process, or the one that there is."""
-        owner = os.pidfd_open(self.owner.pid)
+    async def there(self, node: str) -> Address:
+        """Where its process is."""
+        beginning = self.begin(node)
+        found: Address = await until(lambda: self.found(node), f"node {node} to listen")
+        beginning.wait(PATIENCE_S)
+        return found
+
+    def http(self, node: str, path: str = "/node") -> NodeHttp:
+        return NodeHttp(path, self.transport(node), self.epoch)
+
+    def transport(self, node: str) -> NodeTransport:
+        async def reach() -> str:
+            if (found := self.found(node)) is None:
+                raise EpdError("it does not run")
+            return found.address
+
+        async def set_up() -> None:
+            raise EpdError("it has begun again")
+
+        return NodeTransport(self.secrets, reach, set_up)
+
+    async def start(self, node: str, *, front: bool = False, **more: object) -> Run:
+        """Its process, or the one that there is, told its deployment."""
+        found = await self.there(node)
+        http = self.http(node)
         try:
-            run = await asyncio.to_thread(start_node, self.setup(node, front=front), owner=owner)
+            async with asyncio.timeout(PATIENCE_S):
+                await http.call("facts", NodeFacts, self.blueprint.config, node, 2)
+                await http.call("setup", NoneType, self.setup(node, front=front, **more))
+
+                async def told() -> bool:
+                    return (await http.get(NodeInfo)).node == node
+
+                await until(told)
         finally:
-            os.close(owner)
-        self.runs[node] = run
+            await http.close()
+        (path,) = (
+            one.parent for one in self.root.glob("*/launcher.json") if json.loads(one.read_text())["pid"] == found.pid
+        )
+        self.runs[node] = run = Run(found.address, found.pid, path)
         return run
 
     def join(self, node: str, *, front: bool = False) -> None:
-        path = self.runs[node].path / NODE_SOCKET
-        self.nodes.join(node, NodeClient(unix_transport(path), self.epoch))
+        self.nodes.join(node, NodeClient(self.transport(node), self.epoch))
         if front:
-            self.doors.join(node, RemoteDoors(unix_transport(path), self.epoch))
+            self.doors.join(node, RemoteDoors(self.transport(node), self.epoch))
 
     def orders(self, *nodes: str) -> list[Order]:
         """Its instances, on these nodes in turn."""
@@ -145,9 +207,9 @@ class Deployment:
         await until(are_up, "all up")
         return await self.seen()
 
-    async def answers(self) -> int:
+    async def answers(self, tokens: int = 3) -> int:
         """The status of one request, 0 where its connection broke."""
-        body = {"model": "epd-demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+        body = {"model": "epd-demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens}
         with contextlib.suppress(httpx.TransportError):
             async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
                 url = f"http://127.0.0.1:{self.port}/v1/chat/completions"
@@ -169,8 +231,9 @@ class Deployment:
     async def end(self) -> None:
         await self.nodes.disconnect()
         for node in self.runs:
-            if (run := find_node("test", node, self.root)) is not None:
-                await asyncio.to_thread(end_node, run)
+            if (found := self.found(node)) is not None:
+                os.kill(found.pid, signal.SIGINT)
+        await until(lambda: not self.processes(), "all of it to end")
 
 
 def _is_of(pid: int, launch: str) -> bool:

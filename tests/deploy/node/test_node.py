@@ -1,25 +1,31 @@
-"""Node processes: two of them on this machine, one with front doors, run by somebody else; every end."""
+"""Node processes: two of them on this machine over TLS, one with front doors, run by somebody else; every end."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import ssl
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 
+import httpx
+import msgspec
 import pytest
 
 from deploy.host.environment import module_environment
 from deploy.host.launches import reap_dead
-from deploy.node.process import LOG
-from deploy.node.start import end_node, find_node, start_node
+from deploy.node.facts import NodeFacts
+from deploy.node.setup import NodeInfo, Notes
+from deploy.runtime.node_api import NOT_SET_UP
+from deploy.runtime.secrets import NodeSecrets
 from epd_serve.errors import ConfigError
 from tests.deploy.launched import children
 from tests.deploy.node.nodes import Deployment, deployment
-from tests.waiting import until
+from tests.deploy.node_secrets import node_secrets
+from tests.waiting import PATIENCE_S, until
 
 
 def part(d: Deployment, node: str, name: str) -> int:
@@ -39,23 +45,79 @@ async def two(d: Deployment) -> list:
     return d.orders("a", "b")
 
 
-async def test_a_node_process_is_nobodys_child_and_found_by_its_name(tmp_path: Path) -> None:
+async def test_a_node_process_is_nobodys_child_and_says_where_it_is(tmp_path: Path) -> None:
     async with deployment(tmp_path) as d:
         run = await d.start("a")
-        assert run.ready and find_node("test", "a", tmp_path) == run
-        assert find_node("test", "b", tmp_path) is None and find_node("other", "a", tmp_path) is None
+        assert (await d.there("a")).pid == run.pid, "there is one"
+        assert d.found("b") is None
         assert os.getsid(run.pid) not in (os.getsid(0), run.pid), "with the terminal of nobody, and it can get none"
-        assert await d.start("a") == run, "there is one"
-        assert {os.readlink(f"/proc/{run.pid}/fd/{one}") for one in (1, 2)} == {str(run.path / f"{LOG}.log")}
         assert (run.path / "key").stat().st_mode & 0o777 == 0o600
+        assert d.secrets.token.encode() not in Path(f"/proc/{run.pid}/cmdline").read_bytes()
 
 
 @pytest.mark.slow
 async def test_of_many_starts_at_once_one_begins(tmp_path: Path) -> None:
     async with deployment(tmp_path) as d:
-        runs = await asyncio.gather(*(d.start("a") for _ in range(4)))
-        assert len({run.pid for run in runs}) == 1
-        assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+        begun = [d.begin("a") for _ in range(4)]
+        run = await d.start("a")
+        assert [one.wait(PATIENCE_S) for one in begun] == [0] * 4
+        await until(lambda: [path.parent for path in tmp_path.glob("*/launcher.json")] == [run.path])
+
+
+async def test_members_alone_are_answered_and_only_over_tls(tmp_path: Path) -> None:
+    async with deployment(tmp_path) as d:
+        address = (await d.there("a")).address
+        trusting = ssl.create_default_context(cafile=d.folder / "tls.crt")
+        trusting.check_hostname = False
+
+        async def status(path: str, token: str = "", verify: ssl.SSLContext = trusting) -> int:
+            headers = {"authorization": f"Bearer {token}"} if token else {}
+            async with httpx.AsyncClient(verify=verify, headers=headers, trust_env=False) as http:
+                return (await http.get(f"https://{address}{path}")).status_code
+
+        assert [await status(path) for path in ("/health", "/ready", "/node", "/agent?after=0", "/nowhere")] == [
+            *(200, 503),
+            *[401] * 3,
+        ]
+        assert [await status("/node", token) for token in (d.secrets.token[:-1], "x", d.secrets.token)] == [
+            401,
+            401,
+            200,
+        ]
+        assert await status("/agent?after=0", d.secrets.token) == NOT_SET_UP
+        async with httpx.AsyncClient(trust_env=False) as http:
+            with pytest.raises(httpx.TransportError):
+                await http.get(f"http://{address}/health")
+        (tmp_path / "others").mkdir()
+        others = NodeSecrets(str(node_secrets(tmp_path / "others")), "--node-secrets")
+        async with others.client(address, 10.0) as http:
+            with pytest.raises(httpx.ConnectError, match="certificate"):
+                await http.get("/health")
+        await d.start("a", front=True)
+        d.join("a", front=True)
+        async with d.controlled(d.orders("a")):
+            assert await status("/ready") == 200
+
+
+async def test_it_is_one_node_of_one_deployment_and_keeps_what_its_controllers_note(tmp_path: Path) -> None:
+    async with deployment(tmp_path) as d:
+        run = await d.start("a")
+        http = d.http("a")
+        async with asyncio.timeout(PATIENCE_S):
+            await http.call("setup", NoneType, d.setup("a", front=False))
+            with pytest.raises(ConfigError, match="this node is a of deployment test"):
+                await http.call("setup", NoneType, d.setup("b", front=False))
+            with pytest.raises(ConfigError, match="begun before"):
+                await http.call("setup", NoneType, msgspec.structs.replace(d.setup("a", front=False), nonce="another"))
+            for age, sections in (((1, 2), {"x": b"1", "y": b"\0\xff"}), ((1, 1), {"x": b"0"}), ((2, 0), {"x": b"2"})):
+                await http.call("notes", NoneType, Notes(*age, sections))
+            os.kill(part(d, "a", "control"), signal.SIGKILL)
+            info = await http.get(NodeInfo)
+            assert (info.deployment, info.node, info.notes) == ("test", "a", Notes(2, 0, {"x": b"2", "y": b"\0\xff"}))
+            assert info.pids["node"] == run.pid
+            facts = await http.call("facts", NodeFacts, d.blueprint.config, "a", 99)
+            assert len(facts.machine.inventory.ids) == 2, "what it was before"
+        await http.close()
 
 
 async def test_two_nodes_answer_requests_and_end_at_a_word(tmp_path: Path) -> None:
@@ -106,9 +168,9 @@ async def test_a_node_process_that_is_killed_is_followed_by_one_with_nothing(tmp
         async with d.controlled(wanted):
             before, killed = await d.seen(), d.runs["b"]
             os.kill(killed.pid, signal.SIGKILL)
+            await until(lambda: not killed.lives)
             run = await d.start("b")
             assert run.pid != killed.pid and not killed.path.exists()
-            d.join("b")
 
             async def begun_again() -> bool:
                 return all(
@@ -125,6 +187,32 @@ async def test_a_node_process_that_is_killed_is_followed_by_one_with_nothing(tmp
             await until(served)
 
 
+@pytest.mark.slow
+async def test_by_sigterm_it_ends_when_its_requests_have_and_is_empty_once_its_instances_have_moved(
+    tmp_path: Path,
+) -> None:
+    async with deployment(tmp_path, "PD") as d:
+        await d.start("a", front=True)
+        d.join("a", front=True)
+        wanted = d.orders("a")
+        words = ["node", "--await-empty", "--listen", d.runs["a"].address, "--secrets", str(d.folder)]
+
+        def awaited(within_s: float) -> subprocess.Popen[bytes]:
+            argv = [sys.executable, "-m", "deploy.cli", *words, "--within-s", str(within_s)]
+            return subprocess.Popen(argv, env=module_environment())
+
+        async with d.controlled(wanted):
+            assert await asyncio.to_thread(awaited(1.0).wait, PATIENCE_S) == 1
+            asked = asyncio.create_task(d.answers(tokens=1000))
+            await until(lambda: d.doors.running == 1, "the request")
+            os.kill(d.runs["a"].pid, signal.SIGTERM)
+            assert await asked == 200
+        await until(lambda: not d.processes(), "all of it to end")
+        (await d.there("a"))
+        again = await d.start("a")
+        assert await asyncio.to_thread(awaited(10.0).wait, PATIENCE_S) == (0 if again.address == words[3] else 1)
+
+
 async def test_with_its_owner_a_node_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     async with deployment(tmp_path) as d:
         wanted = await two(d)
@@ -132,7 +220,7 @@ async def test_with_its_owner_a_node_ends_at_once_and_leaves_nothing(tmp_path: P
             d.owner.kill()
             await until(lambda: not d.processes(), "no process")
             await until(lambda: not d.left(), "nothing left")
-        assert reap_dead(tmp_path) == [] and find_node("test", "a", tmp_path) is None
+        assert reap_dead(tmp_path) == [] and d.found("a") is None
 
 
 async def test_what_a_killed_node_process_leaves_is_cleaned_up_by_whoever_starts_next(tmp_path: Path) -> None:
@@ -147,35 +235,27 @@ async def test_what_a_killed_node_process_leaves_is_cleaned_up_by_whoever_starts
         assert not d.left()
 
 
-@pytest.mark.slow
-async def test_one_of_another_owner_is_ended_first(tmp_path: Path) -> None:
-    async with deployment(tmp_path) as d, deployment(tmp_path) as other:
-        run = await d.start("a")
-        another = await other.start("a")
-        assert another.pid != run.pid and not run.lives
-        assert find_node("test", "a", tmp_path) == another
-
-
-async def test_what_is_wrong_with_it_is_said_to_whoever_starts_it(tmp_path: Path) -> None:
+async def test_what_is_wrong_with_it_is_said_to_whoever_tells_it(tmp_path: Path) -> None:
     async with deployment(tmp_path) as d:
         await d.start("a", front=True)
         with pytest.raises(ConfigError) as caught:  # the port
             await d.start("b", front=True)
         assert caught.value.param == "--port"
         with pytest.raises(ConfigError):
-            await asyncio.to_thread(start_node, replace(d.setup("c", front=False), shm_mib=1))
-        assert find_node("test", "b", tmp_path) is None
-        d.runs.pop("b", None)
-        assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+            await d.start("b", shm_mib=1)
+        assert len([*tmp_path.glob("*/launcher.json")]) == 1
+        await d.start("b")  # it still waits to be told
 
 
-@pytest.mark.slow
-async def test_it_is_ended_by_force_where_it_does_not_end(tmp_path: Path) -> None:
-    async with deployment(tmp_path) as d:
-        run = await d.start("a")
-        os.kill(run.pid, signal.SIGSTOP)
-        await asyncio.to_thread(end_node, run, 0.2)
-        assert not run.lives and not run.path.exists()
+async def test_who_has_no_secrets_does_not_begin(tmp_path: Path) -> None:
+    folder = node_secrets(tmp_path / "secrets")
+    (folder / "tls.key").chmod(0o644)
+    words = [sys.executable, "-m", "deploy.cli", "node", "--listen", "127.0.0.1:20000-24999"]
+    for flags, said in (([], "openssl"), (["--secrets", str(folder)], "chmod 600")):
+        done = subprocess.run(
+            [*words, *flags], capture_output=True, text=True, env=module_environment(), timeout=PATIENCE_S
+        )
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_a_node_process_is_to_the_kernel_what_its_owner_is() -> None:

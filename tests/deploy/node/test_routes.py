@@ -20,13 +20,14 @@ from deploy.node import routes
 from deploy.node.routes import NodeWatch, serve_node
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
-from deploy.runtime.node_api import NODE_SOCKET, FrontStatus, NodeStatus, Seen, SupersededError
-from deploy.runtime.node_client import NodeCallError, NodeClient, unix_transport
+from deploy.runtime.node_api import FrontStatus, NodeStatus, Seen, SupersededError
+from deploy.runtime.node_client import NodeCallError, NodeClient
 from deploy.runtime.protocol import Order
 from epd_serve.errors import ConfigError
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
 from tests.deploy.fake_node import FakeNode
+from tests.deploy.node_socket import NODE_SOCKET, unix_transport
 from tests.waiting import PATIENCE_S, until
 
 E, P, _ = orders(draw(DeployConfig(layout="(E-P)-D", device="cpu", arena_mib=8, kv_staging_mib=4)))

@@ -160,7 +160,7 @@ def test_a_missing_file_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"runtime": "kubernetes"}, "runtime"),
+        ({"runtime": "slurm"}, "runtime"),
         ({"name": "Two Words"}, "name"),
         ({"name": "-"}, "name"),
         ({"name": "a" * 41}, "name"),
@@ -175,6 +175,8 @@ def test_a_missing_file_is_named() -> None:
         ({"node_host": "10.0.0.1"}, "node_host"),
         ({"runtime": "ray", "placement": "random"}, "placement"),
         ({"runtime": "ray", "share_devices": True}, "share_devices"),
+        ({"runtime": "kubernetes", "share_devices": True}, "share_devices"),
+        ({"runtime": "kubernetes", "fronts": "here"}, "fronts"),
     ],
 )
 def test_options_of_several_nodes_that_cannot_be_name_the_option(options: dict[str, Any], param: str) -> None:

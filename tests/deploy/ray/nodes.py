@@ -26,6 +26,7 @@ from deploy.agent.cpu_time import Parts
 from deploy.host.ports import free_ports
 from deploy.host.processes import running, signal_process, stat
 from epd_serve.errors import ConfigError
+from tests.deploy.node_secrets import node_secrets
 
 COUNT = 3
 CPUS = 8
@@ -97,6 +98,7 @@ class RayNodes(Child):
         (folder / "ray").mkdir()
         mode = "token" if token else "disabled"
         auth = {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN_PATH": str(file), "RAY_TMPDIR": str(folder)}
+        auth["EPD_NODE_SECRETS"] = str(node_secrets(folder / "node"))
         super().__init__(__name__, env={**auth, **settings})
         self._options = dict(options)
         self._nodes: list[RayNode] = []

@@ -12,10 +12,10 @@ import pytest
 from ray.util.placement_group import placement_group_table
 
 from deploy.ray.leases import RayLeases, release_all
-from deploy.ray.notes import GcsNotes
 from deploy.runtime.leases import LeaseError, Place
 from epd_serve.errors import EpdError
 from tests.deploy.ray.nodes import RayNodes
+from tests.deploy.rooted_here import StateHere
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -39,7 +39,7 @@ async def leases(
     acquire_s: float = 10.0,
     run_on: RunOn = anywhere,
 ) -> AsyncIterator[RayLeases]:
-    notes = await GcsNotes("leases").load()
+    notes = StateHere()
     everything = RayLeases("leases", kind, placement, notes, anywhere)
     for node in await everything.free():  # a moment after others have given it back
         await until(partial(_has_free, everything, node, EACH[kind]), "all devices")
@@ -48,7 +48,6 @@ async def leases(
         yield made
     finally:
         await release_all("leases")
-        await notes.forget()
 
 
 async def _has_free(held: RayLeases, node: str, least: int) -> bool:
@@ -113,13 +112,10 @@ async def test_what_cannot_be_had_as_a_whole_is_not_had_at_all(connected: RayNod
 async def test_the_next_controller_finds_what_is_leased_and_gives_back_the_rest(connected: RayNodes) -> None:
     async with leases("cpu") as held:
         places = await held.acquire([CPUS - 1, CPUS])
-        await held._notes.kept()
-        unnoted = RayLeases(
-            "leases", "cpu", "pack", await GcsNotes("elsewhere").load(), anywhere
-        )  # its controller dies before it notes them
+        unnoted = RayLeases("leases", "cpu", "pack", StateHere(), anywhere)  # its controller dies before it notes them
         unnoted._places = dict(held._places)
         await unnoted.acquire([1])
-        after = RayLeases("leases", "cpu", "pack", await GcsNotes("leases").load(), anywhere)
+        after = RayLeases("leases", "cpu", "pack", held._notes, anywhere)
         await after.tidy()
         assert await after.places() == places
 
@@ -194,7 +190,7 @@ async def test_what_is_wanted_waits_in_the_cluster_for_as_long_as_it_is_wanted(c
         await until(partial(_is_asked_for, []), "that nothing waits any more")
         held.want([60])
         await until(partial(_is_asked_for, ["60/0"]), "that Ray is asked")
-        await RayLeases("leases", "cpu", "pack", await GcsNotes("leases").load(), anywhere).tidy()
+        await RayLeases("leases", "cpu", "pack", StateHere(), anywhere).tidy()
         assert await _waiting() == [], "the next controller asks for what it wants itself"
 
 

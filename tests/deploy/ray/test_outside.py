@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import socket
+import ssl
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,7 @@ GARBAGE = (os.urandom(65536), GREETING + os.urandom(65536), b"\xff" * 65536, b"P
 
 @dataclass(frozen=True)
 class Port:
-    """`speaks`: a ZMTP mechanism, `http`, or "" for something else."""
+    """`speaks`: a ZMTP mechanism, `http`, `https`, or "" for something else."""
 
     address: str
     port: int
@@ -63,7 +64,12 @@ def speaks(address: str, port: int) -> str:
     said = answered(address, port, GREETING[:12])  # the other end says its own before it has heard all of ours
     if said[:1] == b"\xff" and len(said) >= 32:
         return said[12:32].rstrip(b"\0").decode()
-    return "http" if answered(address, port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").startswith(b"HTTP/1.1") else ""
+    if answered(address, port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").startswith(b"HTTP/1.1"):
+        return "http"
+    with contextlib.suppress(OSError):
+        ssl.get_server_certificate((address, port), timeout=LISTEN_S)
+        return "https"
+    return ""
 
 
 def answered(address: str, port: int, said: bytes) -> bytes:
@@ -77,15 +83,17 @@ def answered(address: str, port: int, said: bytes) -> bytes:
 
 
 def test_every_port_speaks_http_or_zmtp_with_curve(ports: list[Port]) -> None:
-    assert {one.speaks for one in ports} == {"http", "CURVE"}, ports
+    assert {one.speaks for one in ports} == {"http", "https", "CURVE"}, ports
     assert sum(one.speaks == "http" for one in ports) >= 12, "of every stage"
+    assert sum(one.speaks == "https" for one in ports) >= 3, "of every node"
 
 
 def test_http_without_the_key_says_that_it_lives_and_nothing_else(ports: list[Port]) -> None:
-    for one in (each for each in ports if each.speaks == "http"):
+    for one in (each for each in ports if each.speaks in ("http", "https")):
         for key in ("", "0" * 64):
             headers = {"authorization": f"Bearer {key}"} if key else {}
-            with httpx.Client(base_url=f"http://{one.address}:{one.port}", headers=headers, trust_env=False) as http:
+            url = f"{one.speaks}://{one.address}:{one.port}"
+            with httpx.Client(base_url=url, headers=headers, trust_env=False, verify=False) as http:
                 refused = [http.get(path).status_code for path in PATHS]
                 refused += [http.post(path, json={"model": "m", "prompt": "hi"}).status_code for path in BODIES]
                 assert set(refused) <= {401, 404}, (one, refused)

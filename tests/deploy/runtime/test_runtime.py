@@ -28,7 +28,6 @@ from deploy.node.routes import NodeWatch, serve_node
 from deploy.options.config import DeployConfig
 from deploy.plan.blueprint import draw
 from deploy.runtime.many import ManyNodes
-from deploy.runtime.node_api import NODE_SOCKET
 from deploy.runtime.node_client import NodeClient
 from deploy.runtime.protocol import SHARED_MEMORY, Observed, Order, Phase, Runtime
 from epd_serve.engine.argv import stage_command
@@ -39,6 +38,7 @@ from store.arena import Arena
 from tests.deploy.agent_world import World, world_below
 from tests.deploy.fake_node import FakeNode
 from tests.deploy.fake_runtime import AnswerLostError, FakeRuntime, Fate, Harshness
+from tests.deploy.node_socket import NODE_SOCKET
 from tests.deploy.one_node import OneNode
 from tests.deploy.rooted_here import root_here
 from tests.waiting import PATIENCE_S, until

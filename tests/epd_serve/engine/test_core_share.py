@@ -44,7 +44,7 @@ class Worker:
         self.npu.set_device(f"npu:{self.rpc_rank}")
         self.npu.work()
 
-    def execute_model(self) -> None:
+    def execute_model(self, scheduler_output: object) -> None:
         self.npu.work()
 
     def start(self) -> None:
@@ -170,7 +170,7 @@ class WorkerWrapperBase:
     rpc_rank = 0
     def init_device(self):
         self.step()
-    def execute_model(self):
+    def execute_model(self, scheduler_output):
         self.step()
     def step(self):
         torch.empty(1 << 22).fill_(1.0)
@@ -192,7 +192,7 @@ def on():
 worker = WorkerWrapperBase()
 worker.init_device()
 for line in sys.stdin:
-    worker.execute_model()
+    worker.execute_model(None)
     print(json.dumps([on(), torch.get_num_threads()]), flush=True)
 """
 

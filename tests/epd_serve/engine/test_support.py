@@ -18,7 +18,7 @@ KV_GROUPS = (
 )
 
 
-TRANSFERS, KV, SENT_KV = {"E", "P", "D", "PD"}, {"P", "D"}, {"P"}
+TRANSFERS, KV, SENT_KV, FED = {"E", "P", "D", "PD"}, {"P", "D"}, {"P"}, {"P", "D", "PD"}
 
 
 def config(role: str, **changes: Any) -> Any:
@@ -29,12 +29,12 @@ def config(role: str, **changes: Any) -> Any:
         )
         if role in KV
         else None,
-        "ec_transfer_config": SimpleNamespace() if role in ("E", "P", "D", "PD") else None,
+        "ec_transfer_config": SimpleNamespace(is_ec_consumer=role != "E") if role in TRANSFERS else None,
         "lora_config": None,
         "speculative_config": None,
         "parallel_config": SimpleNamespace(tensor_parallel_size=2, use_ubatching=False),
         "cache_config": SimpleNamespace(cache_dtype="auto"),
-        "model_config": SimpleNamespace(enable_sleep_mode=False),
+        "model_config": SimpleNamespace(enable_sleep_mode=False, architectures=["InternVLForConditionalGeneration"]),
         "compilation_config": SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE")),
     }
     for path, value in changes.items():
@@ -51,6 +51,9 @@ def drafting(method: str) -> Any:
 
 
 PRUNED = SimpleNamespace(video_pruning_rate=0.5)
+ALONE = SimpleNamespace(language_model_only=True, allow_missing_mm_embeddings=True, video_pruning_rate=None)
+OLD_ALONE = SimpleNamespace(language_model_only=True, video_pruning_rate=None)
+QWEN = ["Qwen2_5_VLForConditionalGeneration"]
 ASKED: list[tuple[str, dict[str, Any], str, set[str]]] = [
     ("--compilation-config", {"compilation_config__cudagraph_mode": SimpleNamespace(name="FULL")}, "FULL", SENT_KV),
     ("--speculative-config", {"speculative_config": drafting("eagle3")}, "method eagle3", KV),
@@ -61,6 +64,13 @@ ASKED: list[tuple[str, dict[str, Any], str, set[str]]] = [
     ("--kv-cache-dtype", {"cache_config__cache_dtype": "int8_per_token_head"}, "int8_per_token_head", KV),
     ("--kv-cache-dtype", {"cache_config__cache_dtype": "nvfp4"}, "nvfp4", KV),
     ("--video-pruning-rate", {"model_config__multimodal_config": PRUNED}, "rate 0.5", TRANSFERS),
+    ("--language-model-only", {"model_config__multimodal_config": ALONE}, "embedding_fields", FED),
+    (
+        "--language-model-only",
+        {"model_config__multimodal_config": OLD_ALONE, "model_config__architectures": QWEN},
+        "without its pixels",
+        FED,
+    ),
     ("--enable-dbo", {"parallel_config__use_ubatching": True}, "once per micro-batch", KV),
     ("--pipeline-parallel-size", {"parallel_config__pipeline_parallel_size": 2}, "size 2", TRANSFERS),
     ("--data-parallel-size", {"parallel_config__data_parallel_size": 4}, "size 4", TRANSFERS),
@@ -103,6 +113,7 @@ def test_every_refusal_of_the_table_is_among_them() -> None:
         {"parallel_config__enable_expert_parallel": True},
         {"compilation_config__cudagraph_mode": SimpleNamespace(name="FULL_DECODE_ONLY")},
         {"compilation_config__cudagraph_mode": None},
+        {"model_config__multimodal_config": ALONE, "model_config__architectures": QWEN},
     ],
 )
 def test_what_is_supported_starts(role: str, changes: dict[str, Any]) -> None:

@@ -53,6 +53,21 @@ def test_stamps_of_another_request_with_the_same_picture_do_not_count(tmp_path):
     assert set(events) == {"arrived", "media", "done"}
 
 
+def test_what_becomes_of_a_part_is_told_of_its_picture(tmp_path):
+    write(
+        tmp_path / "proxy.jsonl",
+        line(1.0, "proxy", "r", "arrived"),
+        line(1.1, "proxy", "r", "media", keys=["k"]),
+        line(2.0, "proxy", "r", "done"),
+    )
+    write(tmp_path / "E0.jsonl", line(1.2, "E0", "k/0-2", "encoded"), line(1.2, "E0", "kk/0-2", "encoded"))
+    write(tmp_path / "E1.jsonl", line(1.4, "E1", "k/1-2", "encoded"))
+
+    encoded = [stamp for stamp in Timeline(read_stamps(tmp_path)).stamps("r") if stamp.event == "encoded"]
+
+    assert [(stamp.instance, stamp.subject) for stamp in encoded] == [("E0", "k/0-2"), ("E1", "k/1-2")]
+
+
 def test_the_last_picture_ends_a_phase_and_the_first_begins_one(tmp_path):
     write(
         tmp_path / "proxy.jsonl",

@@ -39,6 +39,7 @@ async def served(
     key: str = "",
     priorities: bool = False,
     wiring: StageWiring | None = None,
+    takes_media: bool = True,
 ) -> AsyncIterator[tuple[Engine, httpx.AsyncClient]]:
     profile = profile or Profile()
     wiring = wiring or StageWiring(instance=f"{role}0", role=role, incarnation="test")
@@ -46,7 +47,7 @@ async def served(
     faults = SimFaults(lambda state: setattr(engine, "slowness", state.slow))
     lifecycle = RequestLifecycle(wiring, engine, faults)
     lifecycle.start()
-    stage = Stage(engine, lifecycle, faults, model=MODEL, model_path=MODEL, key=key)
+    stage = Stage(engine, lifecycle, faults, model=MODEL, model_path=MODEL, key=key, takes_media=takes_media)
     connections: set[Connection] = set()
     listening = socket.create_server(("127.0.0.1", 0))
     server = await asyncio.get_running_loop().create_server(

@@ -17,6 +17,7 @@ from epd_serve.roles import Role
 from epd_serve.sim.consumer import Consumer, Wait
 from epd_serve.sim.profile import Line, Profile
 from epd_serve.sim.prompts import CHAT, RESPONSES
+from store.keys import part_keys
 from tests.epd_serve.sim.served import MODEL, PEERS, Layout, data_url, idle, layout, looking
 from tests.waiting import until
 
@@ -103,6 +104,36 @@ async def test_a_request_that_must_not_recompute_fails_and_says_why(tmp_path: Pa
                     pass
     assert answer.status_code == 500 and event.keys == ["k"] and event.cause == "deadline"
     assert "r" * 32 in event.request_id
+
+
+async def test_parts_are_encoded_by_themselves_and_stand_for_the_item(tmp_path: Path, shm: Path) -> None:
+    words = {wire.PARTS_XARG: ",".join(part_keys("k", 3))}
+    async with layout(tmp_path, shm, feature_wait_s=FOR_EVER) as stages:
+        for key in part_keys("k", 3):
+            assert (await stages.clients["E0"].post(CHAT, json=looking(key))).status_code == 200
+            await stored(stages, key)
+        assert sorted(entry.meta.shape[0] for entry in stages.arena.entries()) == [1, 1, 2], "of four tokens"
+        body = looking("k", vllm_xargs=words, **PREFILL_ONLY)
+        assert (await stages.clients["P0"].post(CHAT, json=body)).status_code == 200
+        assert stages.engines["P0"].item_count == 0
+        await idle(stages.engines["P0"])
+        assert stages.arena.stats().leased == 0
+
+
+async def test_an_item_that_lacks_a_part_is_missing(tmp_path: Path, shm: Path) -> None:
+    words = {wire.PARTS_XARG: ",".join(part_keys("k", 2)), wire.ON_MISSING_XARG: wire.ON_MISSING_FAIL}
+    async with layout(tmp_path, shm, feature_wait_s=0.0) as stages:
+        await stages.clients["E0"].post(CHAT, json=looking("k/0-2"))
+        await stored(stages, "k/0-2")
+        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heard:
+            heard.setsockopt(zmq.SUBSCRIBE, b"")
+            heard.connect(stages.wirings["P0"].publish)
+            async with asyncio.timeout(60):
+                await heard.recv()
+                answer = await stages.clients["P0"].post(CHAT, json=looking("k", vllm_xargs=words, **PREFILL_ONLY))
+                while not isinstance(event := wire.announcements.decode(await heard.recv()), wire.FeatureMissing):
+                    pass
+    assert answer.status_code == 500 and event.keys == ["k"]
 
 
 async def test_metadata_alone_cannot_be_recomputed(tmp_path: Path, shm: Path) -> None:

@@ -125,6 +125,17 @@ async def test_a_guarded_stage_answers_its_proxy_only() -> None:
         assert (await client.get("/v1/models", headers={"authorization": "Bearer k"})).status_code == 200
 
 
+async def test_without_an_encoder_it_takes_metadata_and_no_media() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    embeds = {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 4, 4]}, "uuid": "k"}
+    async with served(takes_media=False) as (_, client):
+        for part, status in ((image, 400), ({"type": "text", "text": "hi"}, 200)):
+            body = chat(messages=[{"role": "user", "content": [part]}])
+            assert (await client.post(CHAT, json=body)).status_code == status
+        answer = await client.post(CHAT, json=chat(messages=[{"role": "user", "content": [embeds]}], max_tokens=1))
+        assert answer.status_code != 400
+
+
 async def test_a_client_that_leaves_aborts_its_request() -> None:
     async with served(Profile(decode_step_s=((1, 0.001),))) as (engine, client):
         async with client.stream("POST", CHAT, json=chat(max_tokens=30_000, stream=True)) as response:

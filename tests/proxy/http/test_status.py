@@ -186,7 +186,7 @@ def test_settings_are_checked() -> None:
         settings(served_models=())
     with pytest.raises(ConfigError, match="retries"):
         settings(retries=-1)
-    for name, value in {"send_pixels": "never", "on_missing_feature": "panic"}.items():
+    for name, value in {"send_pixels": "sometimes", "on_missing_feature": "panic"}.items():
         with pytest.raises(ConfigError, match=f"unknown {name} '{value}'"):
             settings(**{name: value})
     with pytest.raises(ConfigError, match="total_s"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from epd_serve.image_tokens import Tiled
 from proxy.config.limits import AdmissionLimits, RecordLimits, Slo
 from proxy.records.counts import MINUTE_S, Counts
 from proxy.records.record import Record
@@ -22,8 +23,10 @@ from tests.proxy.fakes import (
     Cluster,
     answer,
     cluster,
+    data_url,
     encodes,
     image_body,
+    image_file,
     once,
     replies,
     settings,
@@ -100,6 +103,16 @@ async def test_an_image_s_way_has_its_encoder_and_what_the_store_had() -> None:
         assert events(told, "features")[0]["in_store"] == 0
         (call,) = events(told, "encode_call")
         assert call["outcome"] == "ok" and 0 < call["s"] < 60 and [call["stage"]] == told["encode"]
+
+
+async def test_of_an_image_that_encoders_share_it_is_told_which_got_which_part() -> None:
+    async with cluster("E0", "E1", "PD0", config=settings(image_tokens=Tiled(8, 256, 1, 6, thumbnail=True))) as c:
+        c["E0"].usual = c["E1"].usual = encodes()
+        told = await ask(c, "shared", image_body(data_url(image_file(24, 8))))
+        assert sorted(choice(told, "encode")["chosen"]) == ["E0", "E1"] == sorted(told["encode"])
+        made = {call["stage"]: call["parts"] for call in events(told, "encode_call")}
+        assert made == {name: c[name].keys[0][0].rpartition("/")[2] for name in ("E0", "E1")}
+        assert set(made.values()) == {"0-2", "1-2"}
 
 
 async def test_a_retry_is_told_with_its_cause_and_why_not_there_again() -> None:

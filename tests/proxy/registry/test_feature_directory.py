@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.wire import FeatureReady
+from epd_serve.wire import FeatureExpected, FeatureReady
 from proxy.encode.step import HostArena
 from proxy.registry.feature_directory import PROMISE_S, TRUST_S, FeatureDirectory, placeholder_metadata
 from store.arena import Arena
+from store.keys import part_keys
 
 GRID = {"image_grid_thw": [1, 4, 4]}
 
@@ -126,3 +127,31 @@ def test_an_arena_whose_lock_somebody_holds_keeps_no_request_waiting() -> None:
     finally:
         arena.close()
         Arena.unlink(path)
+
+
+def test_an_image_in_parts_is_known_once_all_are_there_and_its_listeners_hear_of_each() -> None:
+    directory, heard = FeatureDirectory(10), list[int]()
+    first, second = part_keys("k", 2)
+    with directory.followed(["k"], lambda: heard.append(1)):
+        directory.expected(FeatureExpected({first: {}, second: {}}, "e"), 0.0)
+        assert directory.is_coming("k", 0.5) and not directory.knows("k", 0.5)
+        assert directory.parts("k", 0.5) == (first, second)
+        directory.announced(FeatureReady(first, 1, "e"), 1.0)
+        assert not directory.knows("k", 1.0)
+        directory.announced(FeatureReady(second, 1, "e"), 1.0)
+    assert directory.knows("k", 1.0) and directory.parts("k", 1.0) == (first, second) and len(heard) == 4
+
+
+def test_an_image_that_lacks_a_part_is_not_known_and_one_that_is_there_whole_has_no_parts() -> None:
+    directory = FeatureDirectory(10)
+    first, second = part_keys("k", 2)
+    for key in (first, second):
+        directory.announced(FeatureReady(key, 1, "e"), 0.0)
+    directory.lost([second])
+    assert not directory.knows("k", 0.0) and directory.parts("k", 0.0) == ()
+    directory.promised(second, None, maker="e", now=0.0)
+    assert directory.knows("k", 0.0) and directory.parts("k", 0.0) == (first, second)
+    directory.announced(FeatureReady("k", 1, "e"), 0.0)
+    assert directory.knows("k", 0.0) and directory.parts("k", 0.0) == ()
+    directory.lost(["k"])
+    assert not directory.knows("k", 0.0) and directory.parts("k", 0.0) == (), "what a consumer lacked is not trusted"

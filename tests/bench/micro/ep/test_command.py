@@ -12,7 +12,11 @@ from bench.micro.measurement import Row
 
 ROWS: Mapping[str, Sequence[Row]] = {
     "transfers": [{"event_ms": 0.2}],
-    "idle": [{"picture": picture, "round": 0, "admission_ms": 9.0, "local_ms": 2.0} for picture in ("1080p", "4k")],
+    "idle": [
+        {"picture": picture, "round": 0, "admission_ms": 9.0, "local_ms": 2.0, "memcpy_ms": 4.0, "copy_ms": 0.1}
+        for picture in ("1080p", "4k")
+    ],
+    "gaps": [{"kind": kind, "round": 0, "gap_p99_ms": 2.0, "gaps": 9} for kind in ("alone", "beside")],
     "store": [
         {
             "store": "arena",
@@ -27,16 +31,24 @@ ROWS: Mapping[str, Sequence[Row]] = {
     ],
     "duplicates": [{"clients": 64, "encodes": 1, "encodes_when_known": 0}],
     "fetched": [{"fetched_bytes": 100, "needed_bytes": 100}],
+    "tiles": [
+        {"kind": "real", "round": 0, "encoders": of, "ttft_ms": 900.0 / of, "tower_ms": 700.0 / of} for of in (1, 2)
+    ],
 }
 CONTRACT = {
     "exposed_ms_1080p",
     "exposed_ms_4k",
+    "exposed_ms_slab_1080p",
+    "exposed_ms_slab_4k",
+    "copy_in_step_ms_4k",
+    "decode_gap_p99_beside_features",
     "put_over_memcpy_8m",
     "get_over_memcpy_8m",
     "mooncake_get_over_raw_client_8m",
     "encodes_for_64_duplicates",
     "event_p50_ms",
     "fetched_over_needed",
+    "tile_ttft_over_one",
 }
 
 

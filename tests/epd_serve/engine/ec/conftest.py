@@ -80,7 +80,9 @@ def make(stages: Stages, connector_class: Any, monkeypatch: pytest.MonkeyPatch) 
             device_config=SimpleNamespace(device="cpu"),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             cache_config=SimpleNamespace(enable_prefix_caching=False),
-            model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=4)),
+            model_config=SimpleNamespace(
+                multimodal_config=SimpleNamespace(mm_processor_cache_gb=4, language_model_only=False)
+            ),
         )
         made = connector_class(config, side)
         stages.parts.append(SimpleNamespace(close=made.shutdown))

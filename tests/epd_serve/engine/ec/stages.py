@@ -86,9 +86,11 @@ class Stages:
         self.parts.append(FeatureProducer(wiring, pool=pool))
         return self.parts[-1]
 
-    def consumer(self, *, hears: bool = True, pool: Any = None, role: Role = Role.P, **more: Any) -> FeatureConsumer:
+    def consumer(
+        self, *, hears: bool = True, pool: Any = None, role: Role = Role.P, ranks: int = 1, **more: Any
+    ) -> FeatureConsumer:
         events = {"E0": self.events("E0")} if hears else {}
-        self.parts.append(FeatureConsumer(self.wiring("P0", role, events, **more), pool))
+        self.parts.append(FeatureConsumer(self.wiring("P0", role, events, **more), pool, ranks=ranks))
         return self.parts[-1]
 
     def heard(self, e: FeatureProducer, p: FeatureConsumer) -> None:

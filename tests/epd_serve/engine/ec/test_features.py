@@ -30,7 +30,7 @@ class Shelf:
         self.keys = set(keys)
         self.pins: list[FakePin] = []
 
-    def pin(self, keys: Collection[str]) -> Any:
+    def pin(self, request: str, keys: Collection[str]) -> Any:
         if not self.keys.issuperset(keys):
             return None
         pins = [FakePin() for _ in keys]

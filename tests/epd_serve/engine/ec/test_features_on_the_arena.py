@@ -205,10 +205,10 @@ def test_a_store_that_does_not_answer_does_not_end_the_listener(stages: Stages) 
     e, p = stages.producer(), stages.consumer(hears=False)
     lease, failures = p._pool.arena.lease, [StoreError("lock"), StoreError("lock")]
 
-    def flaky(key: str) -> Any:
+    def flaky(key: str, **more: Any) -> Any:
         if failures:
             raise failures.pop()
-        return lease(key)
+        return lease(key, **more)
 
     p._pool.arena.lease = flaky  # type: ignore[assignment,method-assign]
     e.save({"k": feature()}, "k")

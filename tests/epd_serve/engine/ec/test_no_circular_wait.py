@@ -139,7 +139,7 @@ class World:
                 self.features.found(key, self.now)
                 if not self.together:
                     for request in sorted(row.requests):
-                        self.hoard.setdefault(request, []).extend(self._pin([key]) or ())
+                        self.hoard.setdefault(request, []).extend(self._pin(request, [key]) or ())
             else:
                 self.features.missed(key)
                 if row.last_look:
@@ -148,7 +148,7 @@ class World:
             if key in self.store:
                 self.store[key].used_at = self.now
 
-    def _pin(self, keys: Collection[str]) -> Any:
+    def _pin(self, request: str, keys: Collection[str]) -> Any:
         if not all(key in self.store for key in keys):
             return None
         for key in keys:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from epd_serve.engine.ec.step import FeatureSlot
+from epd_serve.engine.ec.step import FeatureLoad
 from store.arena import Arena
 from store.feature_pool import FeaturePool
 from tests.epd_serve.engine.ec.stages import Speechless, feature, make_arena
@@ -58,7 +58,7 @@ def test_a_feature_of_the_arena_is_on_the_device_for_the_next_step(arena: Arena,
     right = feature()
     arena.put("k", right.view(torch.uint8).numpy().reshape(-1), shape=tuple(right.shape), dtype="bfloat16")
     with arena.lease("k") as lease:  # type: ignore[union-attr]
-        read = FeatureSlot.of(lease).read(arena, device)
+        read = FeatureLoad.of(lease.meta.key, [lease], [None]).read(arena, device)
     arena.remove("k")  # the reader has taken the bytes: nothing is read from the arena any more
     seen: list[torch.Tensor] = []
     device.run(lambda: seen.append(read.clone()))

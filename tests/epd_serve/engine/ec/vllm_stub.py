@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,5 +49,7 @@ def request(
     )
 
 
-def output(*finished: str, tokens: int = 1) -> Any:
-    return SimpleNamespace(finished_req_ids=set(finished), total_num_scheduled_tokens=tokens)
+def output(*finished: str, tokens: int = 1, freed: Sequence[str] = ()) -> Any:
+    return SimpleNamespace(
+        finished_req_ids=set(finished), total_num_scheduled_tokens=tokens, free_encoder_mm_hashes=list(freed)
+    )

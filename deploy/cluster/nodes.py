@@ -1,0 +1,386 @@
+"""The nodes of a deployment, as its controller has them: which there are, what each is, how it is spoken to.
+
+That a host is there or has ended is the word of whoever places node processes (`hosts.py`); in between a node says
+itself how it is (`deploy/runtime/many.py`). A host that has neither leased devices nor front doors has no node process,
+where that gives it back to others. It is a part of the deployment all the same: its devices can be leased at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from types import NoneType
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from deploy.cluster.hosts import Host, Hosts
+from deploy.cluster.notes import NodeNotes, left_behind
+from deploy.control.aim import Aim
+from deploy.front.all_doors import AllDoors
+from deploy.front.key_watch import Read, of_this_machine
+from deploy.front.remote import RemoteDoors
+from deploy.launch.life import API_KEYS, Deployment, front_options
+from deploy.memory.placement_table import short_node
+from deploy.node.facts import NodeFacts, differences
+from deploy.node.setup import NodeInfo, NodeSetup, deployment_key
+from deploy.options.config import DeployConfig
+from deploy.plan.machines import Machines
+from deploy.runtime.leases import Leases
+from deploy.runtime.many import ManyNodes
+from deploy.runtime.node_client import NodeClient, NodeHttp, NodeTransport
+from deploy.runtime.protocol import Observed
+from deploy.runtime.secrets import NodeSecrets
+from epd_serve.errors import ConfigError, EpdError
+from store.addresses import authority
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+FACTS, NONCE, MASTER, INSTANCES, BACK = "nodes.json", "nonce", "master.json", "instances.json", "back.json"
+"""Notes of what each node was before anything of ours ran there, of what makes the key of this deployment another one
+than that of the last, of the feature store's master, of what ran last, and of nodes that came when some had been asked
+for: they may go with the load, and have no front doors unless every node has."""
+
+LEFT_OUT, WANTED = "left-out.json", "nodes-wanted"
+"""Notes of nodes that cannot be used, so that the next controller does not begin with them, and that nodes have been
+asked for."""
+
+UNUSED_S = 10.0
+"""For so long a node is kept on which nothing is leased: what is given back may be leased again at once."""
+
+START_S, ASK_S = 120.0, 5.0
+"""For a node process to start and to do what takes long, and to answer."""
+
+TOLD_LOOK_S = 0.05
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Master(msgspec.Struct, frozen=True):
+    """Of the feature store's second tier: the node that runs it, and its `host:port`, or "" where there is none."""
+
+    node: str = ""
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a deployment is served on.
+
+    Attributes:
+        kind: of the devices that hosts lend. lend: makes whoever lends them, who keeps nothing from before that is in
+            no note.
+        begun_on: the host of whoever began it, "" where that is none of them.
+        logs: what shows the logs, for people.
+        answers: takes the application that operators ask, once there is one. began: of the monotonic clock.
+    """
+
+    config: DeployConfig
+    kind: str
+    hosts: Hosts
+    members: NodeSecrets
+    lend: Callable[[Nodes, NodeNotes], Awaitable[Leases]]
+    begun_on: str = ""
+    logs: str = ""
+    answers: Callable[[FastAPI], None] = lambda app: None
+    began: float = field(default_factory=time.monotonic)
+
+    async def noted(self) -> tuple[NodeNotes, tuple[Host, ...]]:
+        """What the controller before this one has left, and the hosts that there are."""
+        there = await anext(self.hosts.watch())
+        noted = await left_behind(self.hosts, there, self.members)
+        return NodeNotes(noted, max(noted.epoch + 1, time.time_ns() // 1000)), there
+
+
+class Nodes:
+    """Args:
+        notes: of the deployment.
+        say: takes a line for the operator.
+
+    Attributes:
+        key: of the deployment: whoever has it is one of its processes.
+        many: runs the instances.
+        left_out: nodes that cannot be part of it.
+    """
+
+    def __init__(self, cluster: Cluster, notes: NodeNotes, say: Callable[[str], None]) -> None:
+        def noted(name: str, kind: type[T]) -> T:
+            return msgspec.json.decode(content, type=kind) if (content := notes.read(name)) is not None else kind()
+
+        self._cluster = cluster
+        self._config = cluster.config
+        self._hosts = cluster.hosts
+        self._notes = notes
+        self._say = say
+        self._known = {one.machine.id: one for one in noted(FACTS, list[NodeFacts])}
+        self._there: dict[str, Host] = {}
+        self._used_s: dict[str, float] = {}  # of nodes with a process of ours: when something was leased there last
+        self._back = noted(BACK, set[str])
+        self._one_at_a_time = asyncio.Lock()
+        self.left_out = noted(LEFT_OUT, set[str])
+        self._warned: set[str] = set()
+        self._master = noted(MASTER, Master)
+        if (nonce := notes.read(NONCE)) is None:
+            nonce = secrets.token_hex(16).encode()
+            notes.write(NONCE, nonce)
+        self._nonce = nonce.decode()
+        self.key = deployment_key(cluster.members.token, cluster.config.name, self._nonce)
+        self._deployment: Deployment | None = None
+        self._doors: AllDoors | None = None
+        remembered = noted(INSTANCES, tuple[Observed, ...])
+        self._remembered = {one.order.spec.node for one in remembered}
+        self.many = ManyNodes(say, remembered)
+
+    async def gather(self, there: Collection[Host]) -> Machines:
+        """Of these hosts those that can be nodes, as they were before anything of ours ran on them.
+
+        Raises:
+            ConfigError: none has devices of the kind that is wanted, or they differ in what may not differ.
+            EpdError: one does not say what it is.
+        """
+        able = [one for one in there if one.devices and one.id not in self.left_out]
+        fitting = [one for one in able if not one.leaving or one.id in self._known]  # what is there has yet to move
+        if not fitting:
+            told = "; ".join(f"{one.name} has {one.about or 'no devices'}" for one in there) or "there is none"
+            raise ConfigError(f"no node has devices of the kind {self._cluster.kind}: {told}", param="--device")
+        if self._config.fronts == "here" and all(one.id != self._cluster.begun_on for one in fitting):
+            raise ConfigError(
+                f"--fronts here: this host has no {self._cluster.kind} device, and front doors are where some are; "
+                "take every",
+                param="--fronts",
+            )
+        await asyncio.gather(*(self._meet(one) for one in fitting))
+        return self.machines
+
+    @property
+    def machines(self) -> Machines:
+        return Machines.of(self._known[node].machine for node in self._there)
+
+    async def _meet(self, host: Host) -> None:
+        """Raises ConfigError where it is not as the others are, EpdError where it does not say what it is."""
+        if host.id not in self._known:
+            facts = await self._call(host, self._facts_of(host), START_S)
+            for other in self._known.values():
+                if differing := differences(facts, other):
+                    raise ConfigError(
+                        f"the nodes of a deployment have to agree: {'; '.join(differing)}", param="--runtime"
+                    )
+            self._known[host.id] = facts
+            self._notes.write(FACTS, msgspec.json.encode(list(self._known.values())))
+        self._there[host.id] = host
+
+    def _facts_of(self, host: Host) -> Callable[[NodeHttp], Awaitable[NodeFacts]]:
+        return lambda http: http.call("facts", NodeFacts, self._config, host.id, host.devices)
+
+    # --- how they are spoken to -----------------------------------------------------------------------------------
+
+    async def open(self, deployment: Deployment, doors: AllDoors) -> None:
+        """Has all of them know the deployment, with front doors where they are wanted.
+
+        Raises:
+            ConfigError: an address of front doors is taken. EpdError: a node does not begin.
+        """
+        self._deployment, self._doors = deployment, doors
+        if not self._master.node:  # the first runs that of the feature store's second tier; the others are told of it
+            first = min(self._there)
+            self._master = Master(first)
+            self._master = Master(first, (await self._set_up(first)).master)
+            self._notes.write(MASTER, msgspec.json.encode(self._master))
+        await asyncio.gather(*(self._set_up(node) for node in self._there))
+        for node in self._remembered - self._there.keys():  # they have ended while nobody looked
+            self.many.lose(node)
+        for node in self._there:
+            self._join(node)
+
+    def _transport(self, host: Host) -> NodeTransport:
+        return NodeTransport(self._cluster.members, partial(self._reach, host), partial(self._set_up, host.id))
+
+    async def _reach(self, host: Host) -> str:
+        has_front = host.devices and self._has_front(host.id)
+        clients = authority(self._config.host, self._config.port) if has_front else ""
+        return await self._hosts.reach(host.id, clients)
+
+    def _join(self, node: str) -> None:
+        assert self._doors is not None, "open() has been called"
+        host, self._used_s[node] = self._there[node], time.monotonic()
+        self._notes.join(node, NodeHttp("/node", self._transport(host), self._notes.epoch))
+        self.many.join(node, NodeClient(self._transport(host), self._notes.epoch))
+        if self._has_front(node):
+            self._doors.join(node, RemoteDoors(self._transport(host), self._notes.epoch))
+
+    async def _set_up(self, node: str) -> NodeInfo:
+        """Has it know the deployment, and answer. Raises EpdError."""
+
+        async def told(http: NodeHttp) -> NodeInfo:
+            await self._facts_of(self._there[node])(http)  # what it was before, if it has begun again
+            await http.call("setup", NoneType, self._setup(node))
+            while not (info := await http.get(NodeInfo)).deployment:  # noqa: ASYNC110 - a moment, once
+                await asyncio.sleep(TOLD_LOOK_S)
+            return info
+
+        if node not in self._there:
+            raise EpdError(f"node {node} has gone")
+        info = await self._call(self._there[node], told, START_S)
+        for warning in info.warnings:
+            self._warn(f"{self._called(node)}: {warning}")
+        return info
+
+    async def _call(self, host: Host, call: Callable[[NodeHttp], Awaitable[T]], within_s: float) -> T:
+        """What its node process answers. Raises EpdError: what was refused there, or it does not answer."""
+        http = NodeHttp("/node", self._transport(host), self._notes.epoch)
+        try:
+            async with asyncio.timeout(within_s):
+                return await call(http)
+        except TimeoutError:
+            raise EpdError(f"node {host.name} has not answered for {within_s:g} s") from None
+        finally:
+            await http.close()
+
+    def _setup(self, node: str) -> NodeSetup:
+        assert self._deployment is not None, "open() has been called"
+        return NodeSetup(
+            deployment=self._config.name,
+            node=node,
+            config=self._config,
+            machines=self._deployment.blueprint.machines.nodes,
+            nonce=self._nonce,
+            host=self._config.node_host or self._there[node].address,
+            master="" if node == self._master.node else self._master.address,
+            front=self._has_front(node),
+            options=front_options(self._notes),
+            api_keys=(self._notes.read(API_KEYS) or b"").decode(),
+            notes=self._notes.given(node),
+        )
+
+    def _warn(self, text: str) -> None:
+        """Once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self._say(f"warning: {text}")
+
+    def _has_front(self, node: str) -> bool:
+        if self._config.fronts == "here":
+            return node == self._cluster.begun_on
+        return self._config.fronts == "every" or node not in self._back
+
+    def _called(self, node: str) -> str:
+        return f"node {self._there[node].name} ({short_node(node)})"
+
+    # --- that they come and go ------------------------------------------------------------------------------------
+
+    async def follow(self, aim: Aim) -> None:
+        """Until cancelled."""
+        async for hosts in self._hosts.watch():
+            alive = {one.id: one for one in hosts}
+            for node in self._there.keys() - alive.keys():
+                self._lose(node, aim)
+            for one in alive.values():
+                if one.devices and not (one.leaving or one.id in self._there or one.id in self.left_out):
+                    await self._welcome(one, aim)
+
+    def _lose(self, node: str, aim: Aim) -> None:
+        assert self._doors is not None, "open() has been called"
+        self._say(f"{self._called(node)} has gone")
+        self.many.lose(node)
+        self._doors.lose(node)
+        self._notes.lose(node)
+        if node == self._master.node and self._master.address:
+            self._warn("the feature store's second tier has gone with it: features are computed again until a restart")
+        self._used_s.pop(node, None)
+        del self._there[node]
+        if self._there:
+            aim.machines = self.machines
+
+    async def run_on(self, nodes: Collection[str]) -> None:
+        """Have a node process run on each of these nodes that is a part of the deployment, and leave one that has been
+        none of them for a while, unless front doors or the master of the second tier are there.
+
+        Raises:
+            EpdError: a node does not answer, or its node process does not start.
+        """
+        async with self._one_at_a_time:
+            for node in (self._there.keys() & nodes) - self._used_s.keys():
+                await self._set_up(node)
+                self._join(node)
+            now = time.monotonic()
+            self._used_s |= dict.fromkeys(self._used_s.keys() & nodes, now)
+            kept = {self._master.node} if self._master.address else set()
+            for one, used_s in self._used_s.items():
+                if now - used_s > UNUSED_S and one not in kept and not self._has_front(one):
+                    await self._leave(one)
+                    break  # others at the next call
+
+    async def _leave(self, node: str) -> None:
+        self.many.rest(node)
+        self._notes.lose(node)
+        del self._used_s[node]
+        try:
+            await self._hosts.leave(node)
+        except EpdError as error:
+            logger.warning("%s", error)
+
+    async def _welcome(self, host: Host, aim: Aim) -> None:
+        if self._notes.read(WANTED) is not None:
+            self._back.add(host.id)
+            self._notes.write(BACK, msgspec.json.encode(self._back))
+        async with self._one_at_a_time:
+            try:
+                await self._meet(host)
+                await self._set_up(host.id)
+            except EpdError as error:
+                self._say(f"node {host.name} is left out: {error}")
+                await self._leave_out(host.id)
+                return
+            self._join(host.id)
+        aim.machines = self.machines
+        self._say(f"{self._called(host.id)} has come")
+
+    async def _leave_out(self, node: str) -> None:
+        """For good. Its node process does not run: where it is kept alive the host would never be idle."""
+        self.left_out.add(node)
+        self._notes.write(LEFT_OUT, msgspec.json.encode(self.left_out))
+        self._there.pop(node, None)
+        with contextlib.suppress(EpdError):
+            await self._hosts.leave(node)
+
+    async def part(self) -> None:
+        """Nobody is asked anything any more; what runs goes on."""
+        for node in tuple(self._there):
+            self._notes.lose(node)
+        await self._notes.parted()
+        await self.many.disconnect()
+
+    async def parts(self) -> dict[str, int]:
+        """Pids of processes that are no stages, by node and name; without those of who does not answer."""
+
+        async def of(node: str) -> dict[str, int]:
+            with contextlib.suppress(EpdError):
+                info = await self._call(self._there[node], lambda http: http.get(NodeInfo), ASK_S)
+                return {f"{node}/{name}": pid for name, pid in info.pids.items()}
+            return {}
+
+        told = await asyncio.gather(self._hosts.parts(), *(of(node) for node in self._used_s))
+        return {name: pid for some in told for name, pid in some.items()}
+
+    def key_file(self, path: str) -> Read:
+        """Reads the text of the clients' keys, on the host of whoever began the deployment."""
+        if not (begun_on := self._cluster.begun_on):
+            return of_this_machine(path)
+        host = self._there.get(begun_on) or Host(begun_on, short_node(begun_on), 0)
+        return lambda: self._call(host, lambda http: http.call("api_keys", str, path), ASK_S)
+
+    async def log(self, node: str, name: str, offset: int) -> tuple[bytes, int]:
+        """As `deploy.host.logs.read_log`, of a process on a node. Raises EpdError."""
+        if node not in self._there:
+            raise EpdError(f"node {node} has gone")
+        return await self._call(
+            self._there[node], lambda http: http.call("log", tuple[bytes, int], name, offset), ASK_S
+        )

@@ -1,0 +1,1 @@
+"""Deployments on Kubernetes: the manifests of one, and how its controller learns of pods."""

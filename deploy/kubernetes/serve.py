@@ -1,0 +1,191 @@
+"""`epd-serve serve --runtime kubernetes`: the controller of a deployment on node pods, in a pod of its own.
+
+What a life of it is, `deploy/cluster/controller.py` says; here it gets pods (`hosts.py`), their devices (`leases.py`),
+and how many there should be (`scale.py`). SIGTERM ends this process and nothing else: Kubernetes moves it, nodes serve
+on, and the next one goes on from what they have noted. A deployment ends with its pods. Operators ask it in its pod,
+as a launch of that machine: `kubectl exec deploy/NAME-controller -- epd-serve status`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.cluster.controller import ClusterLife, prepared
+from deploy.cluster.hosts import Host
+from deploy.cluster.nodes import Cluster, Nodes
+from deploy.cluster.notes import NodeNotes
+from deploy.host.event_loop import together
+from deploy.host.launches import ADMIN_SOCKET, reap_dead
+from deploy.host.ports import private_socket
+from deploy.host.rundir import RunDir
+from deploy.kubernetes.api import ACCOUNT, ApiServer
+from deploy.kubernetes.hosts import KubernetesHosts, kind_of
+from deploy.kubernetes.leases import PodLeases
+from deploy.kubernetes.scale import PodScale, pods_wanted
+from deploy.launch.life import ENDING, GRACE_S, checked_keys
+from deploy.launch.screen import Screen
+from deploy.options.config import DeployConfig
+from deploy.plan.allot import copies
+from deploy.runtime.leases import Leases
+from deploy.runtime.secrets import NodeSecrets
+from epd_serve.errors import ConfigError, EpdError
+from epd_serve.layout_parser import parse
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+SETTLE_S, LOOK_S = 30.0, 5.0
+"""For so long a deployment that begins waits for pods that are still coming, though it would fit on those that are
+there; and between two looks."""
+
+ENDED = "this deployment has ended: kubectl rollout restart the Deployment of its node pods, and it begins anew"
+
+
+def serve_on_kubernetes(config: DeployConfig, account: Path = ACCOUNT) -> int:
+    """Controls the deployment until SIGTERM, or until it is over. Returns its exit code.
+
+    Raises:
+        ConfigError: this is no pod that may do so, or the deployment cannot be had on the pods that there are.
+        EpdError: the cluster cannot be asked, or another controller has the deployment.
+    """
+    members = NodeSecrets(config.node_secrets, "--node-secrets")
+    checked_keys(config.api_key_file)
+    api = ApiServer.of_this_pod(account)
+
+    async def lived() -> int:
+        return await _Controller(config, members, api).until_left()
+
+    return asyncio.run(lived())
+
+
+class _Controller:
+    """As a `deploy.launch.life.Process`. Made in its event loop."""
+
+    def __init__(self, config: DeployConfig, members: NodeSecrets, api: ApiServer) -> None:
+        self._config, self._members, self._api = config, members, api
+        self._screen = Screen(sys.stdout, terminal=False)
+        self._hosts = KubernetesHosts(api, config.name)
+        self._app: asyncio.Future[FastAPI] = asyncio.get_running_loop().create_future()
+        self._scale = PodScale(self._screen.line)
+
+    def heed(self, take: Callable[[int], None]) -> None:
+        """No signal ends the deployment."""
+
+    async def over(self, code: int) -> None:
+        """What is left are pods, which somebody else ends."""
+
+    async def until_left(self) -> int:
+        """Until a signal, which gives 0, or its end."""
+        left = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, left.set)
+        living = asyncio.create_task(self._live(), name="controller")
+        others = asyncio.create_task(self._hosts.run(), name="pods"), asyncio.create_task(left.wait(), name="signal")
+        tasks = [living, *others]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            return living.result() if living in done else 0
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            self._screen.close()
+
+    async def _live(self) -> int:
+        with self._asked_here() as commands:
+            life = await self._prepared()
+            life.doors.registry.register(self._scale)
+            running = asyncio.create_task(life.run(), name="life")
+            beside = asyncio.create_task(together(life.beside(), self._scale.run(), self._answer(commands)))
+            try:
+                await asyncio.wait([running, beside], return_when=asyncio.FIRST_COMPLETED)
+                if beside.done():
+                    beside.result()
+                return await running
+            finally:
+                for task in (running, beside):
+                    task.cancel()
+                await asyncio.wait([running, beside])
+                await life.nodes.part()
+
+    async def _prepared(self) -> ClusterLife:
+        """Once there are pods for it. Raises ConfigError: all have come, and it cannot be had on them. EpdError."""
+        said, until = "", time.monotonic() + SETTLE_S
+        while True:
+            changed = asyncio.create_task(self._hosts.changed())
+            try:
+                kind = kind_of(self._config, await self._hosts.resource())
+                cluster = Cluster(
+                    self._config,
+                    kind,
+                    self._hosts,
+                    self._members,
+                    self._lend,
+                    logs="epd-serve logs",
+                    answers=self._app.set_result,
+                )
+                notes, there = await cluster.noted()
+                if (code := notes.read(ENDING)) is not None:
+                    raise EpdError(f"{ENDED} ({code.decode()})")
+                waits = await self._lacks(there, time.monotonic() < until) if notes.empty else ""
+                if not waits:
+                    return await prepared(cluster, notes, there, self, self._screen, self._screen.line)
+            except ConfigError as error:
+                if not self._hosts.coming:
+                    raise
+                waits = str(error)
+            try:
+                if said != (said := waits):
+                    self._screen.line(f"waits for pods: {waits}")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await changed
+            finally:
+                changed.cancel()
+
+    async def _lacks(self, there: Sequence[Host], patient: bool) -> str:
+        """What a deployment that begins waits for, if anything. Raises ConfigError: it would wait in vain. EpdError."""
+        layout = self._config.layout
+        self._scale.wanted = pods_wanted(there, (), [group.tp for group in copies(parse(layout))])
+        if self._scale.wanted > len(there):
+            lacks = f"{layout} takes {self._scale.wanted} pods, and {len(there)} run"
+            if not await self._scale.scale(self._api, self._hosts.pods or ()) and not self._hosts.coming:
+                raise ConfigError(lacks, param="layout")
+            return lacks
+        return f"{len(there)} run, and others are coming" if patient and self._hosts.coming else ""
+
+    async def _lend(self, nodes: Nodes, notes: NodeNotes) -> Leases:
+        def joined() -> dict[str, Sequence[int]]:
+            return {one.id: one.inventory.ids for one in nodes.machines.nodes}
+
+        kind, placement = nodes.machines.kind, self._config.placement
+        leases = PodLeases(kind, placement, notes, lambda: self._hosts.there, joined)
+        self._scale.follow(self._api, self._hosts, leases)
+        return leases
+
+    @contextlib.contextmanager
+    def _asked_here(self) -> Iterator[socket.socket]:
+        """Where operators in this pod ask."""
+        root = Path(self._config.run_root) if self._config.run_root else None
+        reap_dead(root)
+        run = RunDir.create(root)
+        try:
+            with private_socket(run.socket(ADMIN_SOCKET)) as bound:
+                yield bound
+        finally:
+            run.remove()
+
+    async def _answer(self, commands: socket.socket) -> None:
+        from proxy.server.uvicorn_server import serve
+
+        await serve(await asyncio.shield(self._app), sockets=[commands], grace_s=GRACE_S)
