@@ -63,7 +63,7 @@ def test_layout_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["proxy", "--stages", "/no/such"], "/no/such"),
         (["serve", "--mm-store", "mooncakes"], "unknown --mm-store 'mooncakes'; did you mean 'mooncake'?"),
         (["serve", "--mooncake-master", "nohost"], "mooncake_master 'nohost' is not HOST:PORT"),
-        (["serve", "--send-pixels", "never"], "unknown --send-pixels 'never'"),
+        (["serve", "--send-pixels", "sometimes"], "unknown --send-pixels 'sometimes'"),
         (["store", "list"], "unknown action 'list'"),
         (["store"], "action"),
         (["demo-model", "/tmp", "--preset", "tinny"], "did you mean 'tiny'?"),
