@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import sys
 
 from epd_serve.engine.argv import SHARED_CORES_ENV, STAGE_ENV
 from epd_serve.engine.core_share import obey
@@ -19,6 +20,10 @@ from epd_serve.engine.worker_start import keep_threads_off_captures, narrow_rend
 from epd_serve.engine.worker_threads import rule_threads
 from epd_serve.lifeline import die_with_parent, name_process
 
+_SWITCH_S = 0.0005
+"""How long a thread that computes in Python keeps others waiting. A feature passes through six threads of two stages
+beside the models' threads, and would wait for Python's lock 5 ms at each."""
+
 
 def register() -> None:
     """Tie EngineCore and workers to the process that made them, workers to their share of cores and to their address,
@@ -29,6 +34,7 @@ def register() -> None:
         logging.getLogger(ours).handlers = logging.getLogger("vllm").handlers
         logging.getLogger(ours).setLevel(logging.INFO)
         logging.getLogger(ours).propagate = False
+    sys.setswitchinterval(_SWITCH_S)
     if SHARED_CORES_ENV in os.environ:
         wait_asleep()
     sleep_between_idle_steps()

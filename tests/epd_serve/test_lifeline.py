@@ -32,6 +32,7 @@ sys.modules["torch"] = types.ModuleType("torch")  # takes seconds to import, and
 worker = type("WorkerWrapperBase", (), {{"init_device": lambda self: None}})
 sys.modules["vllm.v1.worker.worker_base"] = types.SimpleNamespace(WorkerWrapperBase=worker)
 theirs = worker.init_device
+pythons_s = sys.getswitchinterval()
 from epd_serve.engine import plugin
 calls = []
 plugin.die_with_parent = lambda pid: calls.append(pid)
@@ -39,11 +40,13 @@ plugin.multiprocessing.parent_process = lambda: type("P", (), {{"pid": 42}})
 plugin.register(); plugin.register()
 assert calls == [], calls
 assert logging.getLogger("epd_serve").propagate and worker.init_device is theirs
+assert sys.getswitchinterval() == pythons_s
 os.environ[{STAGE_ENV!r}] = "P0"
 plugin.register()
 ours = worker.init_device
 plugin.register()
 assert calls == [42, 42] and worker.init_device is ours is not theirs, calls
+assert sys.getswitchinterval() < pythons_s / 5, "threads of ours would wait for the model's"
 plugin.multiprocessing.parent_process = lambda: None
 plugin.register()
 assert calls == [42, 42], calls
