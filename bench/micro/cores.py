@@ -7,9 +7,11 @@ neither. Two servers that are measured minutes apart then differ by more than wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from bench.micro.measurement import Row
 from bench.micro.rows import grouped, ratios
@@ -45,6 +47,28 @@ def ratios_at_one_speed(of: Sequence[Row], over: Sequence[Row], name: str) -> Sp
     even = [pair[0] for pair in pairs if alike(us for one in pair for us in one["core_us"])]
     enough = len({row["round"] for row in even}) >= EVEN_ROUNDS
     return ratios(even if enough else of, over, name)
+
+
+@contextlib.contextmanager
+def kept_apart(alone: Iterable[int], others: Iterable[int]) -> Iterator[None]:
+    """Pins the processes `alone` to the cores that a thread of theirs is pinned to already, the one that computes, and
+    `others` to the rest. What they start later stays there. So does the calling thread, until the end of the context.
+    """
+    before, ours = os.sched_getaffinity(0), [thread for pid in alone for thread in _threads(pid)]
+    cores = min(map(os.sched_getaffinity, ours), key=len)
+    rest = before - cores or cores
+    for threads, where in ((ours, cores), ([0, *(thread for pid in others for thread in _threads(pid))], rest)):
+        for thread in threads:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(thread, where)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _threads(pid: int) -> list[int]:
+    return [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
 
 
 def _loop_us(core: int) -> float:

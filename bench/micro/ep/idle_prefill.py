@@ -7,8 +7,8 @@ is made, and P, which decodes too, waits for no D's blocks: nothing hides the tr
 
     admission     the request's first step at P, minus the later of: in P's scheduler, its image encoded
     exposed       admission minus that of the same request once more, with its feature at P already
-    exposed slab  exposed minus a copy of the same bytes: what a request waits beyond the one copy to the device that
-                  reads them. A request is let through when its feature lies in P's slab.
+    exposed slab  exposed minus a copy of the same bytes: what a request waits beyond the one copy to the memory that
+                  is read. A request is let through when its feature lies in P's slab; on a CPU, in the arena.
     copy in step  what P's step copies of the feature, or waits until it has copied
 """
 

@@ -6,14 +6,24 @@ import argparse
 
 import pytest
 
-from bench.micro.ep.decode_gaps import figures, measure
+from bench.micro.ep.decode_gaps import KINDS, figures, measure
 
 
 def test_gaps_beside_features_are_compared_with_those_alone_by_medians():
-    gaps_ms = {"alone": (2.0, 2.0, 9.0), "beside": (2.2, 2.2, 30.0)}
+    gaps_ms = {"alone": (2.0, 2.0, 9.0), "encoding": (2.1, 2.1, 2.1), "beside": (2.2, 2.2, 30.0)}
     rows = [{"kind": kind, "gap_p99_ms": one} for kind, own in gaps_ms.items() for one in own]
 
-    assert figures(rows)["decode_gap_p99_beside_features"] == pytest.approx(1.1)
+    found = figures(rows)
+    assert found["decode_gap_p99_beside_features"] == pytest.approx(1.1)
+    assert found["decode_gap_p99_beside_encoding"] == pytest.approx(1.05)
+
+
+def test_what_a_client_sees_is_told_apart_from_the_steps():
+    rows = [{"kind": kind, "gap_p99_ms": 2.0, "token_gap_p99_ms": ms} for kind, ms in (("alone", 2.0), ("beside", 5.0))]
+
+    found = figures(rows)
+    assert found["decode_gap_p99_beside_features"] == 1.0
+    assert found["token_gap_p99_beside_features"] == 2.5
 
 
 def test_one_kind_alone_is_compared_with_nothing():
@@ -25,5 +35,5 @@ def test_one_kind_alone_is_compared_with_nothing():
 def test_gaps_of_a_stage_that_runs():
     rows = list(measure(argparse.Namespace(rounds=1, budget_s=60.0)))
 
-    assert {row["kind"] for row in rows} == {"alone", "beside"}
+    assert {row["kind"] for row in rows} == {*KINDS}
     assert all(row["gap_p99_ms"] > 0 and row["gaps"] > 10 for row in rows)
