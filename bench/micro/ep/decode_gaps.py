@@ -19,9 +19,11 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
+import httpx
 import numpy as np
 
 from bench.clients.results import RequestRecord
@@ -33,6 +35,7 @@ from bench.micro.rows import grouped
 from bench.served import Served, scratch, served
 from bench.workloads.synthetic import image_body, text_body
 from epd_serve.demo.presets import write_preset
+from epd_serve.endpoint import socket_path
 from epd_serve.errors import StageError
 from epd_serve.phases.stamps import read_stamps
 from epd_serve.trace import STEP
@@ -43,6 +46,7 @@ STAGE_ARGS = (
 )
 PROMPT_TOKENS, ANSWER_TOKENS = 32, 600
 IMAGES = 3
+ENCODE_S = 120.0
 GAP_P = 99
 KINDS = ("alone", "encoding", "beside")
 GOALS = (Goal("decode_gap_p99_beside_features", "<=", 1.1, "a stream of its own, and nothing in the step"),)
@@ -72,10 +76,10 @@ def _gaps(launch: Served, kind: str, turn: int) -> dict[str, float]:
     begun = time.monotonic()
     asking: list[threading.Thread] = []
     if kind != "alone":
-        url = launch.url if kind == "beside" else launch.stage_urls("E")[0]
         seeds = range((2 * turn + KINDS.index(kind)) * IMAGES, (2 * turn + KINDS.index(kind) + 1) * IMAGES)
-        bodies = [image_body(launch.model, side=SIDES["4k"], answer=1, stream=True, seed=seed) for seed in seeds]
-        asking = [threading.Thread(target=ask, args=(url, body)) for body in bodies]
+        send, url = (ask, launch.url) if kind == "beside" else (_encode, launch.stage_urls("E")[0])
+        bodies = [image_body(launch.model, side=SIDES["4k"], answer=1, stream=send is ask, seed=seed) for seed in seeds]
+        asking = [threading.Thread(target=send, args=(url, body)) for body in bodies]
     for one in asking:
         one.start()
     for one in (decoding, *asking):
@@ -90,6 +94,12 @@ def _gaps(launch: Served, kind: str, turn: int) -> dict[str, float]:
     gaps_ms, token_gaps_ms = (_gaps_ms(times, begun, until) for times in (steps, answers[0].token_s))
     found = {"gap_p99_ms": gaps_ms, "token_gap_p99_ms": token_gaps_ms}
     return {**{name: round(float(np.percentile(gaps, GAP_P)), 4) for name, gaps in found.items()}, "gaps": len(gaps_ms)}
+
+
+def _encode(stage_url: str, body: Mapping[str, Any]) -> None:
+    """Has an encoder encode an image that nobody else hears of. Its answer is empty."""
+    with httpx.Client(transport=httpx.HTTPTransport(uds=socket_path(stage_url)), timeout=ENCODE_S) as client:
+        client.post("http://stage/v1/chat/completions", json=body).raise_for_status()
 
 
 def _gaps_ms(times_s: Sequence[float], since: float, until: float) -> list[float]:
