@@ -20,6 +20,7 @@ from deploy.planner.stage import Clock
 from epd_serve.core_shares import share_cores
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
+from epd_serve.model_support import check_encoder_free
 from epd_serve.placement import check_servable, lower
 from epd_serve.roles import Role
 from epd_serve.sim.sequence import Sequence as Job
@@ -91,8 +92,11 @@ class Simulated:
 
 
 def check_simulated(layout: Layout, profile: DeviceProfile) -> None:
-    """Raises ConfigError: it cannot be served, or has a tensor-parallel size that the profile does not know."""
+    """Raises ConfigError: it cannot be served, with stages as the profile has them, or has a tensor-parallel size that
+    the profile does not know."""
     check_servable(layout)
+    if profile.encoder_free:
+        check_encoder_free("", layout, None)
     if unknown := sorted({member.tp for member in layout.members()} - profile.stages.keys()):
         known = ", ".join(map(str, sorted(profile.stages)))
         raise ConfigError(f"layout {layout} has tp{unknown[0]}; the profile has sizes {known}", param="--profile")

@@ -75,9 +75,10 @@ class Workload:
         if self.recorded:
             return self._again(rate_rps, count, seed * len(self.recorded) // SEEDS % len(self.recorded))
         at_s, made = 0.0, []
+        image = (Item(self.tokens.tokens(*self.size), *self.size),) if self.images[1] else ()
         for number in range(count):
             at_s += chance.expovariate(rate_rps)
-            items = (Item(self.tokens.tokens(*self.size), *self.size),) * chance.randint(*self.images)
+            items = image * chance.randint(*self.images)
             text, output = chance.randint(*self.text), chance.randint(*self.output)
             prompt_tokens = text + sum(item.tokens for item in items)
             made.append(Request(f"{number}", at_s, prompt_tokens, output, items))
