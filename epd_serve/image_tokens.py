@@ -131,6 +131,11 @@ class Fitted(Struct, frozen=True, tag=True):
 ImageTokens = ByArea | Resized | Tiled | Fitted
 
 
+def tiles_of(rule: ImageTokens, width: int, height: int) -> int:
+    """How many tiles of an image the tower takes each by itself; 1 where rows of its feature run across them."""
+    return rule.tiles(width, height) if isinstance(rule, Tiled) else 1
+
+
 @functools.lru_cache(maxsize=16)
 def _arrangements(least: int, most: int) -> tuple[tuple[int, int], ...]:
     """(columns, rows) of so many tiles, fewest first."""

@@ -62,14 +62,14 @@ class Place:
         device: `npu`, `cuda` or `cpu`. tp: ranks.
         queue_bytes: of device memory that an encoder's features may keep on their way into the store.
         cpu_kv_bytes: KV cache of a rank on CPU.
-        slab: each rank takes a slab for features, of the usual size.
+        slab_bytes: of the slab for features that each rank takes; 0: the usual size, None: none is taken.
     """
 
     device: str
     tp: int
     queue_bytes: int = 0
     cpu_kv_bytes: int = 0
-    slab: bool = False
+    slab_bytes: int | None = None
 
 
 def stage_need(
@@ -91,7 +91,7 @@ def stage_need(
     split = place.tp if flags.split_towers else 1
     weights = model.weights.tower // split if sees or role is Role.E else 0
     activations, cached = _encoding(model.sizes, items, flags, split)
-    slab = feature_slab(cached) if place.slab else 0
+    slab = 0 if place.slab_bytes is None else place.slab_bytes or feature_slab(cached)
     if not sees:
         activations = 0
     kv_token = kv_least = longest = 0

@@ -32,6 +32,7 @@ class Item(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
         modality: `image`, `video` or `audio`.
         key: equal for equal items of one recording; "" where it came once. A hash with a key of its own: two recordings
             cannot be compared, and it says nothing of the item.
+        tiles: of an image, that the encoder takes each by itself.
     """
 
     tokens: Count
@@ -39,6 +40,7 @@ class Item(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     height: Count = 0
     modality: str = "image"
     key: str = ""
+    tiles: Annotated[int, Meta(ge=1)] = 1
 
 
 class Request(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

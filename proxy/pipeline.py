@@ -235,12 +235,14 @@ class Pipeline:
             base = with_xargs(base, **{PROMPT_XARG: ctx.prompt.word})
         ctx.base, ctx.tokens = base, prompt_tokens(request, ctx.items)
         items = tuple([item.tokens for item in ctx.items])
+        most = 1 if request.processor_options else settings.image_parts
+        tiles = tuple([min(item.tiles, most) for item in ctx.items])
         self.key_gate.take_tokens(ctx.caller.account, ctx.caller.limits, ctx.tokens)
         sequences = sequences_of(request, settings.max_sequences)
-        ctx.passed.sized(Need(max(1.0, ctx.tokens), items, sequences, request.needs_fused is not None))
+        ctx.passed.sized(Need(max(1.0, ctx.tokens), items, tiles, sequences, request.needs_fused is not None))
         self.records.prompt_known(ctx.record, len(ctx.items), sum(item.tokens for item in ctx.items), ctx.tokens)
         if self._recording is not None:
-            own = [Item(round(one.tokens), *one.size, one.ref.modality.value, one.key) for one in ctx.items]
+            own = [Item(round(one.tokens), *one.size, one.ref.modality.value, one.key, one.tiles) for one in ctx.items]
             self._recording.noted(ctx.id, ctx.tokens, own, ctx.prompt.nodes)
         if ctx.items:  # the media as the client wrote them go
             ctx.held.give_back(source_bytes(request.media))

@@ -89,6 +89,7 @@ class Case:
             max_running=one.max_running,
             step_tokens=one.step_tokens,
             encoder_tokens=one.encoder_tokens,
+            image_parts=1,  # no paper says that its system cuts images
         )
 
     def run(self, rate_rps: float, slo: Slo | None = None) -> Simulated:

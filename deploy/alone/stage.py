@@ -69,6 +69,8 @@ def run_stage(
                 "served_model_name": served_model_name,
                 "engine": engine,
                 "sim_profile": sim_profile,
+                "feature_slab": "on" if connected.slab else "off",
+                "feature_slab_mib": -(-connected.slab_bytes >> 20),
             },
         ),
         stage=OneStage(connected.role, ids, tuple(passed)),

@@ -140,7 +140,7 @@ def layout_flags(parser: Parser) -> None:
     parser.add_argument(
         "--model", default="", metavar="DIR", help="a model: what each stage gets of its device's memory"
     )
-    add_settings(parser, DeployConfig, ("device", "stage_args", "encoder_free"))
+    add_settings(parser, DeployConfig, ("device", "stage_args", "encoder_free", "feature_slab", "feature_slab_mib"))
     parser.add_argument(
         "--device-memory",
         type=float,
@@ -174,6 +174,7 @@ def layout(arguments: Arguments) -> int:
             arguments["device_memory"],
             arguments["stage_args"],
             encoder_free=arguments["encoder_free"],
+            slab_bytes=build_config({key: arguments[key] for key in ("feature_slab", "feature_slab_mib")}).slab_bytes,
         )
         if arguments["core_share"]:
             text += f"\n\n{table(placement_rows(plans))}"

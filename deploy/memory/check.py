@@ -77,6 +77,7 @@ def share_memory(
     words: StageArgs | OneStage,
     *,
     shm_mib: int = 0,
+    slab_bytes: int | None = 0,
     properties: Sequence[DeviceProperties] | None = None,
 ) -> Outcome:
     """Shares for all instances.
@@ -84,7 +85,7 @@ def share_memory(
     Args:
         facts: None where the model's files are not here.
         words: vLLM flags of the operator.
-        shm_mib: of host memory, for all.
+        shm_mib: of host memory, for all. slab_bytes: see `Sizing`.
         properties: of the devices; by default they are asked.
 
     Raises:
@@ -99,7 +100,7 @@ def share_memory(
     if facts is None:
         return _unknown(plans, kind, "the model is not a folder on this machine")
     found = read_properties(inventory) if properties is None else properties
-    sizing = Sizing(facts, inventory, found, words.of, shm_mib << 20)
+    sizing = Sizing(facts, inventory, found, words.of, shm_mib << 20, slab_bytes)
     memory = plan_memory(plans, sizing)
     if memory is None:
         return _unknown(plans, kind, _untold(sizing, plans))

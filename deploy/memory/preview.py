@@ -25,11 +25,13 @@ def preview(
     stage_args: Sequence[str],
     *,
     encoder_free: bool = False,
+    slab_bytes: int | None = 0,
 ) -> tuple[str, dict[str, Any]]:
     """The table with its warnings, and the same as data.
 
     Args:
         kind: `auto`, `npu`, `cuda` or `cpu`. device_gib: of each device; None: ask this machine's.
+        slab_bytes: see `Sizing`.
 
     Raises:
         ConfigError: no such model or devices, sizes that nothing tells, or stages that do not fit.
@@ -43,7 +45,7 @@ def preview(
     inventory, properties = _devices(layout, kind, device_gib)
     plans = lower(layout, inventory.allot(layout.device_count))
     words = parse_stage_args(stage_args, plans, encoder_free=encoder_free)
-    outcome = share_memory(plans, facts, inventory, words, properties=properties)
+    outcome = share_memory(plans, facts, inventory, words, slab_bytes=slab_bytes, properties=properties)
     if outcome.plan is None:
         reasons = "; ".join(outcome.warnings) or f"{model} does not tell the sizes of its weights or encoders"
         raise ConfigError(f"no memory plan: {reasons}", param="--model")

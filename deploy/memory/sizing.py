@@ -38,6 +38,7 @@ class Sizing:
     Attributes:
         words_of: the operator's vLLM flags of an instance.
         host_bytes: shared memory of the launch (arena and KV staging), which is host memory.
+        slab_bytes: of the slab for features of each worker that prefills; 0: the usual size, None: none is taken.
     """
 
     facts: ModelFacts
@@ -45,6 +46,7 @@ class Sizing:
     properties: Sequence[DeviceProperties]
     words_of: WordsOf
     host_bytes: int = 0
+    slab_bytes: int | None = 0
 
     @cached_property
     def _configs(self) -> ProcessorConfigs:
@@ -73,7 +75,7 @@ class Sizing:
             plan.tp,
             StageWiring.feature_queue_bytes,
             CPU_KV_BYTES if kind == "cpu" else 0,
-            slab=plan.role.takes_features and (plan.role.prefills or plan.both),
+            slab_bytes=self.slab_bytes if plan.role.takes_features and (plan.role.prefills or plan.both) else None,
         )
         model = Model(weights, sizes, replace(self._configs, overrides=flags.processor_kwargs))
         role = Role.D if plan.both else plan.role  # with room for what it may have to decode

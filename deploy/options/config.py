@@ -230,6 +230,11 @@ class DeployConfig(EndpointConfig):
                     "mooncake_master is given, but mm_store is arena; use --mm-store mooncake", param="mm_store"
                 )
 
+    @property
+    def slab_bytes(self) -> int | None:
+        """Of the slab for features of each worker that prefills; 0: the usual size, None: none is taken."""
+        return self.feature_slab_mib << 20 if self.feature_slab == "on" else None
+
     def _check_cluster(self) -> None:
         check_name(self.name)
         if "//" in self.ray_address:

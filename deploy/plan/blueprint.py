@@ -190,6 +190,7 @@ def draw(
             nodes,
             stage or stage_args,
             shm_mib=partial(_shm, config, features_travel, host_memory()[0]),
+            slab_bytes=config.slab_bytes,
         )
     warnings += memory.warnings
     return Blueprint(

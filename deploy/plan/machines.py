@@ -173,11 +173,13 @@ def share_memory_of_nodes(
     words: StageArgs | OneStage,
     *,
     shm_mib: Callable[[Sequence[InstancePlan]], int],
+    slab_bytes: int | None = 0,
 ) -> Outcome:
     """As `deploy.memory.check.share_memory`; with several nodes, what is said names the node.
 
     Args:
         machines: with the properties of their devices. shm_mib: of host memory, for all instances of a node.
+        slab_bytes: see `Sizing`.
 
     Raises:
         ConfigError: what does not fit, and where.
@@ -192,6 +194,7 @@ def share_memory_of_nodes(
                 machine.inventory,
                 words,
                 shm_mib=shm_mib(own),
+                slab_bytes=slab_bytes,
                 properties=machine.properties,
             )
         except ConfigError as error:

@@ -17,6 +17,8 @@ from deploy.planner.steps import role_of
 from epd_serve import __version__
 from epd_serve.errors import ConfigError
 from epd_serve.layout_parser import parse
+from epd_serve.model_facts import read_model_facts
+from epd_serve.model_support import why_not_encoder_free
 from epd_serve.sim.profile import Capacity, Profile
 from npu_ops.discovery import DeviceInventory
 from npu_ops.properties import read_properties
@@ -56,6 +58,7 @@ def about(
         cores = len(os.sched_getaffinity(0))
         device, memory = f"{device}, {cores // devices} of {cores} cores", memory // devices
     weights, kv_token, why = _memory(model, inventory.kind, sizes, stage_args, multimodal=multimodal)
+    more_kv = _kv_of_encoder(model, inventory.kind, sizes, stage_args) if multimodal and not why else {}
     stage = Profile(capacity=Capacity(block_tokens=BLOCK_TOKENS[inventory.kind]), kv_bytes_per_token=kv_token)
     made = DeviceProfile(
         name,
@@ -66,6 +69,7 @@ def about(
         slowdown=_pairs(interference) if interference is not None else {},
         host_devices=devices if inventory.kind == "cpu" else len(inventory.ids),
         weight_bytes=weights,
+        encoder_free_kv_tokens=more_kv,
         memory_bytes=memory,
     )
     return made, why
@@ -100,6 +104,22 @@ def _memory(
     except ConfigError as error:
         return {}, Profile().kv_bytes_per_token, str(error)
     return weights, kv_token, ""
+
+
+def _kv_of_encoder(model: str, kind: str, sizes: Sequence[int], stage_args: Sequence[str]) -> dict[int, int]:
+    """Tokens of KV that a PD alone on its devices holds more without the encoder, by size. None where the model cannot
+    do without: a plan that asks for it says so."""
+    facts = read_model_facts(model)
+    if facts is None or why_not_encoder_free(facts.architecture, None):
+        return {}
+    more = {}
+    for tp in sizes:
+        kv_tokens = []
+        for free in (False, True):
+            _, shown = preview(parse(f"E:tp{tp}-PD:tp{tp}"), model, kind, None, stage_args, encoder_free=free)
+            kv_tokens += [one["kv_tokens"] for one in shown["instances"] if role_of(one["id"]) == "PD"]
+        more[tp] = kv_tokens[1] - kv_tokens[0]
+    return more
 
 
 def _pairs(path: Path) -> dict[str, float]:

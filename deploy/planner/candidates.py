@@ -37,6 +37,8 @@ FAMILIES: tuple[tuple[str, ...], ...] = (
 TEXT_ALONE = (("P", "D"),)
 IMAGES_TOO = tuple(family for family in FAMILIES if family not in (("EPD",), ("P", "D"), ("(E-P-D)",)))
 """Families that are no others without images, or with them: nobody encodes text, and P encodes as EP does."""
+BEHIND_ENCODERS = tuple(family for family in FAMILIES if any("E" in group.strip("()").split("-") for group in family))
+"""Families in which nobody but an E encodes."""
 PARTS = 12
 """Into which many devices are cut, at least: a split of 64 need not be right to a device."""
 COMMON = 0.9
@@ -60,7 +62,7 @@ def candidates(devices: int, profile: DeviceProfile, work: Work, *, more: int = 
     tensor-parallel sizes of the profile."""
     unit = max((one for one in range(1, devices // PARTS + 1) if devices % one == 0), default=1)
     kept: dict[str, Candidate] = {}
-    for family in FAMILIES:
+    for family in BEHIND_ENCODERS if profile.encoder_free else FAMILIES:
         if family in (TEXT_ALONE if work.items else IMAGES_TOO):
             continue
         found = sorted(_family(family, devices // unit, unit, profile, work), key=lambda one: -one.bound_rps)

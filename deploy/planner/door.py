@@ -40,6 +40,7 @@ class Door:
         credits_of: of those that may be given something. is_open: whether there is a way through them.
         soonest: of those of a stage that have no credit, when the first one will have some by what it has done by then,
             and what to call then; called with the seconds that may be before something new.
+        image_parts: most encoders that share one image.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class Door:
         credits_of: Credits,
         is_open: Callable[[], bool],
         soonest: Callable[[Stage, float], tuple[float, Callable[[], None]] | None],
+        image_parts: int = 1,
     ) -> None:
         self._settings = convert({"order": order}, AdmissionLimits)
-        self._clock, self._slo_s = clock, slo_s
+        self._clock, self._slo_s, self._image_parts = clock, slo_s, image_parts
         self._credits_of, self._is_open, self._soonest = credits_of, is_open, soonest
         self.queue = AdmissionQueue(self._settings, lambda: clock.now_s, self._rooms, self._speeds)
         self.queue.room_made = self.look
@@ -65,7 +67,8 @@ class Door:
         kind = Kind.MEDIA if request.items else Kind.TEXT
         turn = Turn(self.queue, kind, arrived=self._clock.now_s, slo_s=self._slo_s)
         turn.enter()
-        turn.sized(Need(float(request.prompt_tokens), tuple([float(item.tokens) for item in request.items])))
+        tiles = [min(item.tiles, self._image_parts) for item in request.items]
+        turn.sized(Need(float(request.prompt_tokens), [float(item.tokens) for item in request.items], tiles))
         return turn
 
     def wait(self, turn: Turn, stage: Stage, call: Callable[[], None]) -> None:

@@ -26,6 +26,7 @@ from epd_serve.roles import Role
 from epd_serve.slo import Slo
 from epd_serve.traffic import Request
 from proxy.admission.queue import Stage
+from proxy.config.settings import ProxyOptions
 from proxy.registry.instance_state import pending_s, reported_pending, reported_rate
 from proxy.routing.credits import Credit, kv_room, seats
 from proxy.routing.plan import Path, paths
@@ -45,6 +46,7 @@ class Options:
         budgets: steps are held to it; None leaves them to the limits.
         max_running, step_tokens, encoder_tokens: of every stage, by role; else the profile's.
         core_share: of the cores of a device, as `--core-share` has it; "" is no limit.
+        image_parts: most encoders that share one image, as the proxy has it.
     """
 
     policy: str = "first-token"
@@ -55,6 +57,7 @@ class Options:
     step_tokens: Mapping[str, int] = field(default_factory=dict)
     encoder_tokens: Mapping[str, int] = field(default_factory=dict)
     core_share: str = ""
+    image_parts: int = ProxyOptions.image_parts
 
 
 @dataclass(slots=True)
@@ -128,7 +131,15 @@ class Fleet:
         self._limits_s = tuple(slo.tpot_ms / 1e3 for slo in slos)
         self._picks = itertools.count(1)
         slo_s = slos[0].ttft_ms / 1e3 if slos else USUAL_TTFT_S
-        self.door = Door(options.order, slo_s, clock, self.credits, lambda: bool(self._heads[False]), self._soonest)
+        self.door = Door(
+            options.order,
+            slo_s,
+            clock,
+            self.credits,
+            lambda: bool(self._heads[False]),
+            self._soonest,
+            options.image_parts,
+        )
         self._device_s, self._device_count, self._counted_s = 0.0, 0, clock.now_s
         self._slowdowns = {(one, other): profile.slows(one, other) for one in KINDS for other in KINDS}
         self._devices: dict[int, SharedDevice] = defaultdict(lambda: SharedDevice(clock, self._slowdowns))
@@ -304,6 +315,10 @@ class Fleet:
     def chosen(self, role: Role) -> VirtualInstance:
         """Of this role, of which there is one, to decode a request."""
         return self._chosen(self.candidates(role), 1.0)
+
+    def device_of(self, id: str) -> object:
+        """What an instance computes on."""
+        return self.instances[id].stage.device
 
     def picked(self, one: VirtualInstance) -> None:
         one.last_pick = next(self._picks)

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from epd_serve.errors import ConfigError
 from epd_serve.sim.profile import Line, Profile, Seconds, checked, read_object
@@ -51,6 +52,9 @@ class DeviceProfile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             `decode beside encode` and so on; what is not there counts as 1.
         host_devices: of a host, which `beside` is about: they share its memory, and on CPU what computes for the front.
         weight_bytes: of a stage by its role (`E`, `P`, `D`, `PD`, …), per device, by tensor-parallel size.
+        encoder_free_kv_tokens: how many more tokens of KV a stage holds where it loads no encoder beside its language
+            model, by tensor-parallel size (below 0: fewer); what is not there is unknown.
+        encoder_free: P, D and PD are such stages (`without_encoder`).
         memory_bytes: of a device.
         spread: what steps take over what they are expected to, ascending: each value stands for as many steps. What a
             host shares among engine, API server and clients differs from step to step; () where all are alike.
@@ -73,6 +77,8 @@ class DeviceProfile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     beside: dict[str, Annotated[float, Meta(ge=1)]] = {}
     host_devices: Annotated[int, Meta(ge=1)] = 1
     weight_bytes: dict[str, dict[int, int]] = {}
+    encoder_free_kv_tokens: dict[int, int] = {}
+    encoder_free: bool = False
     memory_bytes: int = 0
     spread: tuple[Annotated[float, Meta(gt=0)], ...] = ()
     start_s: Seconds = 0.0
@@ -92,6 +98,29 @@ class DeviceProfile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     def slows(self, one: str, other: str) -> float:
         """Of two kinds of work; a kind beside itself takes turns, and so does what nobody has measured."""
         return self.slowdown.get(pair_of(one, other), 2.0)
+
+    def without_encoder(self) -> DeviceProfile:
+        """The same with P, D and PD that load no encoder (`--encoder-free`), whose memory their KV has.
+
+        Raises:
+            ConfigError: it does not say how much KV that is.
+        """
+        if self.encoder_free:
+            return self
+        if unknown := sorted(self.stages.keys() - self.encoder_free_kv_tokens.keys()):
+            raise ConfigError(
+                "--encoder-free: the profile does not say how much more KV a stage holds without the encoder at "
+                f"tp{unknown[0]} (encoder_free_kv_tokens); measure it anew with epd-serve profile, or write it there",
+                param="--profile",
+            )
+        stages, weights = {}, dict(self.weight_bytes)
+        for tp, stage in self.stages.items():
+            kv_tokens = stage.capacity.kv_tokens + self.encoder_free_kv_tokens[tp]
+            stages[tp] = replace(stage, capacity=replace(stage.capacity, kv_tokens=kv_tokens))
+        for role in weights.keys() & {"P", "D", "PD"}:
+            encoder = weights.get("E", {})
+            weights[role] = {tp: size - encoder.get(tp, 0) for tp, size in weights[role].items()}
+        return replace(self, stages=stages, weight_bytes=weights, encoder_free=True)
 
 
 def pair_of(one: str, other: str) -> str:

@@ -8,10 +8,12 @@ request is answered whole.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec import Struct
 
 from deploy.planner.door import Turn
 from deploy.planner.fleet import Counts, Fleet, Options, VirtualInstance
@@ -20,6 +22,7 @@ from deploy.planner.stage import Clock
 from epd_serve.core_shares import share_cores
 from epd_serve.errors import ConfigError
 from epd_serve.layout import Layout
+from epd_serve.model_support import check_encoder_free
 from epd_serve.placement import check_servable, lower
 from epd_serve.roles import Role
 from epd_serve.sim.sequence import Sequence as Job
@@ -27,7 +30,8 @@ from epd_serve.slo import Slo
 from epd_serve.traffic import Item, Request
 from proxy.admission.queue import Stage
 from proxy.routing.plan import Path
-from proxy.routing.policy import share_of, spread, with_neighbours
+from proxy.routing.policy import place_items
+from store.keys import Part, part_keys
 
 MOST_IDLE_S = 3600.0
 """Of ticks with requests that wait for a path and nothing else due: then nobody makes one any more."""
@@ -91,8 +95,11 @@ class Simulated:
 
 
 def check_simulated(layout: Layout, profile: DeviceProfile) -> None:
-    """Raises ConfigError: it cannot be served, or has a tensor-parallel size that the profile does not know."""
+    """Raises ConfigError: it cannot be served, with stages as the profile has them, or has a tensor-parallel size that
+    the profile does not know."""
     check_servable(layout)
+    if profile.encoder_free:
+        check_encoder_free("", layout, None)
     if unknown := sorted({member.tp for member in layout.members()} - profile.stages.keys()):
         known = ", ".join(map(str, sorted(profile.stages)))
         raise ConfigError(f"layout {layout} has tp{unknown[0]}; the profile has sizes {known}", param="--profile")
@@ -203,6 +210,35 @@ class _Underway:
     steps: int = 0
     within: tuple[int, ...] = ()
     ended: bool = False
+
+
+class Piece(Struct, frozen=True):
+    """An item of a request as it goes to an encoder, or a part of it.
+
+    Attributes:
+        item: its index in the request. tokens, tiles: see `Encodable`. encodes: tokens that an encoder computes.
+    """
+
+    item: int
+    key: str
+    tokens: float
+    tiles: int
+    encodes: int
+
+    @classmethod
+    def of(cls, item: Item, index: int, request: str) -> Piece:
+        return cls(index, item.key or f"{request}/{index}", float(item.tokens), item.tiles, item.tokens)
+
+    def cut(self, count: int) -> Sequence[Piece]:
+        """Into so many parts at most."""
+        count = min(self.tiles, count)
+        if count == 1:
+            return [self]
+        each = self.encodes // self.tiles
+        return [
+            Piece(self.item, key, self.tokens / count, 1, each * len(Part(self.key, index, count).of(self.tiles)))
+            for index, key in enumerate(part_keys(self.key, count))
+        ]
 
 
 class _Requests:
@@ -341,35 +377,50 @@ class _Requests:
         if not own:
             one.turn.leave_encoders()
             return
-        costs = [float(items[index].tokens) for index in own]
-        workers = with_neighbours(encoders, share_of(costs, len(encoders)))
-        keys = [items[index].key or f"{one.request.id}/{index}" for index in own]
-        for worker, share in zip(workers, spread(keys, costs, workers), strict=True):
-            if share:
-                tokens = sum(items[own[at]].tokens for at in share)
-                several = [items[own[at]] for at in share]
-                encoder = self._fleet.instances[worker.id]
-                self._through_front(
-                    encoder, tokens, tokens, partial(self._encode_at, encoder, one, several, handed_over)
-                )
-        one.turn.leased(Stage.ENCODE)
+        pieces, workers, shares = place_items(
+            [Piece.of(items[index], index, one.request.id) for index in own],
+            encoders,
+            Piece.cut,
+            self._fleet.device_of,
+            self._options.image_parts,
+        )
+        parts_left = Counter(piece.item for piece in pieces)
 
-    def _encode_at(
-        self, encoder: VirtualInstance, one: _Underway, items: Sequence[Item], handed_over: Callable[[], None]
-    ) -> None:
-        sequence = Job(0, 1, lambda number, last: None, tuple(item.tokens for item in items))
-        encoder.prompts += len(items)
-
-        def encoded(index: int) -> None:
-            self._clock.after(self._profile.handover.seconds(items[index].tokens), lambda: stored(items[index].key))
-
-        def stored(key: str) -> None:
-            encoder.prompts -= 1
+        def stored(index: int) -> None:
+            parts_left[index] -= 1
+            if parts_left[index]:
+                return
+            key = items[index].key
             waiting = self._encoded.get(key) if key else None
             if key:
                 self._encoded[key] = None
             for each in (handed_over, *(waiting or ())):
                 each()
+
+        for worker, share in zip(workers, shares, strict=True):
+            if share:
+                several = [pieces[at] for at in share]
+                encoder = self._fleet.instances[worker.id]
+                self._through_front(
+                    encoder,
+                    sum(items[piece.item].tokens for piece in several),  # of a part the whole image is processed
+                    sum(piece.encodes for piece in several),
+                    partial(self._encode_at, encoder, one, several, stored),
+                )
+        one.turn.leased(Stage.ENCODE)
+
+    def _encode_at(
+        self, encoder: VirtualInstance, one: _Underway, pieces: Sequence[Piece], stored: Callable[[int], None]
+    ) -> None:
+        sequence = Job(0, 1, lambda number, last: None, tuple(piece.encodes for piece in pieces))
+        encoder.prompts += len(pieces)
+
+        def encoded(index: int) -> None:
+            self._clock.after(self._profile.handover.seconds(pieces[index].encodes), lambda: there(pieces[index].item))
+
+        def there(item: int) -> None:
+            encoder.prompts -= 1
+            stored(item)
 
         sequence.on_encoded = encoded
         self._submit(one, encoder, sequence)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from deploy.memory.placement_table import table
-from deploy.planner.choice import Choice, Plan
+from deploy.planner.choice import Choice, Plan, Question
 from epd_serve.slo import Slo
 
 
@@ -35,6 +35,11 @@ def text(plan: Plan) -> str:
         ))  # fmt: skip
     lines = [verdict(plan), "", table(rows), ""]
     lines += reasons(plan)
+    if question.profile.encoder_free:
+        lines.append(
+            "With --encoder-free: P, D and PD load no encoder, and layouts in which EPD (TP) or EP encodes, or nobody "
+            "apart, are left out."
+        )
     profile = f"profile of {question.profile.model} on {question.profile.device}, {question.profile.how}"
     lines.append(
         f"Simulated: {plan.looked_at} layouts, the best with {question.seeds} seeds; {profile}. {_trust(plan)}"
@@ -117,6 +122,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "workload": plan.question.goal.workload.name,
         "slo": str(plan.question.goal.slo),
         "profile": {"model": plan.question.profile.model, "device": plan.question.profile.device},
+        "encoder_free": plan.question.profile.encoder_free,
         "looked_at": plan.looked_at,
         "undecided": [str(one.layout) for one in plan.undecided],
         "choices": [
@@ -149,6 +155,8 @@ def deployment(plan: Plan, model: str) -> str:
     first, slo, times = plan.first, plan.question.goal.slo, plan.first.times
     config: dict[str, Any] = {"model": model} if model else {}
     config |= {"layout": str(first.layout), "step_budgets": _budgets(first)}
+    if plan.question.profile.encoder_free:
+        config["encoder_free"] = True
     if first.options.max_running:
         config["stage_args"] = _stage_args(first)
     expected = {"rate_rps": first.rate_rps, "ttft_s": times.ttft_p50 / 1e3, "tpot_s": times.tpot_p50 / 1e3}
@@ -161,10 +169,11 @@ def deployment(plan: Plan, model: str) -> str:
     )
 
 
-def options_of(one: Choice, slo: Slo) -> list[str]:
+def options_of(one: Choice, question: Question) -> list[str]:
     """How it is run, as flags of `epd-serve serve`."""
-    words = ["--step-budgets", _budgets(one)]
-    words += [word for name, value in _objectives(slo).items() for word in ("--proxy", f"{name}={value}")]
+    words = ["--step-budgets", _budgets(one), *["--encoder-free"] * question.profile.encoder_free]
+    objectives = _objectives(question.goal.slo)
+    words += [word for name, value in objectives.items() for word in ("--proxy", f"{name}={value}")]
     return [*words, *(word for args in _stage_args(one) for word in ("--stage-args", args))]
 
 

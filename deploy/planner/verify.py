@@ -39,7 +39,7 @@ def verified(plan: Plan, flags: Sequence[str], seconds: float) -> Iterator[str]:
 def _both(plan: Plan, one: Choice, flags: Sequence[str], seconds: float) -> tuple[Times, Times, float]:
     goal, rate_rps = plan.question.goal, SHARE * one.goodput.value
     requests = goal.workload.at(rate_rps, max(20, round(rate_rps * seconds)), SEED)
-    with launched(str(one.layout), [*flags, *options_of(one, goal.slo)]) as served:
+    with launched(str(one.layout), [*flags, *options_of(one, plan.question)]) as served:
         for request in requests[:4]:
             _send(served, request, time.monotonic())  # first uses
         measured = _sent(served, requests, goal)

@@ -17,7 +17,7 @@ from statistics import fmean
 from msgspec.structs import replace as changed
 
 from epd_serve.errors import ConfigError
-from epd_serve.image_tokens import ImageTokens
+from epd_serve.image_tokens import ImageTokens, tiles_of
 from epd_serve.traffic import Item, Request, read_traffic
 
 RECORDED = "recorded:"
@@ -75,13 +75,18 @@ class Workload:
         if self.recorded:
             return self._again(rate_rps, count, seed * len(self.recorded) // SEEDS % len(self.recorded))
         at_s, made = 0.0, []
+        image = (self._image(),) if self.images[1] else ()
         for number in range(count):
             at_s += chance.expovariate(rate_rps)
-            items = (Item(self.tokens.tokens(*self.size), *self.size),) * chance.randint(*self.images)
+            items = image * chance.randint(*self.images)
             text, output = chance.randint(*self.text), chance.randint(*self.output)
             prompt_tokens = text + sum(item.tokens for item in items)
             made.append(Request(f"{number}", at_s, prompt_tokens, output, items))
         return made
+
+    def _image(self) -> Item:
+        width, height = self.size
+        return Item(self.tokens.tokens(width, height), width, height, tiles=tiles_of(self.tokens, width, height))
 
     def _again(self, rate_rps: float, count: int, begin: int) -> list[Request]:
         own = self.recorded

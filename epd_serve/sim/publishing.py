@@ -100,7 +100,6 @@ def store_report(
     wiring: StageWiring,
     store: Arena | None,
     *,
-    seq: int,
     counters: dict[str, int],
     waiting_puts: int = 0,
     encoding: int = 0,
@@ -117,5 +116,4 @@ def store_report(
         waiting_puts=waiting_puts,
         encoding=encoding,
         counters=counters,
-        seq=seq,
     )

@@ -180,7 +180,7 @@ class Ticket(Struct, eq=False):
         return self.service.encode_work_s if stage is Stage.ENCODE else self.service.prefill_work_s
 
     def is_long(self, stage: Stage) -> bool:
-        """Whether it keeps one instance for long: an item cannot be cut."""
+        """Whether it keeps one instance for long: an item, or a part of an image, cannot be cut."""
         service = self.service
         return (service.longest_item_s if stage is Stage.ENCODE else service.prefill_work_s) > LONG_S
 

@@ -39,11 +39,11 @@ from proxy.media.loader import LoadedItem
 from proxy.registry.instance_state import Lease, Work
 from proxy.request.client import CancelScope
 from proxy.request.parse import Endpoint
-from proxy.routing.policy import Candidate, calls, parts_of, preferred, share_of, spread, with_neighbours
+from proxy.routing.policy import Candidate, calls, place_items, preferred, share_of
 from proxy.stages.bodies import encode_body
 from proxy.stages.circuits import StageCall
 from proxy.strict_json import encoded
-from store.keys import part_keys, part_of, parts_by_whole, whole_of
+from store.keys import part_keys, part_of, parts_by_whole
 
 logger = logging.getLogger(__name__)
 RELOOK_S = 0.5  # a full store's last report may lapse without any news
@@ -127,12 +127,11 @@ class Encoders:
     def _placed(
         self, order: EncodeOrder, items: Sequence[LoadedItem], encoders: Sequence[Candidate]
     ) -> tuple[list[LoadedItem], Sequence[Candidate], list[list[int]]]:
-        """The items, the encoders as they are compared, and for each of these the indices of its items. An image of
-        several tiles is in as many parts as there are idle encoders for, of which each gets one; cut as it is where
-        another proxy is having it encoded."""
-        now, count = time.monotonic(), self._most_parts_of(order, items, encoders)
+        """`place_items`. An image is cut as it is where another proxy is having it encoded; not where a part may have
+        been lost, nor where only vLLM knows the items' names."""
+        now = time.monotonic()
 
-        def parts(item: LoadedItem) -> Sequence[LoadedItem]:
+        def cut(item: LoadedItem, count: int) -> Sequence[LoadedItem]:
             known = len(self._directory.parts(item.key, now))
             own = known or (1 if self._directory.is_coming(item.key, now) else min(item.tiles, count))
             if own == 1:
@@ -140,27 +139,14 @@ class Encoders:
             part = replace(item, tokens=item.tokens / own, tiles=1)
             return [replace(part, key=key) for key in part_keys(item.key, own)]
 
-        while True:
-            placed = [part for item in items for part in (parts(item) if count > 1 else [item])]
-            costs = [item.tokens for item in placed]
-            workers = with_neighbours(encoders, share_of(costs, len(encoders)))
-            shares = spread([item.key for item in placed], costs, workers)
-            wholes = [[whole_of(placed[index].key) for index in share] for share in shares]
-            if count == 1 or all(len(set(share)) == len(share) for share in wholes):
-                break
-            count -= 1  # one would get two parts of an image, and process it twice
+        whole = order.again or order.ctx.request.processor_options
+        most = 1 if whole else self._services.settings.image_parts
+        placed, workers, shares = place_items(items, encoders, cut, self._device_of, most)
         self._seat_parts(order, placed)
         return placed, workers, shares
 
-    def _most_parts_of(self, order: EncodeOrder, items: Sequence[LoadedItem], encoders: Sequence[Candidate]) -> int:
-        """In how many parts an image may be cut. Not where a part may have been lost, nor where only vLLM knows the
-        items' names."""
-        most = max(item.tiles for item in items)
-        if most == 1 or len(encoders) == 1 or order.again or order.ctx.request.processor_options:
-            return 1
-        idle = [one for one in encoders if not (one.load or any(one.neighbours_s))]
-        places = {self._table.instance(one.id).computes_on or one.id for one in idle}
-        return min(self._services.settings.image_parts, parts_of(most, len(items), len(places)))
+    def _device_of(self, id: str) -> object:
+        return self._table.instance(id).computes_on or id
 
     def _seat_parts(self, order: EncodeOrder, items: Sequence[LoadedItem]) -> None:
         for whole, keys in parts_by_whole(item.key for item in items if item.key not in order.parts).items():

@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 import pybase64
 
 from epd_serve.errors import PayloadTooLargeError, RequestError
-from epd_serve.image_tokens import Tiled
+from epd_serve.image_tokens import tiles_of
 from proxy.config.settings import ProxySettings
 from proxy.errors import media_refused, media_too_large, most_telling
 from proxy.fields.parts import MediaRef, Modality
@@ -198,8 +198,7 @@ class MediaLoader:
         if ref.modality is Modality.IMAGE:
             mime, size = inspect_image(data, param=ref.param, max_pixels=self._limits.max_pixels)
             tokens = float(self._image_tokens.tokens(*size))
-            if isinstance(self._image_tokens, Tiled):
-                tiles = self._image_tokens.tiles(*size)
+            tiles = tiles_of(self._image_tokens, *size)
         else:
             tokens = max(len(data) / BYTES_PER_TOKEN[ref.modality], 1.0)
             inspect_clip(data, ref.param, self._limits, frames=frames if ref.modality is Modality.VIDEO else 0)

@@ -19,7 +19,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from epd_serve.roles import Role
-from proxy.routing.policy import share_of, usual_rate
+from proxy.routing.policy import parts_of, share_of, usual_rate
 
 AHEAD = 1.25
 """Sequences with an instance per sequence that it can run: those being prefilled are about to be decoded."""
@@ -89,13 +89,15 @@ class Need(Struct, frozen=True):
     """What a request takes of the stages.
 
     Attributes:
-        tokens: of its prompt. items: of each of its media items. sequences: that it decodes at once.
+        tokens: of its prompt. items: of each of its media items. tiles: into how many parts each may be cut; () where
+            none may. sequences: that it decodes at once.
         fused: it needs one instance that prefills and decodes.
         yields: it is late, so it is given no part of a step that others may come to want.
     """
 
     tokens: float = 1.0
     items: Sequence[float] = ()
+    tiles: Sequence[int] = ()
     sequences: int = 1
     fused: bool = False
     yields: bool = False
@@ -192,8 +194,12 @@ class Speeds(Struct, frozen=True):
         prefill_s = need.tokens / self.prefill
         if not need.items:
             return Service(prefill_s=prefill_s, prefill_work_s=prefill_s)
-        share = share_of(need.items, self.encoders)
-        longest_s = max(need.items) / self.encode
+        items = need.items
+        if (most := max(need.tiles, default=1)) > 1 and (parts := parts_of(most, len(items), self.encoders)) > 1:
+            cuts = [min(tiles, parts) for tiles in need.tiles]
+            items = [cost / cut for cost, cut in zip(items, cuts, strict=True) for _ in range(cut)]
+        share = share_of(items, self.encoders)
+        longest_s = max(items) / self.encode
         return Service(share / self.encode, prefill_s, sum(need.items) / self.encode, prefill_s, longest_s)
 
 

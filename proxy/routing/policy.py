@@ -8,7 +8,7 @@ least-loaded-first on the status table). What is unfit is sorted out before, by 
 No item is chosen for alone. Two wishes meet: a key should have one owner that every proxy agrees on, so that equal work
 meets in one place (`owners`), and a request's items should be encoded in parallel by cost and by the encoders' speeds
 (EPD §3.3.2), by the same seconds (`with_neighbours`). `spread` grants the first within a bound on the second, `calls`
-says which items share a call and which call goes first, `parts_of` whether one item keeps several encoders busy.
+says which items share a call and which call goes first, `place_items` whether one image keeps several encoders busy.
 `tests/soak/placement.py` compares it with brute force.
 """
 
@@ -18,11 +18,13 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import median
 from types import MappingProxyType
+from typing import Protocol, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from epd_serve.instances import IncarnationId
+from store.keys import whole_of
 
 SLACK = 1.25
 """By how much an instance may be above the mean load to have what it has cached used."""
@@ -268,6 +270,53 @@ def spread(keys: Sequence[str], costs: Sequence[float], workers: Sequence[Candid
     while (shares := fitted(tight=False) or fitted(tight=True)) is None:
         bound_s *= STEP
     return shares
+
+
+class Encodable(Protocol):
+    """An item of a request, or a part of one. `tokens`: its cost. `tiles`: into how many parts it can be cut."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def tokens(self) -> float: ...
+    @property
+    def tiles(self) -> int: ...
+
+
+Piece = TypeVar("Piece", bound=Encodable)
+
+
+def place_items(
+    items: Sequence[Piece],
+    encoders: Sequence[Candidate],
+    cut: Callable[[Piece, int], Sequence[Piece]],
+    device_of: Callable[[str], object],
+    most: int,
+) -> tuple[list[Piece], Sequence[Candidate], list[list[int]]]:
+    """Spread a request's items over encoders. An image of several tiles goes in as many parts as there are idle
+    encoders for, of which each gets one.
+
+    Args:
+        cut: makes of an item at most so many parts, named by `store.keys.part_keys`, or leaves it as it is.
+        device_of: what the encoder of this id computes on: those on one device are one where parts are counted.
+        most: parts of an image.
+
+    Returns:
+        The items and parts, the encoders as they are compared, and for each of these the indices of what it gets.
+    """
+    count = min(most, max(item.tiles for item in items), len(encoders))
+    if count > 1:
+        idle = {device_of(one.id) for one in encoders if not (one.load or any(one.neighbours_s))}
+        count = parts_of(count, len(items), len(idle))
+    while True:
+        placed = [part for item in items for part in cut(item, count)] if count > 1 else list(items)
+        costs = [part.tokens for part in placed]
+        workers = with_neighbours(encoders, share_of(costs, len(encoders)))
+        shares = spread([part.key for part in placed], costs, workers)
+        wholes = [[whole_of(placed[index].key) for index in share] for share in shares] if count > 1 else []
+        if all(len(set(share)) == len(share) for share in wholes):
+            return placed, workers, shares
+        count -= 1  # one would get two parts of an image, and process it twice
 
 
 def parts_of(tiles: int, items: int, idle: int) -> int:

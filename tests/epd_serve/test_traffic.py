@@ -10,7 +10,7 @@ from epd_serve.errors import ConfigError
 from epd_serve.traffic import Item, Request, read_traffic, write_traffic
 
 ROWS = [
-    Request("a", 10.5, 120, 7, (Item(100, 280, 280, key="k"),), session="s", cached_tokens=3),
+    Request("a", 10.5, 120, 7, (Item(100, 280, 280, key="k", tiles=3),), session="s", cached_tokens=3),
     Request("b", 12.0, 4, 1),
 ]
 

@@ -77,7 +77,7 @@ class FeatureConsumer:
         self._parts: dict[str, dict[str, list[str]]] = {}  # request → parts of its items that come in parts
         self._spare: SpareBlocks | None = None
         self._awaited_at: int | None = None  # where the request that was asked about last has to stop
-        self._steps = itertools.count(1)
+        self._number = 1  # of the step that comes next
         self._joined: list[str] = []  # parts that this step reads
         self._slab = FeatureSlab(wiring.slab, ranks, self.features) if wiring.slab else None
         self._listener = FeatureListener(wiring, self._pool, self.features, self._announcer.changed, self._slab)
@@ -190,12 +190,17 @@ class FeatureConsumer:
         self.release(finished)
         self._promised.clear()
         step, self._step = self._step, FeatureStep()
-        number = next(self._steps)
+        number, self._number = self._number, self._number + 1
         freed = {*freed, *self._joined}  # what the step before has joined lies in a tensor of its own when this begins
         self._joined = [slot.meta.key for load in step.loads if len(load.slots) > 1 for slot in load.slots]
         if freed and self._slab is not None and self._slab.free(freed, number):
             step.freed_in = number
         return step
+
+    def encoder_cache_reset(self) -> None:
+        """vLLM's encoder cache has been emptied, between two steps."""
+        if self._slab is not None and self._slab.free(None, self._number):
+            self._step.freed_in = self._number
 
     def pinned(self, key: str) -> Lease | None:
         """A feature that is here and pinned."""

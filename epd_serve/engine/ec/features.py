@@ -150,7 +150,7 @@ class Features:
         self.kept: dict[str, Sequence[str]] = {}
         self.partial = ""
         self.news = False
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(corrupt=0)  # there from the start: an alert sees the first one
 
     # --- what requests are told -------------------------------------------------------------------------------------
 
@@ -373,6 +373,7 @@ class Features:
         """The second tier did not deliver it: it is `missing` there, or `corrupt`, or is `unavailable` itself, or there
         is `no_room` for it here, which is tried again until the request's deadline."""
         self.counters[f"fetch_{why}"] += 1
+        self.counters["corrupt"] += why == "corrupt"
         row = self._known(key)
         if row.last_look:
             self.not_found(key)

@@ -184,6 +184,7 @@ class FeatureListener:
             logger.warning("feature %s: %s", key, error)
             if isinstance(error, CorruptFeatureError):  # it is fetched from elsewhere, or recomputed
                 with self._features.lock:
+                    self._features.counters["corrupt"] += 1
                     self._features.failed(key, "corrupt", time.monotonic())
             if copied and self._slab is not None:
                 self._slab.spoil(key)

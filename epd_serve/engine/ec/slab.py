@@ -8,7 +8,8 @@ its end are the arena's pins alone. A place is kept
     while it is being copied                        the arena's copy is pinned meanwhile
     while requests wait for it, or will             `Features.awaits`: nothing is written down here
     promised                                        from when a request is let through until vLLM takes the feature
-    cached                                          until vLLM has freed it (`free_encoder_mm_hashes`)
+    cached                                          until vLLM has freed it (`free_encoder_mm_hashes`), or
+                                                    emptied its cache (`reset_encoder_cache`)
 
 What vLLM frees in a step may still be read by what was queued before that step: whoever copies to such a place waits
 for that on the device (`SlabCopy.freed_in`).
@@ -165,10 +166,10 @@ class FeatureSlab:
             self._places.use(place)
             return place.offset
 
-    def free(self, keys: Collection[str], step: int) -> bool:
-        """vLLM frees these in this step. Whether one of them is in the slab."""
+    def free(self, keys: Collection[str] | None, step: int) -> bool:
+        """vLLM frees these in this step, or all that it has. Whether one of them is in the slab."""
         with self.features.lock:
-            freed = [place for place in self._places or () if place.cached and place.key in keys]
+            freed = [place for place in self._places or () if place.cached and (keys is None or place.key in keys)]
             for place in freed:
                 place.cached = False
             if freed:

@@ -114,6 +114,17 @@ def test_a_stage_takes_its_place_from_a_wiring_file(tmp_path: Path, capfd: pytes
     assert "GroupedKVConnector" in shown
 
 
+@pytest.mark.parametrize(("slab", "fits"), [("", True), ("ipc:///y", False)])
+def test_a_stage_of_a_wiring_file_has_to_have_room_for_the_slab_that_it_names(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], slab: str, fits: bool
+) -> None:
+    wiring = tmp_path / "PD0.json"
+    named = {"instance": "PD0", "role": "PD", "incarnation": "abc", "slab": slab, "slab_bytes": 1 << 50}
+    wiring.write_text(json.dumps(named))
+    assert main(["stage", "--wiring", str(wiring), "--device", "cpu", "--print"]) == (0 if fits else 2)
+    assert ("of host memory, this machine has" in capfd.readouterr().err) is not fits
+
+
 def test_demo_model_writes_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo-model", str(tmp_path / "m")]) == 0
     assert (tmp_path / "m" / "config.json").exists()

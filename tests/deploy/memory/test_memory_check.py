@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -285,3 +286,29 @@ def test_a_preview_without_the_encoder_has_the_towers_memory_for_kv(
         assert freed == today["E0"]["weights_bytes"] and free[name]["kv_bytes"] >= today[name]["kv_bytes"] + freed
     assert main(["layout", "EP-D", *command[2:], "--encoder-free"]) == 2
     assert "--encoder-free" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--feature-slab", "off"), ("--feature-slab-mib", "8")], ids=" ".join)
+def test_the_slab_is_counted_as_its_flags_say(
+    model: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, str]
+) -> None:
+    command = ["layout", "E-P-D", "--model", str(model), "--device", "cuda", "--device-memory", "64", "--json"]
+    command += ["--stage-args", NO_VIDEO]
+    shown = []
+    for more in ((), flags):
+        assert main([*command, *more]) == 0
+        shown.append({one["id"]: one for one in json.loads(capsys.readouterr().out)["instances"]})
+    usual, told = shown
+    assert (told["E0"], told["D0"]) == (usual["E0"], usual["D0"]), "who prefills takes one"
+    slab = 2 * 16384 * 3584 * 2  # twice vLLM's cache: its largest item, of rows as wide as the language model
+    freed = usual["P0"]["activation_bytes"] - told["P0"]["activation_bytes"]
+    assert freed == slab - (8 << 20 if flags[1] == "8" else 0)
+    assert told["P0"]["kv_bytes"] == usual["P0"]["kv_bytes"] + freed
+
+
+@pytest.mark.parametrize("flags", [{"feature_slab": "off"}, {"feature_slab_mib": 8}], ids=str)
+def test_a_launch_plans_with_the_slab_that_its_workers_take(flags: dict[str, Any]) -> None:
+    usual, told = (draw(DeployConfig(layout="E-PD", device="cpu", **more)).memory for more in ({}, flags))
+    assert usual is not None and told is not None
+    needs = [one.grants()["PD0"].need.activations for one in (usual, told)]
+    assert needs[0] != needs[1]

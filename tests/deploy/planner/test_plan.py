@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from msgspec.structs import replace
 
 from deploy.cli.command import main
 from deploy.options.config import build_config
-from deploy.planner.candidates import bound_rps, candidates
+from deploy.plan.blueprint import draw
+from deploy.planner.candidates import bound_rps, candidates, fits
 from deploy.planner.choice import Plan, Question, _ask, _candidates, _screen, plan
 from deploy.planner.fleet import Options
 from deploy.planner.goodput import CLOSE, Goal, Interval, goodput, part_of
@@ -29,6 +31,7 @@ from epd_serve.errors import ConfigError
 from epd_serve.image_tokens import ByArea
 from epd_serve.layout import Layout
 from epd_serve.layout_parser import parse
+from epd_serve.roles import Role
 from epd_serve.sim.profile import Capacity, Line, Profile
 from epd_serve.slo import Slo
 from epd_serve.traffic import Item, Request, write_traffic
@@ -194,8 +197,8 @@ def test_a_recording_keeps_its_order_and_takes_another_rate(tmp_path: Path) -> N
 # --- as a user --------------------------------------------------------------------------------------------------------
 
 
-def asked(tmp_path: Path, *words: str) -> int:
-    write_device_profile(tmp_path / "profile.json", PROFILE)
+def asked(tmp_path: Path, *words: str, profile: DeviceProfile = PROFILE) -> int:
+    write_device_profile(tmp_path / "profile.json", profile)
     usual = ["--profile", str(tmp_path / "profile.json"), "--workload", IMAGES, "--devices", "2", "--seeds", "2"]
     return main(["plan", *usual, "--processes", "1", *words])
 
@@ -227,10 +230,112 @@ def test_batches_and_budgets_of_the_first_choice_are_in_the_file() -> None:
 
 def test_a_choice_is_run_with_the_objectives_it_was_chosen_by() -> None:
     slo = Slo(3000, 150, "mean")
-    words = options_of(planned(TEXT, slo, layouts=("TP1x2",)).first, slo)
+    found = planned(TEXT, slo, layouts=("TP1x2",))
+    words = options_of(found.first, found.question)
 
     settings_told = {word for flag, word in pairwise(words) if flag == "--proxy"}
     assert settings_told == {"slo.ttft_s=3.0", "slo.tpot_s=0.15", "slo.judge=mean"}
+
+
+FREE = replace(
+    PROFILE,
+    weight_bytes={"E": {1: 2}, "P": {1: 10}, "D": {1: 10}, "PD": {1: 10}, "EP": {1: 10}, "EPD": {1: 10}},
+    encoder_free_kv_tokens={1: 500_000},
+)
+
+
+def test_stages_without_the_encoder_have_its_memory_for_kv() -> None:
+    free = FREE.without_encoder()
+    assert free.weight_bytes == FREE.weight_bytes | {"P": {1: 8}, "D": {1: 8}, "PD": {1: 8}}
+    assert free.stages[1] == replace(STAGE, capacity=replace(STAGE.capacity, kv_tokens=1_000_000))
+    assert free.without_encoder() == free
+    tight = replace(free, memory_bytes=20)
+    assert [fits(parse(text).groups[0], tight) for text in ("(E-P)-D", "(E-P-D)")] == [True, False]
+    assert fits(parse("(P-D)").groups[0], tight) and not fits(parse("(P-D)").groups[0], replace(FREE, memory_bytes=20))
+
+
+def test_more_kv_makes_larger_batches_and_serves_more() -> None:
+    """A request holds 21 blocks of KV: one, and without the encoder four at a time."""
+    small = replace(STAGE, capacity=replace(STAGE.capacity, kv_tokens=1000))
+    profile = replace(FREE, stages={1: small}, encoder_free_kv_tokens={1: 2000})
+    goal = Goal(workload_of("images=1@560x560,text=20,output=200", ByArea()), Slo(5000, 100))
+    layout = parse("E-PD")
+    with_it, without = (goodput(goal, layout, one, 0.1, 0, Options()) for one in (profile, profile.without_encoder()))
+    assert without > 1.5 * with_it
+
+
+@given(devices=st.integers(2, 5))
+@settings(deadline=None)
+def test_without_the_encoder_nobody_but_an_encoder_encodes(devices: int) -> None:
+    work = workload_of(IMAGES, ByArea()).work
+    found = {str(one.layout) for one in candidates(devices, FREE.without_encoder(), work, more=9)}
+    every = candidates(devices, FREE, work, more=9)
+    assert found == {str(one.layout) for one in every if one.layout.roles <= {Role.E, Role.P, Role.D, Role.PD}}
+
+
+@pytest.mark.parametrize("layout", ["2EPD", "EP-D", "E-PD-EPD", "P-D"])
+def test_a_layout_in_which_others_encode_is_refused_by_name(layout: str) -> None:
+    with pytest.raises(ConfigError, match="--encoder-free: .*" + re.escape(layout)):
+        planned(IMAGES, Slo(5000, 100), profile=FREE.without_encoder(), layouts=(layout,))
+
+
+def test_a_plan_without_the_encoder_is_one_that_can_be_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, told = tmp_path / "deployment.yaml", tmp_path / "plan.json"
+    words = [
+        "--encoder-free",
+        "--layouts",
+        "E-PD,(E-PD)x2",
+        "--seeds",
+        "1",
+        "--slo",
+        "5000:100",
+        "--out",
+        str(out),
+        "--json",
+        str(told),
+    ]
+    assert asked(tmp_path, *words, profile=FREE) == 0
+    said, found = capsys.readouterr().out, json.loads(told.read_text())
+    assert "With --encoder-free: P, D and PD load no encoder" in said and found["encoder_free"]
+    config = build_config({"device": "cpu"}, str(out))
+    blueprint = draw(config)
+    assert config.encoder_free and str(blueprint.layout) == found["choices"][0]["layout"]
+    assert all("--language-model-only" in blueprint.stage_args.of(one) for one in blueprint.plans if one.id[0] != "E")
+    free = planned(IMAGES, Slo(5000, 100), profile=FREE.without_encoder(), layouts=("E-PD",), seeds=1)
+    assert "--encoder-free" in options_of(free.first, free.question)
+
+
+@pytest.mark.parametrize(
+    ("profile", "words", "said"),
+    [
+        (FREE, ["--layouts", "EP-D"], "EP of EP-D encodes beside the language model"),
+        (FREE, ["--layouts", "TP1x2"], "TP (EPD) of 2EPD encodes"),
+        (FREE, ["--workload", TEXT], f"nothing of {TEXT} is to be encoded"),
+        (PROFILE, [], "how much more KV a stage holds without the encoder at tp1"),
+        (replace(FREE, versions={"vllm": "0.23.1"}), [], "vLLM 0.23 takes no item without its pixels"),
+    ],
+)
+def test_what_does_not_go_without_the_encoder_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], profile: DeviceProfile, words: list[str], said: str
+) -> None:
+    assert asked(tmp_path, "--encoder-free", *words, profile=profile) == 2
+    told = capsys.readouterr().err
+    assert "--encoder-free: " in told and said in told
+
+
+def test_text_is_planned_for_a_model_that_resizes_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--workload", TEXT, "--layouts", "TP1x2", "--slo", "5000:100", "--seeds", "1"]
+    assert asked(tmp_path, *words) == 0, capsys.readouterr().err
+
+
+def test_a_family_whose_items_need_their_pixels_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["InternVLChatModel"]}')
+    assert asked(tmp_path, str(tmp_path), "--encoder-free", profile=FREE) == 2
+    assert "--encoder-free: InternVLChatModel: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

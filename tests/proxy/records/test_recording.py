@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from epd_serve.image_tokens import Tiled
 from epd_serve.traffic import read_traffic
 from proxy.records import lines
 from proxy.records.lines import LinesFile
@@ -15,8 +16,10 @@ from tests.proxy.fakes import (
     api_keys,
     chunk,
     cluster,
+    data_url,
     encodes,
     image_body,
+    image_file,
     opening,
     replies,
     settings,
@@ -50,6 +53,17 @@ async def test_what_was_answered_is_recorded_by_its_sizes_and_nothing_else(tmp_p
     said = path.read_text()
     for secret in ("a-secret-key", "answered", "data:", "image/png", "What", "tenant"):
         assert secret not in said
+
+
+async def test_an_image_is_recorded_with_its_tiles(tmp_path: Path) -> None:
+    path = tmp_path / "traffic.jsonl"
+    rule = Tiled(8, 256, 1, 6, thumbnail=True)
+    async with cluster("E0", "PD0", config=settings(recording=str(path), image_tokens=rule)) as c:
+        c["E0"].usual = encodes()
+        c["PD0"].usual = replies(200, ANSWER)
+        assert (await c.ask(data_url(image_file(24, 8)))).status_code == 200
+    (item,) = read_traffic(path)[0].items
+    assert (item.tiles, item.tokens) == (4, 4 * 256)
 
 
 async def test_a_stream_counts_by_its_events_where_no_stage_counts(tmp_path: Path) -> None:

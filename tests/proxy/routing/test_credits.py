@@ -350,6 +350,25 @@ def test_one_that_is_down_or_drains_has_no_credit(monkeypatch: pytest.MonkeyPatc
 # --- speeds -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("items", "tiles", "encoders", "expected"),
+    [
+        ((4000.0,), (4,), 4, (1.0, 4.0, 1.0)),
+        ((4000.0,), (13,), 2, (2.0, 4.0, 2.0)),
+        ((4000.0,), (1,), 4, (4.0, 4.0, 4.0)),
+        ((4000.0,), (), 4, (4.0, 4.0, 4.0)),
+        ((4000.0, 4000.0), (4, 4), 4, (2.0, 8.0, 2.0)),
+        ((4000.0, 1000.0), (4, 1), 4, (2.0, 5.0, 2.0)),
+        ((4000.0, 4000.0), (4, 4), 3, (4.0, 8.0, 4.0)),
+    ],
+)  # fmt: skip
+def test_an_image_of_several_tiles_is_served_by_as_many_encoders_as_would_share_it(
+    items: tuple[float, ...], tiles: tuple[int, ...], encoders: int, expected: tuple[float, float, float]
+) -> None:
+    alone = Speeds(encode=1000.0, prefill=10_000.0, encoders=encoders).service(Need(items=items, tiles=tiles))
+    assert (alone.encode_s, alone.encode_work_s, alone.longest_item_s) == expected
+
+
 def test_a_request_by_itself_takes_its_longest_share_at_the_encoders_and_its_prompt_at_one_instance() -> None:
     speeds = Speeds(encode=1000.0, prefill=10_000.0, encoders=2, heads=4)
     alone = speeds.service(Need(tokens=5000.0, items=(1000.0, 1000.0, 1000.0)))

@@ -96,9 +96,11 @@ def test_a_corrupt_feature_is_lost_and_never_promised(stages: Stages, arena: Are
     with arena.lease("k") as lease:  # type: ignore[union-attr]
         arena.memory()[lease.offset] ^= 255
     p = stages.consumer(hears=False)
+    assert p._report().counters == {"corrupt": 0}, "an alert on its increase needs a first value"
     settled(p, "k")
     assert p.pinned("k") is None
     assert p.features.counters["lost.corrupt"] == 1
+    assert p._report().counters["corrupt"] == 1
     assert arena.stats().corrupt == 1
 
 

@@ -185,6 +185,7 @@ def test_a_feature_that_the_second_tier_has_wrong_is_lost_as_corrupt(stages: Sta
     p = stages.consumer(hears=False, pool=TwoTiers(stages.arena, remote))
     settled(p, "k")
     assert p.features.counters["recomputed.corrupt"] == 1
+    assert p.features.counters["corrupt"] == p.features.counters["fetch_corrupt"] > 0
 
 
 def test_a_feature_corrupt_here_is_fetched_from_the_second_tier(stages: Stages, remote: Remote, arena: Arena) -> None:

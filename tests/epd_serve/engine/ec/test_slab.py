@@ -200,6 +200,41 @@ def test_a_copy_waits_for_steps_that_may_still_read_what_lay_there(world: Make) 
     assert [key for key, _ in w.ranks[0].read] == ["a", "a", "b"]
 
 
+def test_a_reset_of_vllms_cache_frees_what_it_had_behind_the_steps_that_read_it(world: Make) -> None:
+    w = world(features=1).opened()
+    w.put("a", "b")
+    w.serve("r", "a")
+    gates = [threading.Event() for _ in w.ranks]
+    for rank, gate in zip(w.ranks, gates, strict=True):
+        rank.device.run(gate.wait)
+        rank.step(FeatureStep(), (), ("a",))
+    w.p.release(["r"])
+    w.p.encoder_cache_reset()
+    for rank in w.ranks:
+        rank.cache.clear()
+    assert not w.may_run("s", "b")
+    wait_for(lambda: w.slab.is_copied("b"), "a copy that has the place of a")
+    w.run("")  # vLLM names nothing that it frees
+    wait_for(lambda: all(rank.device.waited_for() for rank in w.ranks))
+    for gate in gates:
+        gate.set()
+    assert w.serve("s", "b").loads[0].slots[0].slab_at == 0
+    w.done()
+    assert [key for key, _ in w.ranks[0].read] == ["a", "a", "b"]
+
+
+def test_what_is_read_again_after_a_reset_keeps_its_place(world: Make) -> None:
+    w = world(features=1).opened()
+    w.put("a", "b")
+    w.serve("r", "a")
+    w.p.encoder_cache_reset()
+    for rank in w.ranks:
+        rank.cache.clear()
+    assert w.serve("s", "a").loads[0].slots[0].slab_at == 0
+    assert w.serve("t", "b").loads[0].slots[0].slab_at is None, "vLLM has a again"
+    w.done()
+
+
 def test_steps_without_tokens_free_as_well(world: Make) -> None:
     """vLLM skips the connector on these; an engine that has nothing else to run would wait for ever."""
     w = world(features=1).opened()

@@ -68,5 +68,8 @@ class FakeScheduler:
             del self.requests[name]
         return request_ids
 
+    def reset_encoder_cache(self) -> None:
+        self.encoder_cache_manager.cached.clear()
+
     def shutdown(self) -> None:
         self.down = True

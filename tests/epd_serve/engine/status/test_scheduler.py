@@ -91,6 +91,20 @@ def test_every_call_answers_as_before_and_is_followed_by_a_report(ear: Socket) -
     scheduler.shutdown()
 
 
+def test_who_takes_features_hears_that_vllm_emptied_its_encoder_cache(ear: Socket) -> None:
+    scheduler, heard = made(), []
+    cached = scheduler.encoder_cache_manager.cached
+    cached["k"] = {"r"}
+    scheduler.reset_encoder_cache()  # of one that takes none
+    assert not cached
+    cached["k"] = {"r"}
+    consumer = SimpleNamespace(encoder_cache_reset=lambda: heard.append(dict(cached)))
+    scheduler.ec_connector = SimpleNamespace(consumer=consumer)
+    scheduler.reset_encoder_cache()
+    assert heard == [{}]
+    scheduler.shutdown()
+
+
 def test_a_class_is_extended_once() -> None:
     assert reporting(FakeScheduler) is reporting(FakeScheduler)
     assert reporting(FakeScheduler).__name__ == "ReportingFakeScheduler"
