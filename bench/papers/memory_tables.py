@@ -102,8 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=REAL_PARTS,
         metavar="PART",
-        help="start stages with and without the encoder on this host: weights (what they weigh) and tables (what fits); "
-        "no PART: both",
+        help="start stages with and without the encoder on this host: weights, what they weigh; tables, what fits "
+        "(no PART: both)",
     )
     add_record_arguments(parser, quick="with --real: one family; else nothing, it takes a second")
     parser.set_defaults(run=run)
