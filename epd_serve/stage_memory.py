@@ -61,7 +61,7 @@ class Place:
     Attributes:
         device: `npu`, `cuda` or `cpu`. tp: ranks.
         queue_bytes: of device memory that an encoder's features may keep on their way into the store.
-        cpu_kv_bytes: KV cache of a rank on CPU.
+        cpu_kv_bytes: KV cache of a rank on CPU where no flag says how much.
         slab_bytes: of the slab for features that each rank takes; 0: the usual size, None: none is taken.
     """
 
@@ -160,5 +160,5 @@ def _fixed_kv(role: Role, flags: StageFlags, place: Place) -> int | None:
     if not role.has_language_model:
         return None
     if place.device == "cpu":
-        return (place.cpu_kv_bytes or flags.kv_bytes or 0) * place.tp  # the variable wins over the flag on CPU
+        return (place.cpu_kv_bytes if flags.kv_bytes is None else flags.kv_bytes) * place.tp
     return flags.kv_bytes

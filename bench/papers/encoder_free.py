@@ -89,7 +89,7 @@ def measure(quick: bool = False) -> list[dict[str, Any]]:
     """Returns a row for each instance of each start. `quick`: of one family."""
     rows = []
     for family in MEASURED[: 1 if quick else None]:
-        with _folder(family) as folder:
+        with family_folder(family) as folder:
             weights = read_model_weights(folder, element_bytes=2)
             assert weights is not None, "it was written just now"
             for way, flags in WAYS.items():
@@ -109,7 +109,7 @@ def plan() -> list[dict[str, Any]]:
     """Returns a row for each instance of each plan."""
     rows = []
     for family in PLANNED:
-        with _folder(family) as folder:
+        with family_folder(family) as folder:
             for way in WAYS:
                 free = way == WITHOUT
                 _, shown = preview(parse(LAYOUT), str(folder), "cuda", CARD_GIB, (), encoder_free=free)
@@ -157,7 +157,8 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _folder(family: Family) -> Iterator[Path]:
+def family_folder(family: Family) -> Iterator[Path]:
+    """The model's folder, with a checkpoint that tells sizes alone, until the context ends."""
     with scratch() as root:
         folder = root / family.name
         write_preset(folder, family.preset)

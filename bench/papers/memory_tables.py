@@ -10,7 +10,8 @@ EPD (§5.3) encodes all images of a request at once and prefills its prompt at o
 the KV cache bound a request, not the encoder's activations. EPD's engine (vLLM 0.6.1) held more per image than the
 flash kernels that are counted here: its numbers are smaller, and where the encoder took most of that (MiniCPM-V), its
 gain is up to three times the one computed. `prefill` is our P with `--encoder-free`, `spare` our P without it, with an
-encoder loaded for lost features. `--real` starts both, on this host's CPU, for two families (`encoder_free.py`)."""
+encoder loaded for lost features. `--real` starts both on this host's CPU: what they weigh (`encoder_free.py`), and the
+three tables for a model in the paper's proportions, on devices that the kernel bounds (`real_tables.py`)."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from bench.micro.rows import table_of
-from bench.papers import encoder_free
+from bench.papers import encoder_free, real_tables
 from bench.record import add_arguments as add_record_arguments
 from bench.record import environment, write
 from epd_serve.activation_peak import feature_cache, language_peak, tower_peak
@@ -44,17 +45,16 @@ KV_SHARE = 0.8
 """Of the free memory, as EPD's tables 2 and 3 allot it."""
 TEXT_TOKENS = 22
 """Of a request beside its images (EPD §5)."""
-SLICE_PATCHES = 1024
-"""(448 / 14)² of a slice."""
 MOST = 100_000
 SHOWN = {"figure": "{figure}", "value": "{value:g}"}
+REAL_PARTS = ("weights", "tables")
 REAL_KIND = "real: figures of real/, stages on CPU; all others are computed from sizes of models"
 KIND = "emulated: computed from sizes of models, nothing was run"
 
 
 class EpdModel(msgspec.Struct, frozen=True):
     """Attributes:
-    context: tokens of a request. slices: by image. slice_tokens: that a slice becomes.
+    context: tokens of a request. slices: by image. slice_tokens: that a slice becomes. slice_patches: (448 / 14)².
     paper: by figure, without the model's name; a share in percent, or `OOM`, `OOCL` (out of context limit).
     """
 
@@ -66,6 +66,7 @@ class EpdModel(msgspec.Struct, frozen=True):
     slices: dict[str, int]
     slice_tokens: int
     paper: dict[str, int | str]
+    slice_patches: int = 1024
 
 
 class _File(msgspec.Struct):
@@ -97,7 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device-memory", type=float, metavar="GIB", help=f"of a device (default {PAPER_BYTES / 2**30:.1f}, EPD's)"
     )
     parser.add_argument(
-        "--real", action="store_true", help="start P and D with and without the encoder on this host, and weigh them"
+        "--real",
+        nargs="*",
+        choices=REAL_PARTS,
+        metavar="PART",
+        help="start stages with and without the encoder on this host: weights, what they weigh; tables, what fits "
+        "(no PART: both)",
     )
     add_record_arguments(parser, quick="with --real: one family; else nothing, it takes a second")
     parser.set_defaults(run=run)
@@ -117,10 +123,15 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     ]
     print(f"{KIND}; a device of {total_bytes / 2**30:.1f} GiB; 0: it does not run\n")
     print(table_of(rows, {"figure": "{figure}", "computed": "{computed:g}", "EPD": "{paper}"}))
-    env = environment(argv, REAL_KIND if arguments.real else KIND, asked=arguments)
-    if arguments.real:
-        more = [*encoder_free.plan(), *encoder_free.measure(arguments.quick)]
-        own = encoder_free.figures(more)
+    env = environment(argv, KIND if arguments.real is None else REAL_KIND, asked=arguments)
+    if arguments.real is not None:
+        parts, more = arguments.real or REAL_PARTS, []
+        if "weights" in parts:
+            more += [*encoder_free.plan(), *encoder_free.measure(arguments.quick)]
+        if "tables" in parts:
+            more += [computed_beside(*one) for one in real_tables.families(arguments.quick)]
+            more += real_tables.measure(arguments.quick)
+        own = {**encoder_free.figures(more), **real_tables.figures(more)}
         print(table_of([{"figure": name, "value": value} for name, value in own.items()], SHOWN))
         found, rows = {**found, **own}, [*rows, *more]
     write(arguments.json, found, env, rows)
@@ -152,7 +163,7 @@ class Room:
         count = images * batch
         encoded = count if self.place.encodes is None else self.place.encodes
         sizes = {"tp": 1, "element_bytes": ELEMENT_BYTES}
-        peaks = [tower_peak(tower, encoded * self.slices * SLICE_PATCHES, tokens=encoded * tokens, **sizes)]
+        peaks = [tower_peak(tower, encoded * self.slices * self.model.slice_patches, tokens=encoded * tokens, **sizes)]
         if self.place.language:
             peaks.append(language_peak(self.model.language, batch * self.prompt_tokens(images), batch, **sizes))
         return max(peaks) + feature_cache(tower, count * tokens, element_bytes=ELEMENT_BYTES)
@@ -195,6 +206,22 @@ class Room:
 def _most(holds: Callable[[int], bool]) -> int:
     """Returns the largest number for which it holds; it holds for all below that."""
     return bisect.bisect_left(range(1, MOST), True, key=lambda number: not holds(number))
+
+
+def computed_beside(family: str, sizes: real_tables.Sizes) -> dict[str, Any]:
+    """Returns a row with the figures of a model that `real_tables` starts, computed as those of the paper's models."""
+    tokens = sizes.language.max_positions
+    of_an_image = {"slice_tokens": real_tables.IMAGE_TOKENS, "slice_patches": real_tables.PATCHES}
+    model = EpdModel(family, sizes.tower, sizes.language, sizes.weights, tokens, {"": 1}, paper={}, **of_an_image)
+    total = real_tables.DEVICE_BYTES + CONTEXT_BYTES["cuda"]
+    together, encoder = (Room(model, 1, PLACES[name], total) for name in ("together", "encoder"))
+    prefill = Room(model, 1, PLACES["prefill"], total - sizes.slab_bytes)
+    images = {"together": together.most_images(), "encoder_free": min(encoder.most_images(), prefill.most_images())}
+    values: dict[str, float] = {f"2/FAMILY/max_images_{name}": count for name, count in images.items()}
+    for count in real_tables.PEAK_IMAGES:
+        for name, room in (("together", together), ("encoder_free", prefill)):
+            values[f"4/FAMILY/kv_share/{count} pictures/{name}"] = round(room.kv_share(count), 4)
+    return {"kind": "computed", "family": family, "values": values}
 
 
 def figure_name(figure: str, model: EpdModel) -> str:

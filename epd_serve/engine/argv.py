@@ -42,8 +42,11 @@ FORCED_TOKENS = "epd_serve.engine.forced_tokens:ForcedTokens"
 
 SHARED_CORES_ENV = "EPD_SERVE_SHARED_CORES"  # set where the cores a stage waits on are those another computes on
 
-CPU_KV_GIB = 1  # of each worker's KV cache
+CPU_KV_GIB = 1  # of each worker's KV cache, where no flag says how much
 CPU_KV_BYTES = CPU_KV_GIB << 30
+CPU_KV_ENV = "VLLM_CPU_KVCACHE_SPACE"
+KV_BYTES = "--kv-cache-memory-bytes"
+"""Over which the variable would win: it is not set beside it."""
 
 # Video off: profiling a worst-case clip takes minutes on CPU. `--stage-args` can switch it on.
 CPU_ARGS = (
@@ -78,7 +81,7 @@ OF_A_STAGE_ENV = frozenset((
     *(STAGE_ENV, WIRING_ENV, CORE_SHARE_ENV, MEMORY_NAMES_ENV, KEY_ENV, SERVICE_ENV, "VLLM_HOST_IP"),
     BYTE_HASHES_ENV,
     *(COUNT_ENV, BIND_ENV, CPU_THREADS_ENV, mps.PERCENTAGE_ENV, *_VISIBLE_DEVICES.values()),
-    *HCCL_PORTS_ENV,
+    *(*HCCL_PORTS_ENV, CPU_KV_ENV),
 ))  # fmt: skip
 """Names of the environment in which stages of one launch may differ: nothing reads them at import, or a fork makes up
 for it. All others have to be the same in all stages, because they are forked from one process."""
@@ -161,7 +164,7 @@ def _device(plan: StagePlan) -> list[str]:
         args += ["--gpu-memory-utilization", str(share)]
     if plan.kv_cache_bytes is not None:
         # Neighbours allocate and free while this one is profiled; told its KV cache, it does not look at them.
-        args += ["--kv-cache-memory-bytes", str(plan.kv_cache_bytes)]
+        args += [KV_BYTES, str(plan.kv_cache_bytes)]
     if plan.device == "npu" and plan.colocated > 1 and not _sets_additional_config(plan.extra_args):
         args += ["--additional-config", json.dumps(SHARED_NPU_SETTINGS)]
     return args
@@ -195,7 +198,8 @@ def _environment(plan: StagePlan) -> dict[str, str]:
     if plan.device == "cpu":
         env["PYTHONPATH"] = str(_SITE)
         env[SHARED_CORES_ENV] = "1"
-        env["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_KV_GIB)
+        if not any(word.split("=")[0].replace("_", "-") == KV_BYTES for word in plan.extra_args):
+            env[CPU_KV_ENV] = str(CPU_KV_GIB)
         env[WAIT_ENV] = "PASSIVE"  # threads that spin for work take the cores from whoever has some
         env[BIND_ENV] = NOT_BY_VLLM if plan.cores else "auto"
         if plan.cores:

@@ -228,6 +228,13 @@ def test_the_built_in_model_is_planned_on_cpu() -> None:
     assert blueprint.memory.grants()["P0"].kv == GIB
 
 
+def test_a_cpu_stage_is_planned_with_the_kv_cache_that_it_is_told() -> None:
+    told = DeployConfig(layout="E-P-D", device="cpu", stage_args=("P:--kv-cache-memory-bytes 64M",))
+    memory = draw(told).memory
+    assert memory is not None
+    assert [memory.grants()[name].kv for name in ("P0", "D0")] == [64 << 20, GIB]
+
+
 def test_simulated_stages_have_no_plan() -> None:
     assert draw(DeployConfig(layout="E-P-D", engine="sim")).memory is None
 

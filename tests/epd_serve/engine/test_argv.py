@@ -298,6 +298,14 @@ def test_ranks_of_stages_that_share_npus_meet_at_ports_of_their_own(
     assert [made.env.get(name) for name in HCCL_PORTS_ENV] == ["auto" if auto else None] * 2
 
 
+@pytest.mark.parametrize(
+    ("theirs", "variable"),
+    [((), "1"), (("--kv-cache-memory-bytes", "2G"), None), (("--kv_cache_memory_bytes=2G",), None)],
+)
+def test_an_operator_decides_how_much_kv_cache_a_cpu_stage_has(theirs: tuple[str, ...], variable: str | None) -> None:
+    assert command(Role.P, "cpu", extra_args=theirs).env.get("VLLM_CPU_KVCACHE_SPACE") == variable
+
+
 @pytest.mark.parametrize(("device", "runner"), [("cuda", "0"), ("npu", None), ("cpu", None)])
 def test_cuda_stages_run_the_first_model_runner(device: str, runner: str | None) -> None:
     assert command(Role.D, device).env.get(V2_RUNNER_ENV) == runner
