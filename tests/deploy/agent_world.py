@@ -39,8 +39,12 @@ class World:
         return int((self.folder / "agent").read_text())
 
     def next_life(self, name: str, flags: str) -> None:
-        """Flags of the next life of a stage."""
+        """Flags of the next life of a stage that runs."""
         (self.folder / f"flags-{name}").write_text(flags)
+
+    async def runs(self, name: str) -> None:
+        """A life of it has taken these flags."""
+        await until(lambda: not (self.folder / f"flags-{name}").exists(), f"{name} to take its flags")
 
     async def kill(self, *with_it: int) -> None:
         """The agent, and at the same time these processes."""

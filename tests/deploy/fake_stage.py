@@ -1,10 +1,11 @@
 """A stage without vLLM: answers /health, logs like a start, and dies, hangs or fails on demand.
 
 argv: PORT|PATH [--host ADDRESS] [--fail TEXT] [--delay S] [--child] [--ignore-term] [--unhealthy-file PATH]
-           [--links STATE] [--wiring JSON]
+           [--links STATE] [--wiring JSON] [--once PATH]
 
 With the wiring of a stage that sends KV it reports links to its peers, all of them in STATE. With a core order in its
-environment it pins itself to its cores and says so, as a worker on CPU does.
+environment it pins itself to its cores and says so, as a worker on CPU does. What stands at `--once` are more flags, of
+the first life that runs from then on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import socketserver
 import subprocess
@@ -34,7 +36,11 @@ def main() -> None:
     parser.add_argument("--unhealthy-file", default="")
     parser.add_argument("--links", default="up")
     parser.add_argument("--wiring", default="")
+    parser.add_argument("--once", default="")
     args = parser.parse_args()
+    if args.once and Path(args.once).exists():
+        args = parser.parse_args([*sys.argv[1:], *shlex.split(Path(args.once).read_text())])
+        Path(args.once).unlink()
     print(
         "(EngineCore pid=7) INFO 11-21 03:44:25 [core.py:1] Initializing a V1 LLM engine (v0) with config", flush=True
     )

@@ -5,14 +5,13 @@ argv: FOLDER [+OPTION=VALUE…]. It ends with its parent, and everything with it
 FOLDER gets `run`, the root of the run directory; `run_path`; `agent`, the pid of its life of now. What is put there is
 heeded: `fatal` (`NUMBER before` or `NUMBER after`) kills the agent at the step of that number that one of its lives
 takes, once: each start, each word to a process to go on and each change of what is written down is one;
-`flags-<instance>` holds flags for the next life of a stand-in.
+`flags-<instance>` holds flags for the next life of a stand-in, which takes them once it runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -109,8 +108,8 @@ def main() -> int:
     run = RunDir.create(folder / "run")
 
     def command(plan: StagePlan) -> StageCommand:
-        flags = _taken(folder / f"flags-{plan.instance}")
-        argv = (sys.executable, FAKE_STAGE, plan.uds or str(plan.port), *flags)
+        once = folder / f"flags-{plan.instance}"  # the stage takes them: a life may be cut off before it runs
+        argv = (sys.executable, FAKE_STAGE, plan.uds or str(plan.port), "--once", str(once))
         return StageCommand(argv, stage_command(plan).env)
 
     setup = AgentSetup.of(run, draw(config), command, _master, PATIENCE)
@@ -145,13 +144,6 @@ def main() -> int:
 
 def _master(settings: MasterSettings) -> tuple[str, ...]:
     return (sys.executable, FAKE_MASTER, settings.host, str(settings.rpc_port), str(settings.metrics_port))
-
-
-def _taken(path: Path) -> list[str]:
-    """The flags in a file, which then is gone."""
-    flags = shlex.split(path.read_text()) if path.exists() else []
-    path.unlink(missing_ok=True)
-    return flags
 
 
 def _write(path: Path, text: str) -> None:

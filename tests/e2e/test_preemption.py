@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +27,11 @@ from tests.waiting import wait_for
 pytestmark = pytest.mark.slow
 SAME = "--dtype float32 --max-model-len 512 --no-enable-prefix-caching"
 # Prompts of two requests fit into D together, not into P. Two run at P at a time because none gets a whole step.
-P = "P:--num-gpu-blocks-override 18 --long-prefill-token-threshold 32 --no-scheduler-reserve-full-isl"
-D = "D:--num-gpu-blocks-override 30"
-SMALL = ("(E-P)-D", "--stage-args", "all:" + SAME, "--stage-args", P, "--stage-args", D)
+P_BLOCKS, D_BLOCKS = 18, 30
+P = f"P:--num-gpu-blocks-override {P_BLOCKS} --long-prefill-token-threshold 32 --no-scheduler-reserve-full-isl"
+D = f"D:--num-gpu-blocks-override {D_BLOCKS}"
+PATIENT = ("--proxy", "timeouts.stage_silence_s=100")  # with stages that a test stops for a while
+SMALL = ("(E-P)-D", *PATIENT, "--stage-args", "all:" + SAME, "--stage-args", P, "--stage-args", D)
 without_metadata = pytest.mark.skipif(not METADATA_TRAVELS, reason="this vLLM takes no item as metadata alone")
 small_kv = pytest.mark.parametrize(
     "launch",
@@ -194,18 +197,39 @@ def test_streams_whose_features_are_lost_go_on(launch: Serving, alone: Ask) -> N
     assert [stream.tokens for stream in streams] == right
     body = about(PAIRWISE_DIFFERENT[0])
     assert ask(launch, body) == alone(body)
-    assert launch.kv_blocks_in_use("D0") == 0
+    wait_for(lambda: launch.kv_blocks_in_use("D0") == 0, "D to have all its blocks back", 15)
+
+
+@contextlib.contextmanager
+def prefill_gets_at_once_what_decode_holds_blocks_for(launch: Serving) -> Iterator[None]:
+    """For whoever sends several requests: P has two of them before D may reserve blocks, and goes on once D has
+    reserved more than P has itself. Else one request might have left P before the next comes."""
+
+    def waiting_at_p() -> int:
+        return int(launch.instances()["P0"]["stage"]["waiting"])
+
+    launch.signal_stage("D0", signal.SIGSTOP)
+    try:
+        yield
+        wait_for(lambda: waiting_at_p() >= 2, "P to have two requests", 40)
+        launch.signal_stage("P0", signal.SIGSTOP)
+        launch.signal_stage("D0", signal.SIGCONT)
+        wait_for(lambda: launch.kv_blocks_in_use("D0") > P_BLOCKS / D_BLOCKS, "D to have reserved for two", 40)
+    finally:
+        for name in ("P0", "D0"):
+            launch.signal_stage(name, signal.SIGCONT)
 
 
 @small_kv
 def test_prompts_that_prefill_preempts_arrive_whole(launch: Serving, alone: Ask) -> None:
     bodies = [conversation(turns, png(fresh_prompt(360 + turns).picture())) for turns in (14, 15, 16, 17, 18, 19)]
     right = [alone(body) for body in bodies]
+    assert [ask(launch, body) for body in bodies] == right  # from here on nothing waits for features
     before = preemptions(launch, "P0")
-    for _ in range(3):  # where P is kept from the cores, no two of them may be at it at once
-        with ThreadPoolExecutor(len(bodies)) as pool:
-            assert list(pool.map(lambda body: ask(launch, body), bodies)) == right
-        if preemptions(launch, "P0") > before:
-            break
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        with prefill_gets_at_once_what_decode_holds_blocks_for(launch):
+            answers = [pool.submit(ask, launch, body) for body in bodies]
+        assert [answer.result() for answer in answers] == right
     assert preemptions(launch, "P0") > before
-    assert launch.kv_blocks_in_use("P0") == launch.kv_blocks_in_use("D0") == 0
+    for name in ("P0", "D0"):
+        wait_for(lambda name=name: launch.kv_blocks_in_use(name) == 0, f"{name} to have all its blocks back", 15)

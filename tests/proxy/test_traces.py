@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-
 import pytest
 
 from epd_serve.errors import ConfigError
@@ -13,18 +10,12 @@ from proxy.records.records import Question
 from proxy.traces import AT_ONCE, HELD, SpanExport
 from tests.otlp import Collector, Spanned, collector
 from tests.proxy.fakes import Call, cluster, encodes, image_body, replies, settings, text_body
-from tests.waiting import PATIENCE_S, wait_for
+from tests.waiting import until, wait_for
 
 CHAT = "/v1/chat/completions"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SERVER, CLIENT = 2, 3
 USAGE = {"prompt_tokens": 40, "completion_tokens": 7, "total_tokens": 47}
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def root(got: Collector, count: int = 1) -> Spanned:

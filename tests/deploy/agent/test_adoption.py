@@ -91,6 +91,7 @@ async def test_a_start_has_no_more_time_than_before(tmp_path: Path) -> None:
 async def test_a_start_that_fails_meanwhile_is_over(world: World) -> None:
     world.next_life("P0", "--delay 600")
     await world.runtime.start(BARE_P)
+    await world.runs("P0")
     pid = (await world.seen(lambda all_: all_["P0"].pid))["P0"].pid
     assert pid is not None
     await world.kill(pid)
@@ -100,6 +101,22 @@ async def test_a_start_that_fails_meanwhile_is_over(world: World) -> None:
     assert (await world.seen())["P0"].over, "nor does another agent start it again"
     await world.runtime.stop("P0", 1.0)
     await world.up(BARE_P)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_killed_at_any_step_of_a_first_start_that_fails_it_is_over(world: World, when: str) -> None:
+    """A life that was cut off before it ran is not the one that fails."""
+    fatal, at, killed = world.folder / "fatal", 0, True
+    while killed:
+        fatal.write_text(f"{at} {when}")
+        world.next_life("P0", "--fail 'no such dtype'")
+        await world.kill()
+        await world.runtime.start(BARE_P)
+        one = (await world.is_in(Phase.DOWN, "P0"))["P0"]
+        assert one.over and not one.ever_up and "no such dtype" in one.reason
+        await world.runtime.stop("P0", 1.0)
+        at, killed = at + 1, not fatal.exists()
+    assert at > 5
 
 
 async def test_what_dies_meanwhile_is_started_again(world: World) -> None:

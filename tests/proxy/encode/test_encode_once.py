@@ -37,6 +37,7 @@ from tests.proxy.fakes import (
     services,
     settings,
 )
+from tests.waiting import until
 
 
 def coloured(*colors: str) -> list[str]:
@@ -275,7 +276,7 @@ async def test_a_follower_that_gave_up_does_not_come_to_lead() -> None:
     obtain = [asyncio.create_task(step._obtain(one, one.items))]
     await asyncio.sleep(0)
     obtain.append(asyncio.create_task(step._obtain(two, two.items)))
-    await asyncio.sleep(0.3)  # the second has given up on x, and waits for y
+    await until(lambda: "y" in slow.calls, "the second to have given up on x, and to wait for y")
     third = asyncio.create_task(step._obtain(three, three.items))
     await asyncio.sleep(0)
     assert "x" in flights

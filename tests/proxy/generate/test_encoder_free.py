@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from proxy.request.parse import Endpoint
 from tests.proxy.fakes import breaks, cluster, data_url, encodes, hangs, image_file, refuses, settings, text_body
 from tests.proxy.generate.test_delivery import kinds, loses
 from tests.proxy.generate.test_retry import DIED, FAULT, LOST, METADATA, REFUSAL, ctx, failed
+from tests.waiting import until
 
 CHAT = Endpoint.CHAT.value
 ENCODER_FREE = settings(send_pixels="never")
@@ -122,9 +122,3 @@ async def test_tokens_of_a_prompt_with_media_are_counted_by_an_encoder() -> None
         assert len(c["E0"].calls) == 1 and not c["PD0"].calls
         assert (await c.client.post("/tokenize", json={"prompt": "Hello"})).status_code == 200
         assert len(c["PD0"].calls) == 1
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)

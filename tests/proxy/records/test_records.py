@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +33,7 @@ from tests.proxy.fakes import (
     text_body,
 )
 from tests.proxy.generate.streams import Form
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 
@@ -60,12 +60,6 @@ def choice(told: dict[str, Any], work: str) -> dict[str, Any]:
     """The last one of this kind."""
     found: dict[str, Any] = [one for one in told["choices"] if one["work"] == work][-1]
     return found
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def ask(c: Cluster, name: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
