@@ -67,7 +67,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _gaps(launch: Served, kind: str, turn: int) -> dict[str, float]:
-    """Of one answer, while images of this turn's own are encoded, and come to PD."""
+    """Of one answer, while images of this turn's own are encoded, and come to PD. `features`: so many, before it ended."""
     answers: list[RequestRecord] = []
     body = text_body(launch.model, tokens=PROMPT_TOKENS, answer=ANSWER_TOKENS, stream=True, seed=turn)
     decoding = threading.Thread(target=lambda: answers.append(ask(launch.url, {**body, "ignore_eos": True})))
@@ -93,7 +93,8 @@ def _gaps(launch: Served, kind: str, turn: int) -> dict[str, float]:
     steps = [stamp.t for stamp in stamps if (stamp.instance, stamp.event) == ("PD0", STEP) and stamp.more["decodes"]]
     gaps_ms, token_gaps_ms = (_gaps_ms(times, begun, until) for times in (steps, answers[0].token_s))
     found = {"gap_p99_ms": gaps_ms, "token_gap_p99_ms": token_gaps_ms}
-    return {**{name: round(float(np.percentile(gaps, GAP_P)), 4) for name, gaps in found.items()}, "gaps": len(gaps_ms)}
+    counts = {"gaps": len(gaps_ms), "features": sum(at <= steps[-1] for at in done[: len(asking)])}
+    return {**{name: round(float(np.percentile(gaps, GAP_P)), 4) for name, gaps in found.items()}, **counts}
 
 
 def _encode(stage_url: str, body: Mapping[str, Any]) -> None:
