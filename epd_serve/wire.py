@@ -139,6 +139,7 @@ class StoreReport(_Message, frozen=True):
         waiting_puts: features that wait for room (encoders).
         encoding: items that this encoder holds.
         counters: monotonic counts of this life, e.g. `encoded`, `encode_skipped`, `fetched`, `recomputed.deadline`.
+        seq: grows by one per report of this life; `/instances` shows it, so that one can wait for counts of later.
     """
 
     instance: str
@@ -150,6 +151,7 @@ class StoreReport(_Message, frozen=True):
     waiting_puts: int = 0
     encoding: int = 0
     counters: dict[str, int] = {}
+    seq: int = 0
 
 
 FEW_PROMPT_TOKENS = 16

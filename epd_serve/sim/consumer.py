@@ -64,6 +64,7 @@ class Consumer:
         self._recomputing = 0
         self._elsewhere: OrderedDict[str, int] = OrderedDict()  # key → bytes, on other hosts
         self.counters: Counter[str] = Counter(corrupt=0)
+        self._reported = 0  # reports sent so far
         self._peers = Peers(wiring)
         self._ear = zmq.asyncio.Context.shadow(zmq.Context.instance()).socket(zmq.SUB)
         self._ear.setsockopt(zmq.LINGER, 0)
@@ -239,4 +240,5 @@ class Consumer:
     def _report(self) -> None:
         if self._peers.changed():
             self._following.follow(self._peers.encoders())
-        self._publisher.send(store_report(self._wiring, self._store, counters=dict(self.counters)))
+        self._reported += 1
+        self._publisher.send(store_report(self._wiring, self._store, seq=self._reported, counters=dict(self.counters)))

@@ -49,6 +49,7 @@ class Encoder:
         self._drops = drops
         self._pending: OrderedDict[str, int] = OrderedDict()  # key → how many requests have it encoded
         self._counters: Counter[str] = Counter()
+        self._reported = 0  # reports sent so far
         self._waiting_puts = 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="epd-sim-put")
         self._reports = RateLimitedPublisher(self._report, change_s=0.05, idle_s=0.5)
@@ -150,10 +151,12 @@ class Encoder:
             self._publisher.send(wire.FeaturePending(list(self._pending), self._wiring.incarnation))
 
     def _report(self) -> None:
+        self._reported += 1
         self._publisher.send(
             store_report(
                 self._wiring,
                 self._store,
+                seq=self._reported,
                 waiting_puts=self._waiting_puts,
                 encoding=len(self._pending),
                 counters=dict(self._counters),

@@ -100,6 +100,7 @@ def store_report(
     wiring: StageWiring,
     store: Arena | None,
     *,
+    seq: int,
     counters: dict[str, int],
     waiting_puts: int = 0,
     encoding: int = 0,
@@ -116,4 +117,5 @@ def store_report(
         waiting_puts=waiting_puts,
         encoding=encoding,
         counters=counters,
+        seq=seq,
     )

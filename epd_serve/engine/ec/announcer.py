@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import zmq
+from msgspec import structs
 
 from epd_serve import wire
 from epd_serve.sockets import Socket, bind, open_socket
@@ -40,6 +41,7 @@ class Announcer:
     ) -> None:
         self._incarnation = wiring.incarnation
         self._report, self._pending = report, pending
+        self._reports = 0  # sent so far
         self._changed = threading.Event()
         self._closing = False
         self._lock = threading.Lock()
@@ -87,7 +89,9 @@ class Announcer:
                 if now >= reported + self._report_every_s():
                     reported = now
                     self._changed.clear()
-                    self._send(self._report())
+                    report = self._report()
+                    self._reports += 1
+                    self._send(structs.replace(report, seq=self._reports))
             except Exception as error:  # a thread that ends would look like a dead encoder
                 named = isinstance(error, StoreError)  # the next report is half a second away
                 logger.warning("no renewal, or no store report: %s", error, exc_info=not named)

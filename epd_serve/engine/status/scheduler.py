@@ -107,16 +107,16 @@ def reporting(base: Any) -> Any:
                 self._cache.added(request, tell=self._tells_prompts)
             self._watch.changed()
             # vLLM tells its KV connector of a new request; ours for features would first hear when it is let run.
-            if consumer := self._consumer:
+            if consumer := self._feature_consumer:
                 consumer.arrived(request)
 
         def reset_encoder_cache(self) -> None:
             super().reset_encoder_cache()
-            if consumer := self._consumer:  # vLLM names what it frees in a step, and here nothing
+            if consumer := self._feature_consumer:  # vLLM names what it frees in a step, and here nothing
                 consumer.encoder_cache_reset()
 
         @property
-        def _consumer(self) -> Any:
+        def _feature_consumer(self) -> Any:
             return getattr(getattr(self, "ec_connector", None), "consumer", None)
 
         def finish_requests(self, *args: Any, **more: Any) -> Any:

@@ -241,7 +241,7 @@ async def test_what_stages_announce_reaches_the_directory_the_table_and_the_metr
         c.table.apply(replace(c.instances["E0"], events=f"ipc://{tmp_path}/E0"))
         await subscription(stage)
         counters = {"encoded": 7, "recomputed.deadline": 1}
-        report = wire.StoreReport("E0", "E0-life1", 1000, 400, 2, "up", 1, 3, counters)
+        report = wire.StoreReport("E0", "E0-life1", 1000, 400, 2, "up", 1, 3, counters, seq=9)
         past = wire.StoreReport("E0", "E0-life0", 1000, 999, 0)
         for message in (wire.FeatureReady(key, 100, "E0-life1", pooled=True), report, past):
             stage.send(wire.encode(message))
@@ -252,7 +252,7 @@ async def test_what_stages_announce_reaches_the_directory_the_table_and_the_metr
         encoder, other = (await c.client.get("/instances")).json()["instances"]
         assert encoder["store"] == {
             "capacity_bytes": 1000, "used_bytes": 400, "leased": 2, "pool": "up", "waiting_puts": 1, "encoding": 3,
-            "counters": counters,
+            "counters": counters, "seq": 9,
         }  # fmt: skip
         assert other["store"] is None
         text = (await c.client.get("/metrics")).text

@@ -105,6 +105,15 @@ def test_who_takes_features_hears_that_vllm_emptied_its_encoder_cache(ear: Socke
     scheduler.shutdown()
 
 
+def test_no_extension_has_a_field_by_the_name_of_anothers(ear: Socket) -> None:
+    """One sets what it owns on the scheduler that all of them are."""
+    scheduler = made()
+    ours = [one for one in type(scheduler).__mro__ if one.__module__.startswith("epd_serve.")]
+    fields = [name for one in ours for name, value in vars(one).items() if not (name[:2] == "__" or callable(value))]
+    assert len(ours) >= 3 and "_consumer" in fields and len(set(fields)) == len(fields)
+    scheduler.shutdown()
+
+
 def test_a_class_is_extended_once() -> None:
     assert reporting(FakeScheduler) is reporting(FakeScheduler)
     assert reporting(FakeScheduler).__name__ == "ReportingFakeScheduler"
