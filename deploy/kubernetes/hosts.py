@@ -85,19 +85,19 @@ class KubernetesHosts:
 
     Attributes:
         pods: that there are, those that have not begun, too; None before they are known.
-        path: of their kind, in their namespace.
+        api: where they are asked for; path: of pods in their namespace there.
     """
 
     def __init__(self, api: ApiServer, deployment: str) -> None:
         self.pods: tuple[Pod, ...] | None = None
         self.path = f"/api/v1/namespaces/{api.namespace}/pods"
-        self._api = api
+        self.api = api
         self._selector = f"app.kubernetes.io/instance={deployment},app.kubernetes.io/component=node"
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
         """Keep in step with the cluster, until cancelled. Raises EpdError: they cannot be listed a first time."""
-        async for pods in self._api.follow(self.path, self._selector):
+        async for pods in self.api.follow(self.path, self._selector):
             self.pods = tuple(Pod.of(pods[name]) for name in sorted(pods))
             self._changed.set()
             self._changed = asyncio.Event()

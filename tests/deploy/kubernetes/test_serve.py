@@ -17,7 +17,9 @@ import pytest
 
 from deploy.host.environment import module_environment
 from deploy.host.launches import ADMIN_SOCKET, NoLaunchError, choose_launch
+from deploy.kubernetes.scale import LEFT_OUT
 from deploy.options.config import DeployConfig
+from epd_serve import __version__
 from tests.deploy.kubernetes.cluster import FakeCluster, Load
 from tests.deploy.launch.test_sim_launch import profile_file
 from tests.deploy.node_secrets import node_secrets
@@ -26,6 +28,8 @@ from tests.waiting import PATIENCE_S, until
 SERVE = """
 import sys, msgspec
 from pathlib import Path
+import epd_serve
+epd_serve.__version__ = sys.argv[3]
 from deploy.kubernetes import serve, scale
 from deploy.options.config import DeployConfig
 config, account = Path(sys.argv[1]), Path(sys.argv[2])
@@ -62,10 +66,11 @@ class World:
         )
         (folder / "config.json").write_bytes(msgspec.json.encode(self.config))
 
-    def begin(self) -> None:
-        """A controller's process, as its pod begins it."""
+    def begin(self, version: str = __version__) -> None:
+        """A controller's process, as its pod begins it, of this version."""
         place = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(self.cluster.api.port)}
         words = [sys.executable, "-c", SERVE, str(self.folder / "config.json"), str(self.cluster.api.account)]
+        words.append(version)
         with (self.folder / "controller.log").open("ab") as log:
             self.controller = subprocess.Popen(words, env=module_environment() | place, stdout=log, stderr=log)
 
@@ -171,6 +176,44 @@ async def test_a_rolling_update_and_pods_that_come_and_go_cost_no_answer(tmp_pat
         await until(lambda: len(w.cluster.live) == 1, "two to go")
         assert nodes(await w.whole()) == {one.id for one in w.cluster.live.values()}
         assert w.cluster.emptied == [True] * 4 and load.failed == []
+
+
+@pytest.mark.slow
+async def test_an_update_to_another_version_ends_with_it_and_no_client_notices(tmp_path: Path) -> None:
+    async with world(tmp_path, "E-P-2D", 2, placement="spread") as (w, load):
+        w.cluster.surge, w.cluster.await_empty_s = True, 5
+        old = set(w.cluster.live)
+        w.cluster.roll("9.9.9")
+
+        def told() -> list[str]:
+            return [w.cluster.api.annotations(name).get(LEFT_OUT, "") for name in w.cluster.live.keys() - old]
+
+        await until(lambda: [f"EPD-Serve 9.9.9, its controller {__version__}" in why for why in told()] == [True] * 2)
+        assert {name for name, pod in w.cluster.live.items() if pod.ready} == old, "nobody is sent to the new ones"
+        await load.more()
+        assert w.ends(signal.SIGTERM) == 0
+        w.begin("9.9.9")
+        await until(lambda: not old & w.cluster.live.keys(), "the old ones to go")
+        await w.cluster.ready(2)
+        assert nodes(await w.whole("E-P-2D")) == {one.id for one in w.cluster.live.values()}
+        await load.more()
+        assert load.failed == []
+
+
+@pytest.mark.slow
+async def test_where_no_pod_is_left_of_one_version_the_other_serves(tmp_path: Path) -> None:
+    async with world(tmp_path, "E-P-D", 1) as (w, load):
+        (old,) = w.cluster.live.values()
+        assert w.ends(signal.SIGTERM) == 0
+        w.begin("9.9.9")
+        await until(lambda: "E-P-D takes 1 pods, and 0 run EPD-Serve 9.9.9" in w.log, "it to leave the old one alone")
+        await load.more()
+        w.cluster.await_empty_s = 1
+        w.cluster.roll("9.9.9")
+        await until(lambda: old.name not in w.cluster.live, "the old one to go")
+        await w.cluster.ready(1)
+        assert nodes(await w.whole("E-P-D")) == {one.id for one in w.cluster.live.values()}
+        assert load.failed == []
 
 
 async def test_what_an_operator_wants_has_the_cluster_start_pods_and_give_them_up(tmp_path: Path) -> None:
