@@ -4,6 +4,7 @@ is asked meanwhile is answered, but where the connection itself is killed."""
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -74,6 +75,11 @@ class World:
         with (self.folder / "controller.log").open("ab") as log:
             self.controller = subprocess.Popen(words, env=module_environment() | place, stdout=log, stderr=log)
 
+    def starts_in(self, seconds: float) -> None:
+        """So long a decode instance loads its model that starts from now on."""
+        file = Path(self.config.sim_profile)
+        file.write_text(json.dumps({**json.loads(file.read_text()), "start_s": {"D": seconds}}))
+
     @property
     def log(self) -> str:
         return (self.folder / "controller.log").read_text()
@@ -135,6 +141,21 @@ def nodes(instances: dict[str, dict[str, Any]]) -> set[str]:
     return {one["node"] for one in instances.values()}
 
 
+async def test_pods_are_ready_once_an_instance_of_each_role_answers(tmp_path: Path) -> None:
+    w = World(tmp_path, "E-P-D", placement="spread")
+    w.starts_in(10.0)
+    w.cluster.api.replicas = 2
+    async with w.cluster.running():
+        w.begin()
+        try:
+            await w.cluster.ready(2)
+            instances = (await w.asks("GET", "/deployment"))["instances"]
+            assert {one["id"]: one["phase"] for one in instances} == {"E0": "up", "P0": "up", "D0": "up"}
+        finally:
+            w.controller.kill()
+            w.controller.wait()
+
+
 async def test_a_pod_whose_processes_are_killed_serves_again_and_no_other_notices(tmp_path: Path) -> None:
     async with world(tmp_path, "2E-2P-2D", 2, placement="spread") as (w, load):
         before = await w.whole()
@@ -182,6 +203,7 @@ async def test_a_rolling_update_and_pods_that_come_and_go_cost_no_answer(tmp_pat
 async def test_an_update_to_another_version_ends_with_it_and_no_client_notices(tmp_path: Path) -> None:
     async with world(tmp_path, "E-P-2D", 2, placement="spread") as (w, load):
         w.cluster.surge, w.cluster.await_empty_s = True, 5
+        w.starts_in(5.0)
         old = set(w.cluster.live)
         w.cluster.roll("9.9.9")
 
