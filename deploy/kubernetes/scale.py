@@ -120,9 +120,10 @@ class PodScale(Collector):
         EpdError."""
         for pod in self._hosts.pods or ():
             had = {COST: pod.annotations.get(COST, UNUSED), LEFT_OUT: pod.annotations.get(LEFT_OUT)}
-            marks = {COST: IN_USE if pod.id in used else UNUSED, LEFT_OUT: self.left_out.get(pod.id)}
-            if marks != had and not pod.leaving:
-                await self._hosts.api.annotate(f"{self._hosts.path}/{pod.name}", marks)
+            cost = IN_USE if pod.host.id in used else UNUSED
+            marks = {COST: cost, LEFT_OUT: self.left_out.get(pod.host.id)}
+            if marks != had and not pod.host.leaving:
+                await self._hosts.api.annotate(f"{self._hosts.path}/{pod.host.name}", marks)
 
     async def scale(self, *, less: bool = False) -> bool:
         """Have as many pods as are wanted, or more. `less`: for long enough fewer have been wanted.

@@ -27,7 +27,7 @@ from deploy.host.launches import ADMIN_SOCKET, reap_dead
 from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
 from deploy.kubernetes.api import ACCOUNT, ApiServer
-from deploy.kubernetes.hosts import KubernetesHosts, kind_of
+from deploy.kubernetes.hosts import KubernetesHosts
 from deploy.kubernetes.leases import PodLeases
 from deploy.kubernetes.scale import PodScale, pods_wanted
 from deploy.launch.life import ENDING, GRACE_S, checked_keys
@@ -125,7 +125,7 @@ class _Controller:
         while True:
             changed = asyncio.create_task(self._hosts.changed())
             try:
-                kind = kind_of(self._config, await self._hosts.resource())
+                kind = "cpu" if self._config.engine == "sim" else self._config.device
                 cluster = Cluster(
                     self._config,
                     kind,
