@@ -93,10 +93,6 @@ class KubernetesHosts:
             self._changed.set()
             self._changed = asyncio.Event()
 
-    async def changed(self) -> None:
-        """Wait for a change of any pod."""
-        await self._changed.wait()
-
     @property
     def there(self) -> tuple[Host, ...]:
         return tuple(one.host for one in self.pods or () if one.begun)

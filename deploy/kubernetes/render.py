@@ -6,8 +6,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
+from operator import attrgetter
 from typing import Any
 
 import yaml
@@ -23,6 +24,8 @@ STRATEGIES: dict[str, Manifest] = {
     "recreate": {"type": "Recreate"},
 }
 
+_NAME = re.compile(r"\$([\w.]+)")
+
 PULL_S = 600
 """For pods to be placed and to have the image; then stages start, before a rollout has failed."""
 
@@ -33,8 +36,12 @@ SERVES = {"llm-d.ai/inference-serving": "true", "llm-d.ai/role": "encode-prefill
 def manifests(values: Values) -> list[Manifest]:
     """All objects of a deployment, in the order in which they are applied."""
     template = resources.files(__package__).joinpath("manifests.yaml").read_text("utf-8")
-    names = _names(values)
-    objects = [_filled(one, names) for one in yaml.safe_load_all(template)]
+    made = _made(values)
+
+    def value(name: str) -> Any:
+        return made[name] if name in made else attrgetter(name)(values)
+
+    objects = [_filled(one, value) for one in yaml.safe_load_all(template)]
     return [one for one in objects if one["kind"] != "ServiceMonitor" or values.service_monitor]
 
 
@@ -43,8 +50,8 @@ def text_of(documents: Iterable[Manifest]) -> str:
     return yaml.dump_all(documents, Dumper=_Readable, sort_keys=False, width=120, explicit_start=True)
 
 
-def _names(values: Values) -> dict[str, Any]:
-    """What the names in the template stand for."""
+def _made(values: Values) -> dict[str, Any]:
+    """What names in the template stand for that are no attributes of the values."""
     config = values.config
     members = {"app.kubernetes.io/name": "epd-serve", "app.kubernetes.io/instance": config.name}
     node, controller = (members | {"app.kubernetes.io/component": one} for one in ("node", "controller"))
@@ -56,8 +63,6 @@ def _names(values: Values) -> dict[str, Any]:
     driver_volumes, driver_mounts = _volumes("driver", [Mount("host", path, path) for path in values.driver_paths])
     volumes, mounts = _volumes("mount", values.mounts)
     return {
-        "name": config.name,
-        "namespace": values.namespace,
         "members": members,
         "node": node,
         "node_labels": node | version,
@@ -67,24 +72,16 @@ def _names(values: Values) -> dict[str, Any]:
         "settings": settings,
         "digest": hashlib.sha256(settings.encode()).hexdigest()[:16],
         "scaling": {"apiGroups": ["apps"], **scaling} if values.nodes else None,
-        "port": config.port,
-        "admin_port": config.admin_port,
         "node_port": NODE_PORT,
         "protocol": "https" if config.tls_cert_file else "http",
-        "replicas": values.replicas,
         "strategy": STRATEGIES[values.strategy],
         "progress_s": PULL_S + math.ceil(config.startup_timeout_s),
         "devices": str(values.devices),
-        "nodes": values.nodes,
-        "runtime_class": values.runtime_class,
-        "grace_s": values.grace_s,
-        "image": values.image,
         "listen": listen,
         "config_file": CONFIG_FILE,
         "secrets_dir": SECRETS_DIR,
         "admin_dir": ADMIN_DIR,
         "env": [{"name": name, "value": value} for name, value in values.variables.items()],
-        "limits": values.limits,
         "await_empty": [*await_empty, str(values.await_empty_s)] if values.await_empty_s else None,
         "shm": f"{values.shm}Mi",
         "driver_volumes": driver_volumes,
@@ -94,16 +91,16 @@ def _names(values: Values) -> dict[str, Any]:
     }
 
 
-def _filled(node: Any, names: Mapping[str, Any]) -> Any:
+def _filled(node: Any, value: Callable[[str], Any]) -> Any:
     """A part of the template with values in place of names; None where nothing is left of it."""
     if isinstance(node, str):
-        whole = re.fullmatch(r"\$(\w+)", node)
-        return names[whole[1]] or None if whole else re.sub(r"\$(\w+)", lambda name: names[name[1]], node)
+        whole = _NAME.fullmatch(node)
+        return value(whole[1]) or None if whole else _NAME.sub(lambda name: value(name[1]), node)
     if isinstance(node, dict):
-        left = {key: value for key, one in node.items() if (value := _filled(one, names)) is not None}
+        left = {key: filled for key, one in node.items() if (filled := _filled(one, value)) is not None}
         return left if left or not node else None
     if isinstance(node, list):
-        items = (_filled(one, names) for one in node)
+        items = (_filled(one, value) for one in node)
         return [each for one in items for each in (one if isinstance(one, list) else [one]) if each is not None]
     return node
 

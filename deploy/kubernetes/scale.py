@@ -6,7 +6,6 @@ Whoever gives up pods of a Deployment chooses those of the least deletion cost: 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -111,9 +110,7 @@ class PodScale(Collector):
                 except EpdError as error:
                     self._say(f"warning: pods are not scaled: {error}")
                     again_at = now + AGAIN_S
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._hosts.changed()
+            await asyncio.sleep(LOOK_S)
 
     async def _mark(self, used: Collection[str]) -> None:
         """Have those be given up first on which nothing is leased, and those that are left out say why. Raises

@@ -43,7 +43,7 @@ from epd_serve.layout_parser import parse
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-SETTLE_S, LOOK_S = 30.0, 5.0
+SETTLE_S, LOOK_S = 30.0, 1.0
 """For so long a deployment that begins waits for pods that are still coming, though it would fit on those that are
 there; and between two looks."""
 
@@ -123,7 +123,6 @@ class _Controller:
         """Once there are pods for it. Raises ConfigError: all have come, and it cannot be had on them. EpdError."""
         said, until = "", time.monotonic() + SETTLE_S
         while True:
-            changed = asyncio.create_task(self._hosts.changed())
             try:
                 kind = "cpu" if self._config.engine == "sim" else self._config.device
                 cluster = Cluster(
@@ -146,14 +145,9 @@ class _Controller:
                 if not self._hosts.coming:
                     raise
                 waits = str(error)
-            try:
-                if said != (said := waits):
-                    self._screen.line(f"waits for pods: {waits}")
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
-                        await changed
-            finally:
-                changed.cancel()
+            if said != (said := waits):
+                self._screen.line(f"waits for pods: {waits}")
+            await asyncio.sleep(LOOK_S)
 
     async def _lacks(self, there: Sequence[Host], patient: bool) -> str:
         """What a deployment that begins waits for, if anything. Raises ConfigError: it would wait in vain. EpdError."""
