@@ -240,6 +240,10 @@ class FakeCluster:
         """Another template, for example the image of another version: all pods are replaced."""
         self.revision, self.version = self.revision + 1, version or self.version
 
+    def undo(self) -> None:
+        """The template before."""
+        self.revision, self.version = self.revision - 1, __version__
+
     async def _control(self) -> None:
         """What the controller of Deployments does, with maxSurge 0 and maxUnavailable 1, or 100% and 0."""
         while True:
@@ -247,19 +251,19 @@ class FakeCluster:
                 pod.task.result()  # type: ignore[union-attr]
                 del self.live[pod.name]
             there = [one for one in self.live.values() if not one.leaving.is_set()]
+            old = [one for one in there if one.revision != self.revision]
             new = [one for one in there if one.revision == self.revision]
             for _ in range(self.api.replicas - len(new if self.surge else there)):
                 self._create()
-            if self.surge and len(new) < len(there):
-                if [one.ready for one in new] == [True] * self.api.replicas:
-                    for one in set(there) - set(new):
-                        one.leaving.set()
+            if self.surge and old:
+                spare = len(there) - self.api.replicas - sum(not one.ready for one in new)
+                for one in sorted(old, key=lambda one: one.ready)[: max(0, spare)]:
+                    one.leaving.set()
             elif len(there) > self.api.replicas:
                 first = sorted(there, key=lambda one: (one.ready, one.cost, -int(one.ip.rpartition(".")[2])))
                 for one in first[: len(there) - self.api.replicas]:
                     one.leaving.set()
-            old = [one for one in there if one.revision < self.revision]
-            if old and len(there) == self.api.replicas and all(one.ready for one in there):
+            elif old and len(there) == self.api.replicas and all(one.ready for one in there):
                 old[0].leaving.set()
             await asyncio.sleep(LOOK_S)
 

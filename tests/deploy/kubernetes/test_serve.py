@@ -213,6 +213,9 @@ async def test_an_update_to_another_version_ends_with_it_and_no_client_notices(t
         await until(lambda: [f"EPD-Serve 9.9.9, its controller {__version__}" in why for why in told()] == [True] * 2)
         assert {name for name, pod in w.cluster.live.items() if pod.ready} == old, "nobody is sent to the new ones"
         await load.more()
+        w.cluster.undo()
+        await until(lambda: w.cluster.live.keys() == old, "the way back")
+        w.cluster.roll("9.9.9")
         assert w.ends(signal.SIGTERM) == 0
         w.begin("9.9.9")
         await until(lambda: not old & w.cluster.live.keys(), "the old ones to go")
