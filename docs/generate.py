@@ -28,6 +28,7 @@ from deploy.control.reconciler import Reconciler
 from deploy.follow.live import Follower
 from deploy.follow.report import FollowMetrics
 from deploy.front.key_watch import KeyMetrics
+from deploy.kubernetes.hosts import KubernetesHosts
 from deploy.kubernetes.scale import PodScale
 from deploy.options.config import DeployConfig, ProxyConfig
 from proxy.background import Background
@@ -232,7 +233,7 @@ def metrics() -> str:
             "Counted in its present life. Not of `epd-serve proxy`; on several hosts at the admin listener only.",
             [
                 *_families(ControlMetrics(_idle_reconciler()).collect()),
-                *_families(PodScale().collect()),
+                *_families(PodScale(cast(KubernetesHosts, SimpleNamespace(there=()))).collect()),
                 *_own(vars(KeyMetrics(CollectorRegistry())).values()),
                 *_families(
                     FollowMetrics(

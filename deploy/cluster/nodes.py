@@ -81,6 +81,7 @@ class Cluster:
         begun_on: the host of whoever began it, "" where that is none of them.
         logs: what shows the logs, for people.
         answers: takes the application that operators ask, once there is one. began: of the monotonic clock.
+        version: of EPD-Serve, that nodes have to have; "": whatever they have, if it is the same.
     """
 
     config: DeployConfig
@@ -92,11 +93,12 @@ class Cluster:
     logs: str = ""
     answers: Callable[[FastAPI], None] = lambda app: None
     began: float = field(default_factory=time.monotonic)
+    version: str = ""
 
     async def noted(self) -> tuple[NodeNotes, tuple[Host, ...]]:
-        """What the controller before this one has left, and the hosts that there are."""
+        """What the controller before this one has left, and the hosts that there are for this one."""
         there = await anext(self.hosts.watch())
-        noted = await left_behind(self.hosts, there, self.members)
+        noted, there = await left_behind(self.hosts, there, self.members, self.version)
         return NodeNotes(noted, max(noted.epoch + 1, time.time_ns() // 1000)), there
 
 
@@ -108,7 +110,7 @@ class Nodes:
     Attributes:
         key: of the deployment: whoever has it is one of its processes.
         many: runs the instances.
-        left_out: nodes that cannot be part of it.
+        left_out: nodes that cannot be part of it as long as those are there that are, and why.
     """
 
     def __init__(self, cluster: Cluster, notes: NodeNotes, say: Callable[[str], None]) -> None:
@@ -125,7 +127,7 @@ class Nodes:
         self._used_s: dict[str, float] = {}  # of nodes with a process of ours: when something was leased there last
         self._back = noted(BACK, set[str])
         self._one_at_a_time = asyncio.Lock()
-        self.left_out = noted(LEFT_OUT, set[str])
+        self.left_out = noted(LEFT_OUT, dict[str, str])
         self._warned: set[str] = set()
         self._master = noted(MASTER, Master)
         if (nonce := notes.read(NONCE)) is None:
@@ -168,8 +170,11 @@ class Nodes:
         """Raises ConfigError where it is not as the others are, EpdError where it does not say what it is."""
         if host.id not in self._known:
             facts = await self._call(host, self._facts_of(host), START_S)
-            for other in self._known.values():
-                if differing := differences(facts, other):
+            wanted = self._cluster.version
+            if wanted and (version := facts.versions.get("epd-serve")) != wanted:
+                raise ConfigError(f"it has EPD-Serve {version}, its controller {wanted}: both have to have the same")
+            for other in self._there:
+                if differing := differences(facts, self._known[other]):
                     raise ConfigError(
                         f"the nodes of a deployment have to agree: {'; '.join(differing)}", param="--runtime"
                     )
@@ -296,6 +301,8 @@ class Nodes:
             self._warn("the feature store's second tier has gone with it: features are computed again until a restart")
         self._used_s.pop(node, None)
         del self._there[node]
+        self.left_out.clear()  # they may agree with those that are left
+        self._notes.write(LEFT_OUT, msgspec.json.encode(self.left_out))
         if self._there:
             aim.machines = self.machines
 
@@ -337,15 +344,16 @@ class Nodes:
                 await self._set_up(host.id)
             except EpdError as error:
                 self._say(f"node {host.name} is left out: {error}")
-                await self._leave_out(host.id)
+                await self._leave_out(host.id, str(error))
                 return
             self._join(host.id)
         aim.machines = self.machines
         self._say(f"{self._called(host.id)} has come")
 
-    async def _leave_out(self, node: str) -> None:
-        """For good. Its node process does not run: where it is kept alive the host would never be idle."""
-        self.left_out.add(node)
+    async def _leave_out(self, node: str, why: str) -> None:
+        """Until one of the others goes. Its node process does not run: where it is kept alive the host would never be
+        idle."""
+        self.left_out[node] = why
         self._notes.write(LEFT_OUT, msgspec.json.encode(self.left_out))
         self._there.pop(node, None)
         with contextlib.suppress(EpdError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from types import NoneType
 
@@ -28,20 +28,35 @@ HELD_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-async def left_behind(hosts: Hosts, there: Iterable[Host], members: NodeSecrets) -> Notes:
-    """The newest that any node keeps of a controller before this one, in the latest epoch that any has heard of."""
+async def left_behind(
+    hosts: Hosts, there: Sequence[Host], members: NodeSecrets, version: str = ""
+) -> tuple[Notes, tuple[Host, ...]]:
+    """The newest that any node keeps of a controller before this one, in the latest epoch that any has heard of.
+
+    Args:
+        version: of EPD-Serve, of the nodes that count; "": all do.
+
+    Returns:
+        That, and the hosts without those whose nodes are of another version: these serve on for the controller
+        that they have had.
+    """
 
     async def of(host: Host) -> NodeInfo:
-        with contextlib.suppress(TimeoutError, EpdError, httpx.HTTPError, msgspec.MsgspecError):
+        with contextlib.suppress(TimeoutError, EpdError, httpx.HTTPError):
             async with asyncio.timeout(HELD_S):
                 if address := await hosts.find(host.id):
                     async with members.client(address, HELD_S) as http:
-                        return msgspec.json.decode((await http.get("/node")).content, type=NodeInfo)
+                        content = (await http.get("/node")).content
+                    try:
+                        return msgspec.json.decode(content, type=NodeInfo)
+                    except msgspec.MsgspecError:
+                        return NodeInfo(version="unknown")
         return NodeInfo()
 
     told = await asyncio.gather(*(of(one) for one in there))
-    notes = max((one.notes for one in told), key=lambda one: one.age, default=Notes())
-    return Notes(max((one.epoch for one in told), default=0), 0, notes.sections)
+    ours = {host: info for host, info in zip(there, told, strict=True) if version in ("", info.version)}
+    notes = max((info.notes for info in ours.values()), key=lambda one: one.age, default=Notes())
+    return Notes(max((info.epoch for info in ours.values()), default=0), 0, notes.sections), tuple(ours)
 
 
 class NodeNotes(Following):

@@ -13,9 +13,9 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
@@ -30,19 +30,17 @@ WATCH_S, SLACK_S = 60.0, 15.0
 """How long the server is asked to keep a watch open, and how much longer it may be silent: then the connection is dead,
 whatever TCP says."""
 
-ANSWER_S, PATCH_S, FIRST_S = 10.0, 20.0, 60.0
-"""For one answer, for a patch until it is carried out, and for the first list."""
+ANSWER_S, FIRST_S = 10.0, 60.0
+"""For one answer, and for the first list."""
 
 RETRY_S, RETRY_MAX_S, LIVED_S = 0.2, 15.0, 5.0
 """Before the same is tried again, twice as long each time; a watch that has lived so long was none that failed."""
 
-GONE, CONFLICT = 410, 409
+GONE = 410
 
 logger = logging.getLogger(__name__)
 Object = dict[str, Any]
 """As the API server has it."""
-
-T = TypeVar("T")
 
 
 class ApiError(EpdError):
@@ -89,7 +87,7 @@ class ApiServer:
             try:
                 async with self._client() as http:
                     if not version:
-                        found = _checked(await http.get(path, params={"labelSelector": selector}), path)
+                        found = _checked(await http.get(path, params={"labelSelector": selector}))
                         objects = {one["metadata"]["name"]: one for one in found["items"] or ()}
                         version, seen = found["metadata"]["resourceVersion"], True
                         yield dict(objects)
@@ -104,8 +102,8 @@ class ApiServer:
                             yield dict(objects)
             except ApiError as error:
                 version, trouble = "", str(error) if error.answered != GONE else ""
-            except (httpx.HTTPError, OSError, ValueError) as error:
-                trouble = f"the API server at {self._url} does not answer: {error or type(error).__name__}"
+            except EpdError as error:
+                trouble = str(error)
             if not seen and time.monotonic() - since > FIRST_S:
                 raise EpdError(trouble)
             if trouble:
@@ -115,55 +113,41 @@ class ApiServer:
             retry_s = min(2 * retry_s, RETRY_MAX_S)
 
     async def rescale(self, path: str, wanted: Callable[[int], int]) -> tuple[int, int]:
-        """Have something have so many replicas as follows from those that it has, also where others scale it meanwhile.
+        """Have something have so many replicas as follows from those that it has.
 
         Returns:
             How many it had, and has to have now.
 
         Raises:
-            EpdError: it is refused, or not carried out in time.
+            EpdError: it is refused, others have scaled it meanwhile, or there is no answer.
         """
-
-        async def call(http: httpx.AsyncClient) -> tuple[int, int]:
-            scale = _checked(await http.get(f"{path}/scale"), path)
+        async with self._client() as http:
+            scale = _checked(await http.get(f"{path}/scale"))
             had = int(scale["spec"].get("replicas", 0))
             if (count := wanted(had)) != had:
                 seen = {"resourceVersion": scale["metadata"]["resourceVersion"]}
                 await _patch(http, f"{path}/scale", {"metadata": seen, "spec": {"replicas": count}})
             return had, count
 
-        return await self._carried_out(path, call)
+    async def annotate(self, path: str, annotations: Mapping[str, str | None]) -> None:
+        """None: without it. Raises EpdError: it is refused, or there is no answer."""
+        async with self._client() as http:
+            await _patch(http, path, {"metadata": {"annotations": annotations}})
 
-    async def annotate(self, path: str, annotations: dict[str, str]) -> None:
-        """Raises EpdError: it is refused, or not carried out in time."""
-        await self._carried_out(path, lambda http: _patch(http, path, {"metadata": {"annotations": annotations}}))
-
-    async def _carried_out(self, path: str, call: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
-        """Again while it may succeed. Raises EpdError."""
-        retry_s, trouble = RETRY_S, "the API server does not answer"
+    @contextlib.asynccontextmanager
+    async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
+        """With the token and the authority of now. Raises EpdError: the server does not answer as it should."""
         try:
-            async with asyncio.timeout(PATCH_S):
-                while True:
-                    try:
-                        async with self._client() as http:
-                            return await call(http)
-                    except ApiError as error:
-                        if error.answered not in (CONFLICT, 401, 429) and error.answered < 500:
-                            raise
-                        trouble = str(error)
-                    except (httpx.HTTPError, OSError) as error:
-                        trouble = f"{error or type(error).__name__}"
-                    await asyncio.sleep(retry_s)
-                    retry_s *= 2
-        except TimeoutError:
-            raise EpdError(f"{path} is not patched: {trouble}") from None
-
-    def _client(self) -> httpx.AsyncClient:
-        """With the token and the authority of now. Raises OSError."""
-        token = (self._account / "token").read_text("ascii").strip()
-        context = ssl.create_default_context(cafile=self._account / "ca.crt")
-        headers = {"authorization": f"Bearer {token}", "accept": "application/json", "user-agent": "epd-serve"}
-        return httpx.AsyncClient(verify=context, base_url=self._url, headers=headers, timeout=ANSWER_S, trust_env=False)
+            token = (self._account / "token").read_text("ascii").strip()
+            verify = ssl.create_default_context(cafile=self._account / "ca.crt")
+            headers = {"authorization": f"Bearer {token}", "accept": "application/json", "user-agent": "epd-serve"}
+            async with httpx.AsyncClient(
+                verify=verify, base_url=self._url, headers=headers, timeout=ANSWER_S, trust_env=False
+            ) as http:
+                yield http
+        except (httpx.HTTPError, OSError, ValueError) as error:
+            what = f"the API server at {self._url} does not answer"
+            raise EpdError(f"{what}: {error or type(error).__name__}") from error
 
 
 async def _events(
@@ -182,7 +166,7 @@ async def _events(
     async with http.stream("GET", path, params=asked, timeout=timeout) as answer:
         if answer.is_error:
             await answer.aread()
-            _checked(answer, path)
+            _checked(answer)
         rest = b""
         async for chunk in answer.aiter_bytes():
             *lines, rest = (rest + chunk).split(b"\n")
@@ -195,14 +179,14 @@ async def _events(
 async def _patch(http: httpx.AsyncClient, path: str, patch: Object) -> None:
     """Raises ApiError."""
     headers = {"content-type": "application/merge-patch+json"}
-    _checked(await http.patch(path, content=json.dumps(patch), headers=headers), path)
+    _checked(await http.patch(path, content=json.dumps(patch), headers=headers))
 
 
-def _checked(answer: httpx.Response, path: str) -> Object:
+def _checked(answer: httpx.Response) -> Object:
     """What it says. Raises ApiError."""
     told: Object = {"code": answer.status_code, "reason": answer.reason_phrase}
     with contextlib.suppress(ValueError):  # it is not the API server that refuses
         told = answer.json() | ({"code": answer.status_code} if answer.is_error else {})
     if answer.is_error:
-        raise ApiError(f"{answer.request.method} {path} is refused", told)
+        raise ApiError(f"{answer.request.method} {answer.request.url.path} is refused", told)
     return told

@@ -17,14 +17,11 @@ from dataclasses import dataclass
 
 from deploy.cluster.hosts import Host
 from deploy.kubernetes.api import ApiServer, Object
-from deploy.options.config import DeployConfig
 from epd_serve.errors import EpdError
 from store.addresses import authority
 
 DEVICES, RANGE = "epd-serve/devices", "epd-serve/nodes"
 PORT_NAME, PORT, HASH = "node", 9443, "pod-template-hash"
-START_S = 120.0
-"""For a container to begin again."""
 
 
 @dataclass(frozen=True)
@@ -32,52 +29,46 @@ class Pod:
     """What we read of a pod.
 
     Attributes:
-        id: as long as its devices are the same. The next pod of a StatefulSet has the same name.
-        begun: it has, and has not come to its end. runs: its node process does; else that begins again.
-        address: where that is asked.
-        resource: what its devices are to Kubernetes: the extended resource among its limits, or else CPUs.
+        host: that it is, as long as its devices are the same. The next pod of a StatefulSet has the same name.
+        pending: it has not begun. begun: it has, and has not come to its end.
+        node: `HOST:PORT` of its node process; "" while that does not run, which begins again.
         deployment: the name of the Deployment that has it; "": none has.
     """
 
-    id: str
-    name: str
-    ip: str
-    address: str
+    host: Host
     pending: bool
     begun: bool
-    runs: bool
-    leaving: bool
-    resource: str
+    node: str
     deployment: str
     annotations: Mapping[str, str]
 
     @classmethod
     def of(cls, object: Object) -> Pod:
-        meta, node, status = object["metadata"], object["spec"]["containers"][0], object["status"]
-        ports = (one["containerPort"] for one in node.get("ports", ()) if one.get("name") == PORT_NAME)
-        states = [one["state"] for one in status.get("containerStatuses", ()) if one["name"] == node["name"]]
-        phase, ip = status.get("phase", ""), status.get("podIP", "")
+        meta, container, status = object["metadata"], object["spec"]["containers"][0], object["status"]
+        ports = (one["containerPort"] for one in container.get("ports", ()) if one.get("name") == PORT_NAME)
+        states = [one["state"] for one in status.get("containerStatuses", ()) if one["name"] == container["name"]]
+        phase, ip, annotations = status.get("phase"), status.get("podIP", ""), meta.get("annotations", {})
+        begun = phase == "Running" and bool(ip)
+        runs = begun and any("running" in one for one in states)
         suffix = f"-{meta['labels'].get(HASH, '')}"
         owners = (one["name"] for one in meta.get("ownerReferences", ()) if one["kind"] == "ReplicaSet")
-        return cls(
+        told = annotations.get(DEVICES, "0")
+        host = Host(
             id=f"{meta['name']}.{meta['uid'][:8]}",
             name=meta["name"],
-            ip=ip,
-            address=authority(ip, next(ports, PORT)),
-            pending=phase == "Pending",
-            begun=phase == "Running" and bool(ip),
-            runs=phase == "Running" and bool(ip) and any("running" in one for one in states),
+            devices=int(told) if told.isdecimal() else 0,
+            address=ip,
+            about=f"{told} by its annotation {DEVICES}",
             leaving="deletionTimestamp" in meta,
-            resource=next((name for name in node["resources"].get("limits", ()) if "/" in name), "cpu"),
-            deployment=next((name.removesuffix(suffix) for name in owners if name.endswith(suffix)), ""),
-            annotations=meta.get("annotations", {}),
         )
-
-    def host(self) -> Host:
-        told = self.annotations.get(DEVICES, "0")
-        devices = int(told) if told.isdecimal() else 0
-        about = f"{devices} {self.resource}, by its annotation {DEVICES}"
-        return Host(self.id, self.name, devices, self.ip, about, self.leaving)
+        return cls(
+            host,
+            pending=phase == "Pending",
+            begun=begun,
+            node=authority(ip, next(ports, PORT)) if runs else "",
+            deployment=next((name.removesuffix(suffix) for name in owners if name.endswith(suffix)), ""),
+            annotations=annotations,
+        )
 
 
 class KubernetesHosts:
@@ -85,42 +76,32 @@ class KubernetesHosts:
 
     Attributes:
         pods: that there are, those that have not begun, too; None before they are known.
-        path: of their kind, in their namespace.
+        api: where they are asked for; path: of pods in their namespace there.
     """
 
     def __init__(self, api: ApiServer, deployment: str) -> None:
         self.pods: tuple[Pod, ...] | None = None
+        self.api = api
         self.path = f"/api/v1/namespaces/{api.namespace}/pods"
-        self._api = api
         self._selector = f"app.kubernetes.io/instance={deployment},app.kubernetes.io/component=node"
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
         """Keep in step with the cluster, until cancelled. Raises EpdError: they cannot be listed a first time."""
-        async for pods in self._api.follow(self.path, self._selector):
+        async for pods in self.api.follow(self.path, self._selector):
             self.pods = tuple(Pod.of(pods[name]) for name in sorted(pods))
             self._changed.set()
             self._changed = asyncio.Event()
 
-    async def changed(self) -> None:
-        """Wait for a change of any pod."""
-        await self._changed.wait()
-
     @property
     def there(self) -> tuple[Host, ...]:
-        return tuple(one.host() for one in self.pods or () if one.begun)
+        return tuple(one.host for one in self.pods or () if one.begun)
 
     @property
     def coming(self) -> bool:
         """There are pods that have yet to begin, or none at all."""
         pods = self.pods or ()
-        return not pods or any(one.pending and not one.leaving for one in pods)
-
-    async def resource(self) -> str:
-        """What devices are to Kubernetes; waits for a pod that says so."""
-        while not self.pods:
-            await self.changed()
-        return self.pods[0].resource
+        return not pods or any(one.pending and not one.host.leaving for one in pods)
 
     async def watch(self) -> AsyncIterator[tuple[Host, ...]]:
         told: tuple[Host, ...] | None = None
@@ -133,30 +114,16 @@ class KubernetesHosts:
                 await changed.wait()
 
     async def find(self, id: str) -> str:
-        return next((one.address for one in self.pods or () if one.id == id and one.runs), "")
+        return next((one.node for one in self.pods or () if one.host.id == id), "")
 
     async def reach(self, id: str, clients: str = "") -> str:
-        try:
-            async with asyncio.timeout(START_S):
-                while not (address := await self.find(id)):
-                    if all(one.id != id for one in self.pods or ()):
-                        raise EpdError(f"pod {id} has gone")
-                    await self.changed()
-                return address
-        except TimeoutError:
-            raise EpdError(f"the node process of pod {id} has not begun for {START_S:g} s") from None
+        """Whoever asks does so again: kubelet starts its container again."""
+        if node := await self.find(id):
+            return node
+        raise EpdError(f"the node process of pod {id} does not run")
 
     async def leave(self, id: str) -> None:
         """A pod keeps its node process."""
 
     async def parts(self) -> dict[str, int]:
         return {}
-
-
-def kind_of(config: DeployConfig, resource: str) -> str:
-    """Of the devices that pods with this resource lend."""
-    if config.engine == "sim":
-        return "cpu"
-    if config.device != "auto":
-        return config.device
-    return "cuda" if "nvidia" in resource else "cpu" if resource == "cpu" else "npu"

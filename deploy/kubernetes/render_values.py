@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from deploy.memory.shared_memory import RESERVE_MIB, SharedMemory, usual_arena_mib, wanted_mib
 from deploy.options.addresses import port_range
@@ -61,6 +61,7 @@ _AMOUNT = re.compile("([0-9]+(?:[.][0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 _MIB = {"k": 1e3 / 2**20, "M": 1e6 / 2**20, "G": 1e9 / 2**20, "T": 1e12 / 2**20}
 _MIB |= {"Ki": 2**-10, "Mi": 1, "Gi": 2**10, "Ti": 2**20, "": 2**-20}
 _NAME = re.compile("[A-Za-z0-9_./-]+")
+_MOUNT = re.compile("(pvc|secret|configmap|host):([^:]+):(/[^:]*)(:rw)?")
 _LABEL = re.compile("[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -75,6 +76,17 @@ class Mount(NamedTuple):
     name: str
     path: str
     writable: bool = False
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """As a volume of a pod has it."""
+        sources: dict[str, dict[str, Any]] = {
+            "pvc": {"persistentVolumeClaim": {"claimName": self.name, "readOnly": not self.writable}},
+            "secret": {"secret": {"secretName": self.name, "defaultMode": 0o440}},
+            "configmap": {"configMap": {"name": self.name}},
+            "host": {"hostPath": {"path": self.name}},
+        }
+        return sources[self.kind]
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,8 @@ class Values(Checked):
         runtime_class: RuntimeClass of the nodes' pods, for example nvidia.
         env: variable of all pods, NAME=VALUE; repeatable.
         shm_mib: size of a pod's /dev/shm (default: twice what arena and KV links take).
+        strategy: of an update: surge has all new pods beside the old ones before these end, which takes as many devices
+            again; rolling ends one before it begins the next; recreate ends all first (default: surge).
         await_empty_s: how long a pod that ends waits until its instances are elsewhere (default: 300).
         service_monitor: write one for the Prometheus operator, too.
     """
@@ -112,6 +126,7 @@ class Values(Checked):
     runtime_class: str = ""
     env: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
     shm_mib: CountFrom0 = 0
+    strategy: Literal["surge", "rolling", "recreate"] = "surge"
     await_empty_s: CountFrom0 = 300
     service_monitor: bool = False
     given: DeployConfig = field(kw_only=True)
@@ -161,8 +176,7 @@ class Values(Checked):
     def kind(self) -> Kind:
         """Of the devices."""
         kind = "cpu" if self.given.engine == "sim" else self.given.device
-        if kind == "auto":
-            raise ConfigError("--device auto: nobody sees the pods' from here; say npu, cuda or cpu", param="--device")
+        assert kind != "auto", "the configuration has been checked"
         return kind
 
     @cached_property
@@ -186,30 +200,28 @@ class Values(Checked):
         return devices
 
     @cached_property
-    def placed(self) -> Machines:
-        """The fewest pods that hold the layout."""
+    def placed(self) -> tuple[Machines, tuple[InstancePlan, ...]]:
+        """The fewest pods that hold the layout, and which of its instances may be together in one, by their devices."""
+        one, groups = DeviceInventory(self.kind, tuple(range(self.devices)), ("",) * self.devices), copies(self.layout)
         count = math.ceil(self.layout.device_count / self.devices)
-        while not all(allot(copies(self.layout), (pods := _pods(self.kind, count, self.devices)).inventory.ids)):
+        while True:
+            pods = Machines(tuple(Machine(str(number), one) for number in range(count)))
+            found = allot(groups, pods.inventory.ids)
+            if all(found):
+                plans = lower(self.layout, [device for some in found for device in some])
+                parse_stage_args(self.given.stage_args, plans)
+                return pods, plans
             count += 1
-        return pods
 
     @cached_property
     def replicas(self) -> int:
-        count, (first, _, last) = len(self.placed.nodes), self.nodes.partition("-")
+        count, (first, _, last) = len(self.placed[0].nodes), self.nodes.partition("-")
         if self.nodes and not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= count <= int(last)):
             raise ConfigError(
                 f"--nodes {self.nodes!r} is not FIRST-LAST around the {count} of {self.layout}, as 1-{2 * count}",
                 param="--nodes",
             )
         return count
-
-    @cached_property
-    def plans(self) -> tuple[InstancePlan, ...]:
-        """Which instances of the layout may be together in one pod, by their devices."""
-        found = allot(copies(self.layout), self.placed.inventory.ids)
-        plans = lower(self.layout, [device for some in found for device in some])
-        parse_stage_args(self.given.stage_args, plans)
-        return plans
 
     @cached_property
     def limits(self) -> dict[str, str]:
@@ -232,16 +244,20 @@ class Values(Checked):
     @cached_property
     def driver_paths(self) -> tuple[str, ...]:
         usual = ASCEND_DRIVER if self.kind == "npu" and not self.runtime_class else ""
-        paths = (usual if self.drivers == "auto" else self.drivers).split(",")
-        return tuple(_absolute(path.strip(), "--drivers") for path in paths if path.strip())
+        given = (usual if self.drivers == "auto" else self.drivers).split(",")
+        paths = tuple(path.strip() for path in given if path.strip())
+        if wrong := [path for path in paths if not path.startswith("/")]:
+            raise ConfigError(f"--drivers {wrong[0]!r} is no absolute path", param="--drivers")
+        return paths
 
     @cached_property
     def shm(self) -> int:
         """MiB: of the pod that wants most, twice, for a change begins beside what runs; in whole GiB."""
+        pods, every = self.placed
         amount = _AMOUNT.fullmatch(self.limits.get("memory", "0"))
         assert amount is not None, "it has been looked at"
         memory_mib, size = int(float(amount[1]) * _MIB.get(amount[2] or "", 0)), self.shm_mib
-        for _, plans in () if self.shm_mib else self.placed.split(self.plans):
+        for _, plans in () if self.shm_mib else pods.split(every):
             encoders = sum(plan.role.sends_features for plan in plans)
             travel = any(plan.role.sends_features or plan.role.takes_features for plan in plans)
             arena_mib = self.given.arena_mib or usual_arena_mib((memory_mib or PRESUMED_MIB) << 20, encoders)
@@ -287,30 +303,18 @@ class Values(Checked):
         return any(Path(path).is_relative_to(one) for one in (*more, *(mount.path for mount in self.mounts)))
 
 
-def _pods(kind: Kind, count: int, devices: int) -> Machines:
-    one = DeviceInventory(kind, tuple(range(devices)), ("",) * devices)
-    return Machines(tuple(Machine(str(number), one) for number in range(count)))
-
-
 def _mount(text: str) -> Mount:
-    kind, *parts = text.removesuffix(":rw").split(":")
-    if kind not in ("pvc", "secret", "configmap", "host") or len(parts) != 2 or not parts[0]:
+    found = _MOUNT.fullmatch(text)
+    if found is None or ".." in text or (found[1] == "host") is not found[2].startswith("/"):
         raise ConfigError(
-            f"--mount {text!r} is not KIND:NAME:/PATH, KIND one of pvc, secret, configmap, host; as pvc:models:/models",
+            f"--mount {text!r} is not KIND:NAME:/PATH, KIND one of pvc, secret, configmap, host (NAME is then a "
+            "path); as pvc:models:/models",
             param="--mount",
         )
-    name, path = parts[0], _absolute(parts[1], "--mount")
-    if kind == "host":
-        _absolute(name, "--mount")
+    kind, name, path, writable = found.groups()
     if path == "/tmp" or path.startswith(("/etc/epd", "/dev/shm")):
         raise ConfigError(f"--mount {text!r}: pods have something of their own at {path}", param="--mount")
-    return Mount(kind, name, path, text.endswith(":rw"))
-
-
-def _absolute(path: str, flag: str) -> str:
-    if not path.startswith("/") or ".." in Path(path).parts:
-        raise ConfigError(f"{flag} {path!r} is no absolute path", param=flag)
-    return path
+    return Mount(kind, name, path, writable is not None)
 
 
 def _pairs(texts: Iterable[str], flag: str) -> dict[str, str]:

@@ -6,31 +6,29 @@ Whoever gives up pods of a Deployment chooses those of the least deletion cost: 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from deploy.cluster.hosts import Host
-from deploy.kubernetes.api import ApiServer
-from deploy.kubernetes.hosts import RANGE, KubernetesHosts, Pod
+from deploy.kubernetes.hosts import RANGE, KubernetesHosts
 from deploy.kubernetes.leases import PodLeases
 from deploy.runtime.leases import Place
 from epd_serve.errors import ConfigError, EpdError
 
-COST, IN_USE = "controller.kubernetes.io/pod-deletion-cost", "1000"
+COST, IN_USE, UNUSED = "controller.kubernetes.io/pod-deletion-cost", "1000", "0"
+LEFT_OUT = "epd-serve/left-out"
+"""The annotation that says why a pod is no part of the deployment; it is not Ready either."""
+
 LOOK_S = 1.0
 UNUSED_S = 120.0
 """For so long fewer pods must have been enough before there are fewer."""
 
-AGAIN_S = 15.0
+AGAIN_S = 5.0
 """After what was refused."""
-
-logger = logging.getLogger(__name__)
 
 
 def pods_wanted(hosts: Sequence[Host], places: Collection[Place], widths: Sequence[int]) -> int:
@@ -63,26 +61,33 @@ class PodScale(Collector):
     """`epd_control_nodes*`, and what is done about it.
 
     Args:
+        hosts: whose pods it is about.
         say: takes a line for the operator.
 
     Attributes:
+        leases: of their devices. left_out: pods that are no part of the deployment, and why.
         wanted: how many pods have room for all that is leased and wanted.
         unused_s: how long pods are kept that nobody needs.
     """
 
-    def __init__(self, say: Callable[[str], None] = lambda line: None) -> None:
+    leases: PodLeases
+
+    def __init__(self, hosts: KubernetesHosts, say: Callable[[str], None] = lambda line: None) -> None:
+        self.left_out: Mapping[str, str] = {}
         self.wanted = 1
         self.unused_s = UNUSED_S
-        self.say = say
-        self._hosts: KubernetesHosts | None = None
-
-    def follow(self, api: ApiServer, hosts: KubernetesHosts, leases: PodLeases) -> None:
-        """These are what it is about."""
-        self._api, self._hosts, self._leases = api, hosts, leases
+        self._hosts = hosts
+        self._say = say
 
     def collect(self) -> Iterator[Metric]:
-        there = len(self._hosts.there) if self._hosts is not None else 0
-        yield GaugeMetricFamily("epd_control_nodes", "Node pods that live (--runtime kubernetes).", there)
+        there = self._hosts.there
+        yield GaugeMetricFamily("epd_control_nodes", "Node pods that live (--runtime kubernetes).", len(there))
+        yield GaugeMetricFamily(
+            "epd_control_nodes_left_out",
+            "Those of them that differ from the others, or in version from the controller (--runtime kubernetes): "
+            "their annotation epd-serve/left-out says in what.",
+            sum(one.id in self.left_out for one in there),
+        )
         yield GaugeMetricFamily(
             "epd_control_nodes_wanted",
             "Node pods that have room for all that is leased and wanted (--runtime kubernetes): their replicas.",
@@ -91,34 +96,33 @@ class PodScale(Collector):
 
     async def run(self) -> None:
         """Until cancelled."""
-        assert self._hosts is not None, "follow() has been called"
         enough_since, again_at = time.monotonic(), 0.0
         while True:
-            places = await self._leases.places()
-            pods = self._hosts.pods or ()
-            self.wanted = pods_wanted(self._hosts.there, places, self._leases.wanted)
+            places = await self.leases.places()
+            self.wanted = pods_wanted(self._hosts.there, places, self.leases.wanted)
             now = time.monotonic()
-            if self.wanted >= len(pods):
+            if self.wanted >= len(self._hosts.pods or ()):
                 enough_since = now
             if now >= again_at:
                 try:
-                    await self._cost(self._api, pods, {place.node for place in places})
-                    await self.scale(self._api, pods, less=now - enough_since > self.unused_s)
+                    await self._mark({place.node for place in places})
+                    await self.scale(less=now - enough_since > self.unused_s)
                 except EpdError as error:
-                    self.say(f"warning: pods are not scaled: {error}")
+                    self._say(f"warning: pods are not scaled: {error}")
                     again_at = now + AGAIN_S
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._hosts.changed()
+            await asyncio.sleep(LOOK_S)
 
-    async def _cost(self, api: ApiServer, pods: Sequence[Pod], used: Collection[str]) -> None:
-        """Have those be given up first on which nothing is leased. Raises EpdError."""
-        for pod in pods:
-            cost = IN_USE if pod.id in used else "0"
-            if not pod.leaving and pod.annotations.get(COST, "0") != cost:
-                await api.annotate(f"/api/v1/namespaces/{api.namespace}/pods/{pod.name}", {COST: cost})
+    async def _mark(self, used: Collection[str]) -> None:
+        """Have those be given up first on which nothing is leased, and those that are left out say why. Raises
+        EpdError."""
+        for pod in self._hosts.pods or ():
+            had = {COST: pod.annotations.get(COST, UNUSED), LEFT_OUT: pod.annotations.get(LEFT_OUT)}
+            cost = IN_USE if pod.host.id in used else UNUSED
+            marks = {COST: cost, LEFT_OUT: self.left_out.get(pod.host.id)}
+            if marks != had and not pod.host.leaving:
+                await self._hosts.api.annotate(f"{self._hosts.path}/{pod.host.name}", marks)
 
-    async def scale(self, api: ApiServer, pods: Sequence[Pod], *, less: bool = False) -> bool:
+    async def scale(self, *, less: bool = False) -> bool:
         """Have as many pods as are wanted, or more. `less`: for long enough fewer have been wanted.
 
         Returns:
@@ -127,15 +131,15 @@ class PodScale(Collector):
         Raises:
             EpdError: it is refused, or not carried out in time.
         """
+        pods = self._hosts.pods or ()
         pod = next((one for one in pods if one.deployment and one.annotations.get(RANGE)), None)
         if pod is None:
             return self.wanted <= len(pods)
         first, last = range_of(pod.annotations[RANGE])
-        aim = min(max(self.wanted, first), last)
-        if aim == len(pods) or (aim < len(pods) and not less):
-            return self.wanted <= aim
-        path = f"/apis/apps/v1/namespaces/{api.namespace}/deployments/{pod.deployment}"
-        had, has = await api.rescale(path, lambda count: aim if less else max(aim, count))
-        if had != has:
-            self.say(f"{pod.deployment} is scaled from {had} to {has} pods")
-        return self.wanted <= aim
+        count = min(max(self.wanted, first), last)
+        if count > len(pods) or (less and count < len(pods)):
+            path = f"/apis/apps/v1/namespaces/{self._hosts.api.namespace}/deployments/{pod.deployment}"
+            had, has = await self._hosts.api.rescale(path, lambda now: count if less else max(count, now))
+            if had != has:
+                self._say(f"{pod.deployment} is scaled from {had} to {has} pods")
+        return self.wanted <= count

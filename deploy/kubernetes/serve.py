@@ -27,7 +27,7 @@ from deploy.host.launches import ADMIN_SOCKET, reap_dead
 from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
 from deploy.kubernetes.api import ACCOUNT, ApiServer
-from deploy.kubernetes.hosts import KubernetesHosts, kind_of
+from deploy.kubernetes.hosts import KubernetesHosts
 from deploy.kubernetes.leases import PodLeases
 from deploy.kubernetes.scale import PodScale, pods_wanted
 from deploy.launch.life import ENDING, GRACE_S, checked_keys
@@ -36,13 +36,14 @@ from deploy.options.config import DeployConfig
 from deploy.plan.allot import copies
 from deploy.runtime.leases import Leases
 from deploy.runtime.secrets import NodeSecrets
+from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.layout_parser import parse
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-SETTLE_S, LOOK_S = 30.0, 5.0
+SETTLE_S, LOOK_S = 30.0, 1.0
 """For so long a deployment that begins waits for pods that are still coming, though it would fit on those that are
 there; and between two looks."""
 
@@ -70,11 +71,11 @@ class _Controller:
     """As a `deploy.launch.life.Process`. Made in its event loop."""
 
     def __init__(self, config: DeployConfig, members: NodeSecrets, api: ApiServer) -> None:
-        self._config, self._members, self._api = config, members, api
+        self._config, self._members = config, members
         self._screen = Screen(sys.stdout, terminal=False)
         self._hosts = KubernetesHosts(api, config.name)
         self._app: asyncio.Future[FastAPI] = asyncio.get_running_loop().create_future()
-        self._scale = PodScale(self._screen.line)
+        self._scale = PodScale(self._hosts, self._screen.line)
 
     def heed(self, take: Callable[[int], None]) -> None:
         """No signal ends the deployment."""
@@ -122,9 +123,8 @@ class _Controller:
         """Once there are pods for it. Raises ConfigError: all have come, and it cannot be had on them. EpdError."""
         said, until = "", time.monotonic() + SETTLE_S
         while True:
-            changed = asyncio.create_task(self._hosts.changed())
             try:
-                kind = kind_of(self._config, await self._hosts.resource())
+                kind = "cpu" if self._config.engine == "sim" else self._config.device
                 cluster = Cluster(
                     self._config,
                     kind,
@@ -133,6 +133,7 @@ class _Controller:
                     self._lend,
                     logs="epd-serve logs",
                     answers=self._app.set_result,
+                    version=__version__,
                 )
                 notes, there = await cluster.noted()
                 if (code := notes.read(ENDING)) is not None:
@@ -144,22 +145,21 @@ class _Controller:
                 if not self._hosts.coming:
                     raise
                 waits = str(error)
-            try:
-                if said != (said := waits):
-                    self._screen.line(f"waits for pods: {waits}")
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
-                        await changed
-            finally:
-                changed.cancel()
+            if said != (said := waits):
+                self._screen.line(f"waits for pods: {waits}")
+            await asyncio.sleep(LOOK_S)
 
     async def _lacks(self, there: Sequence[Host], patient: bool) -> str:
         """What a deployment that begins waits for, if anything. Raises ConfigError: it would wait in vain. EpdError."""
         layout = self._config.layout
-        self._scale.wanted = pods_wanted(there, (), [group.tp for group in copies(parse(layout))])
+        self._scale.wanted = pods_wanted(self._hosts.there, (), [group.tp for group in copies(parse(layout))])
         if self._scale.wanted > len(there):
-            lacks = f"{layout} takes {self._scale.wanted} pods, and {len(there)} run"
-            if not await self._scale.scale(self._api, self._hosts.pods or ()) and not self._hosts.coming:
+            lacks = f"{layout} takes {self._scale.wanted} pods, and {len(there)} run EPD-Serve {__version__}"
+            try:
+                enough = await self._scale.scale()
+            except EpdError as error:
+                return f"{lacks}; {error}"
+            if not enough and not self._hosts.coming:
                 raise ConfigError(lacks, param="layout")
             return lacks
         return f"{len(there)} run, and others are coming" if patient and self._hosts.coming else ""
@@ -170,7 +170,7 @@ class _Controller:
 
         kind, placement = nodes.machines.kind, self._config.placement
         leases = PodLeases(kind, placement, notes, lambda: self._hosts.there, joined)
-        self._scale.follow(self._api, self._hosts, leases)
+        self._scale.leases, self._scale.left_out = leases, nodes.left_out
         return leases
 
     @contextlib.contextmanager

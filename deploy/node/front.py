@@ -80,6 +80,7 @@ class NodeFront:
 
     def _make(self) -> None:
         self._packed_settings = b""
+        self._complete = False
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.doors = FrontDoors(
             self._own(self._settings),
@@ -132,8 +133,11 @@ class NodeFront:
 
     @property
     def serves(self) -> bool:
-        """They have started."""
-        return self._started.done() and self._started.exception() is None
+        """They have started, and since then there has been a live instance for each role that is wanted."""
+        table = self.doors.table
+        if not self._complete:
+            self._complete = bool(table.live_roles()) and not table.missing()
+        return self._complete and self._started.done() and self._started.exception() is None
 
     # --- what a controller asks -----------------------------------------------------------------------------------
 

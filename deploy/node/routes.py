@@ -153,7 +153,7 @@ class About(Protocol):
     secrets: NodeSecrets
 
     def ready(self) -> bool:
-        """It has been told its deployment, and front doors serve where there are to be some."""
+        """It has been told its deployment, and front doors, where there are to be some, have had all to serve with."""
 
     async def info(self) -> NodeInfo: ...
 

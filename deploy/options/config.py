@@ -253,6 +253,8 @@ class DeployConfig(EndpointConfig):
             raise ConfigError("share_devices is for one machine: others lend whole devices", param="share_devices")
         if self.runtime == "kubernetes" and self.fronts == "here":
             raise ConfigError("fronts here: the controller's pod has no front doors; take every", param="fronts")
+        if self.runtime == "kubernetes" and self.device == "auto" and self.engine != "sim":
+            raise ConfigError("--device auto: nobody sees the pods' from here; say npu, cuda or cpu", param="device")
 
 
 def group_counts(text: str, key: str) -> Mapping[str, int]:

@@ -204,6 +204,26 @@ async def test_what_ran_on_a_host_that_has_gone_runs_on_others_and_one_that_come
         assert stayed and all(after[name]["incarnation"] == before[name]["incarnation"] for name in stayed)
 
 
+async def test_a_node_that_differs_is_taken_in_when_the_others_have_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.cluster.nodes.differences", lambda one, other: [f"{one.machine.id} is another"])
+    async with world(tmp_path, "E-P-D", "a") as w, w.controller() as one:
+        await one.whole()
+        w.hosts.comes("b")
+        await until(lambda: "b is another" in one.life.nodes.left_out.get("b", ""), "it to be left out")
+        w.leases.comes("b", 4)
+        w.leases.dies("a")
+        await w.hosts.dies("a")
+        await until(lambda: any("(b) has come" in line for line in one.lines), "it to be taken in")
+
+        async def moved() -> bool:
+            return {each["node"] for each in (await one.whole()).values()} == {"b"}
+
+        await until(moved, "its instances to be there")
+        assert one.life.nodes.left_out == {}
+
+
 async def test_the_next_controller_goes_on_and_the_one_before_it_is_over(tmp_path: Path) -> None:
     async with world(tmp_path, "E-P-D", "a", "b") as w, w.controller() as first:
         await first.whole()

@@ -98,6 +98,11 @@ class FakeApiServer:
         self.pods[name] = pod
         self._tell(kind, pod)
 
+    def annotations(self, name: str) -> dict[str, str]:
+        """Of a pod."""
+        found: dict[str, str] = self.pods[name]["metadata"]["annotations"]
+        return found
+
     def remove(self, name: str) -> None:
         self._version += 1
         pod = self.pods.pop(name)

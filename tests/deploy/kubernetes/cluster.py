@@ -30,8 +30,18 @@ import httpx
 
 from deploy.host import processes
 from deploy.host.environment import module_environment
+from epd_serve import __version__
 from tests.deploy.kubernetes.api_server import FakeApiServer, Json, recorded
 from tests.waiting import PATIENCE_S, until
+
+OF_VERSION = """
+import runpy, sys
+import epd_serve
+_, epd_serve.__version__, module, *words = sys.argv
+sys.argv = [module, *words]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+"""Runs a module of ours, and says that it is of another version."""
 
 GRACE_S = 60.0
 LOOK_S = 0.05
@@ -46,6 +56,7 @@ class FakePod:
     name: str
     ip: str
     revision: int
+    version: str
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     ready: bool = False
@@ -64,7 +75,7 @@ class FakePod:
 
     @property
     def cost(self) -> int:
-        return int(self.cluster.api.pods[self.name]["metadata"]["annotations"].get(COST, "0"))
+        return int(self.cluster.api.annotations(self.name).get(COST, "0"))
 
     def show(self, step: str) -> None:
         """It is as pods were in this step of a life that was recorded."""
@@ -119,7 +130,7 @@ class FakePod:
         words += ["--run-root", str(self.folder), "--clients", str(listening.fileno())]
         with (self.cluster.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "deploy.cli", *words],
+                [sys.executable, "-c", OF_VERSION, self.version, "deploy.cli", *words],
                 env=module_environment(),
                 stdout=log,
                 stderr=log,
@@ -149,7 +160,8 @@ class FakePod:
         """preStop, SIGTERM, and in the end SIGKILL, as deletion says."""
         assert self.process is not None
         self.show("leaving")
-        words = ["node", "--await-empty", "--within-s", "30", "--listen", f"{self.ip}:{self.cluster.port}"]
+        words = ["node", "--await-empty", "--within-s", f"{self.cluster.await_empty_s}"]
+        words += ["--listen", f"{self.ip}:{self.cluster.port}"]
         before = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "deploy.cli", *words, "--secrets", str(self.cluster.secrets), env=module_environment()
         )
@@ -185,6 +197,8 @@ class FakeCluster:
 
     Attributes:
         api: its API server. live: pods by name. emptied: whether each that has left was empty when its preStop ended.
+        version: of EPD-Serve in the image of pods that come. surge: an update has all new pods beside the old ones.
+        await_empty_s: as of the rendered preStop.
     """
 
     def __init__(self, folder: Path, secrets_: Path, devices: int = 4, **annotations: str) -> None:
@@ -194,7 +208,8 @@ class FakeCluster:
         self.lives: Json = recorded("life")
         self.live: dict[str, FakePod] = {}
         self.emptied: list[bool] = []
-        self.revision = 1
+        self.revision, self.version, self.surge = 1, __version__, False
+        self.await_empty_s = 30
         self.backoff_s = 0.2
         self.net = f"127.{os.getpid() % 200 + 20}.{secrets.randbelow(250)}"
         self.port, self.clients = 9443, 8000
@@ -221,31 +236,41 @@ class FakeCluster:
         """As `kubectl delete pod`, or an eviction."""
         self.live[name].leaving.set()
 
-    def roll(self) -> None:
-        """Another template: all pods are replaced, one after another."""
-        self.revision += 1
+    def roll(self, version: str = "") -> None:
+        """Another template, for example the image of another version: all pods are replaced."""
+        self.revision, self.version = self.revision + 1, version or self.version
+
+    def undo(self) -> None:
+        """The template before."""
+        self.revision, self.version = self.revision - 1, __version__
 
     async def _control(self) -> None:
-        """What the controller of Deployments does, with maxSurge 0 and maxUnavailable 1."""
+        """What the controller of Deployments does, with maxSurge 0 and maxUnavailable 1, or 100% and 0."""
         while True:
             for pod in [one for one in self.live.values() if one.task is not None and one.task.done()]:
                 pod.task.result()  # type: ignore[union-attr]
                 del self.live[pod.name]
             there = [one for one in self.live.values() if not one.leaving.is_set()]
-            for _ in range(self.api.replicas - len(there)):
+            old = [one for one in there if one.revision != self.revision]
+            new = [one for one in there if one.revision == self.revision]
+            for _ in range(self.api.replicas - len(new if self.surge else there)):
                 self._create()
-            if len(there) > self.api.replicas:
+            if self.surge and old:
+                spare = len(there) - self.api.replicas - sum(not one.ready for one in new)
+                for one in sorted(old, key=lambda one: one.ready)[: max(0, spare)]:
+                    one.leaving.set()
+            elif len(there) > self.api.replicas:
                 first = sorted(there, key=lambda one: (one.ready, one.cost, -int(one.ip.rpartition(".")[2])))
                 for one in first[: len(there) - self.api.replicas]:
                     one.leaving.set()
-            old = [one for one in there if one.revision < self.revision]
-            if old and len(there) == self.api.replicas and all(one.ready for one in there):
+            elif old and len(there) == self.api.replicas and all(one.ready for one in there):
                 old[0].leaving.set()
             await asyncio.sleep(LOOK_S)
 
     def _create(self) -> None:
         number = next(self._numbers)
-        one = FakePod(self, f"epd-node-7d9c{self.revision}-{number:05d}", f"{self.net}.{number}", self.revision)
+        name = f"epd-node-7d9c{self.revision}-{number:05d}"
+        one = FakePod(self, name, f"{self.net}.{number}", self.revision, self.version)
         self.live[one.name] = one
         one.task = asyncio.create_task(one.live(), name=one.name)
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from deploy.kubernetes import api
-from deploy.kubernetes.hosts import KubernetesHosts, Pod, kind_of
-from deploy.options.config import DeployConfig
+from deploy.kubernetes.hosts import KubernetesHosts
 from epd_serve.errors import ConfigError, EpdError
 from tests.deploy.kubernetes.api_server import PODS, RECORDED, FakeApiServer, recorded, watched
 from tests.waiting import until
@@ -66,7 +65,7 @@ async def test_a_watch_that_was_recorded_leads_to_what_was_listed_at_its_end(ser
         looking = asyncio.create_task(look())
         await until(lambda: server.asked.count(WATCH) == 2, "the watch to end")
         end = json.loads((RECORDED / "list-end.json").read_bytes())["items"]
-        assert {pod.id for pod in one.pods or ()} == {
+        assert {pod.host.id for pod in one.pods or ()} == {
             f"{item['metadata']['name']}.{item['metadata']['uid'][:8]}" for item in end
         }
         assert all(host.devices == 4 and host.address for host in one.there)
@@ -227,27 +226,21 @@ async def test_a_pod_is_a_host_from_its_start_to_its_end_and_asked_while_its_con
 
         await until(stopped)
         assert one.there == (host,), "its container begins again"
-        reaching = asyncio.create_task(one.reach(host.id))
+        with pytest.raises(EpdError, match="does not run"):
+            await one.reach(host.id)
         server.put(pod("a", "running"))
-        assert await reaching == f"{host.address}:9443"
+
+        async def begun() -> bool:
+            return await one.find(host.id) == f"{host.address}:9443"
+
+        await until(begun, "it to be found again")
         server.put(pod("a", "leaving", deletionTimestamp="2026-01-01T00:00:00Z"))
         await until(lambda: one.there[0].leaving)
         assert await one.find(host.id)
         server.remove("a")
         await names(one)
-        with pytest.raises(EpdError, match="has gone"):
+        with pytest.raises(EpdError, match="does not run"):
             await one.reach(host.id)
-
-
-def test_the_kind_of_devices_follows_from_limits() -> None:
-    assert Pod.of(pod("a")).resource == "cpu"
-    made = pod("a")
-    made["spec"]["containers"][0]["resources"]["limits"] = {"cpu": "8", "huawei.com/Ascend910": "8"}
-    resource = Pod.of(made).resource
-    assert resource == "huawei.com/Ascend910" and kind_of(DeployConfig(), resource) == "npu"
-    assert kind_of(DeployConfig(), "nvidia.com/gpu") == "cuda"
-    assert kind_of(DeployConfig(), "cpu") == "cpu" == kind_of(DeployConfig(engine="sim"), resource)
-    assert kind_of(DeployConfig(device="cpu"), resource) == "cpu"
 
 
 def test_outside_a_pod_it_is_refused(monkeypatch: pytest.MonkeyPatch, server: FakeApiServer) -> None:

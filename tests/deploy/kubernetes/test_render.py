@@ -104,6 +104,30 @@ def test_there_are_pods_for_the_layout(layout, more, pods, devices, capsys):
     assert node["spec"]["template"]["metadata"]["annotations"]["epd-serve/devices"] == str(devices)
 
 
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("", {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": "100%", "maxUnavailable": 0}}),
+        ("--strategy rolling", {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}),
+        ("--strategy recreate", {"type": "Recreate"}),
+    ],
+)
+def test_an_update_takes_what_is_asked_for_and_has_the_time_of_a_start(words, wanted, capsys):
+    manifests = rendered(f"TP1 {NPU} {words} --set startup_timeout_s=1800", capsys)
+    for manifest in manifests:
+        check_schema(manifest)
+    node = one(manifests, "Deployment", "epd-node")
+    assert node["spec"]["strategy"] == wanted
+    assert node["spec"]["progressDeadlineSeconds"] > 1800
+
+
+def test_the_admin_key_is_where_its_secret_is_mounted(capsys):
+    manifests = rendered(f"TP1 {NPU}", capsys)
+    mounts = container_of(one(manifests, "Deployment", "-controller"))["volumeMounts"]
+    (path,) = [each["mountPath"] for each in mounts if each["name"] == "admin"]
+    assert settings(manifests)["admin_key_file"] == f"{path}/key"
+
+
 def test_stages_of_a_pod_share_one_container(capsys):
     node = one(rendered(f"'(E-P)-D' {NPU}", capsys), "Deployment", "epd-node")
     container = container_of(node)
@@ -421,6 +445,7 @@ def test_the_alerts_are_a_prometheus_rule():
         (f"'E-D' {IMAGE} --device npu", "E encodes, but there is no P"),
         (f"nothere.yaml {IMAGE} --device npu", "config file nothere.yaml does not exist"),
         (f"TP1 {IMAGE} --device tpu", "npu"),
+        (f"TP1 {IMAGE} --device npu --strategy serge", "surge"),
         (f"TP16 {IMAGE} --device npu", "takes 16 devices and a pod has 8"),
         (f"TP4 {IMAGE} --device npu --devices-per-pod 2", "take more by --devices-per-pod, or a smaller tp"),
         (f"TP1 {IMAGE} --device npu --devices-per-pod -1", "--devices-per-pod is '-1'; expected int >= 0"),
@@ -428,7 +453,9 @@ def test_the_alerts_are_a_prometheus_rule():
         (f"TP1 {IMAGE} --device npu --nodes some", "--nodes 'some' is not FIRST-LAST"),
         (f"TP1 {IMAGE} --device npu --mount models:/models", "not KIND:NAME:/PATH"),
         (f"TP1 {IMAGE} --device npu --mount nfs:a:/models", "KIND one of pvc, secret, configmap, host"),
-        (f"TP1 {IMAGE} --device npu --mount pvc:a:models", "--mount 'models' is no absolute path"),
+        (f"TP1 {IMAGE} --device npu --mount pvc:a:models", "--mount 'pvc:a:models' is not KIND:NAME:/PATH"),
+        (f"TP1 {IMAGE} --device npu --mount host:data:/data", "--mount 'host:data:/data' is not KIND:NAME:/PATH"),
+        (f"TP1 {IMAGE} --device npu --mount host:/a/../b:/data", "is not KIND:NAME:/PATH"),
         (f"TP1 {IMAGE} --device npu --mount pvc:a:/etc/epd/secrets", "pods have something of their own at"),
         (f"TP1 {IMAGE} --device npu --limit memory", "--limit 'memory' is not NAME=VALUE"),
         (f"TP1 {IMAGE} --device npu --limit memory=lots", "--limit memory=lots is no quantity, such as"),

@@ -111,10 +111,11 @@ def test_the_controller_reads_of_a_pod_what_it_lends(words, range_, capsys):
     metadata = {**template["metadata"], "name": "epd-node-5d4f-x2b", "uid": "0123456789"}
     metadata["labels"] = {**metadata["labels"], "pod-template-hash": "5d4f"}
     metadata["ownerReferences"] = [{"kind": "ReplicaSet", "name": "epd-node-5d4f"}]
-    status = {"phase": "Running", "podIP": "10.1.2.3"}
+    states = [{"name": "node", "state": {"running": {}}}]
+    status = {"phase": "Running", "podIP": "10.1.2.3", "containerStatuses": states}
     pod = Pod.of({"metadata": metadata, "spec": template["spec"], "status": status})
-    assert (pod.host().devices, pod.address) == (2, "10.1.2.3:9443")
-    assert (pod.annotations.get(RANGE), pod.resource) == (range_, "huawei.com/Ascend910")
+    assert (pod.host.devices, pod.host.address, pod.node) == (2, "10.1.2.3", "10.1.2.3:9443")
+    assert pod.annotations.get(RANGE) == range_
     assert pod.deployment == workload["metadata"]["name"], "which the Role lets it scale"
 
 

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from deploy.cluster.hosts import Host
-from deploy.kubernetes import api, scale
+from deploy.kubernetes import scale
 from deploy.kubernetes.hosts import RANGE, KubernetesHosts
 from deploy.kubernetes.leases import PodLeases
 from deploy.kubernetes.scale import PodScale, pods_wanted, range_of
 from deploy.runtime.leases import Place
-from epd_serve.errors import ConfigError, EpdError
-from tests.deploy.kubernetes.api_server import DEPLOYMENT, PODS, FakeApiServer
+from epd_serve.errors import ConfigError
+from tests.deploy.kubernetes.api_server import DEPLOYMENT, FakeApiServer
 from tests.deploy.kubernetes.test_hosts import hosts, pod
 from tests.deploy.kubernetes.test_leases import Kept
 from tests.waiting import until
@@ -59,17 +59,15 @@ class World:
         self.server = server
         self.hosts = one
         self.lines: list[str] = []
-        self.scale = PodScale(self.lines.append)
+        self.scale = PodScale(one, self.lines.append)
         self.leases = PodLeases("cpu", "pack", Kept(), lambda: one.there, self._joined, acquire_s=30.0)
-        self.scale.follow(server.client(), one, self.leases)
+        self.scale.leases = self.leases
 
     def _joined(self) -> dict[str, range]:
         return {host.id: range(host.devices) for host in self.hosts.there}
 
     def costs(self) -> dict[str, str]:
-        return {
-            name: one["metadata"]["annotations"].get(scale.COST, "0") for name, one in sorted(self.server.pods.items())
-        }
+        return {name: self.server.annotations(name).get(scale.COST, "0") for name in sorted(self.server.pods)}
 
     def comes(self, name: str) -> None:
         self.server.put(pod(name))
@@ -115,6 +113,7 @@ async def test_pods_come_for_what_is_wanted_and_go_when_they_have_not_been_for_a
         )
         assert {metric.name: metric.samples[0].value for metric in w.scale.collect()} == {
             "epd_control_nodes": 3,
+            "epd_control_nodes_left_out": 0,
             "epd_control_nodes_wanted": 2,
         }
         assert server.replicas == 3, "not yet"
@@ -145,16 +144,26 @@ async def test_what_is_refused_is_said_and_tried_again(server: FakeApiServer, mo
         assert any("403" in line for line in w.lines)
 
 
-async def test_a_server_that_is_away_is_asked_until_it_is_back_or_it_is_over(
+async def test_a_server_that_is_away_is_asked_until_it_is_back(
     server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = server.client()
-    await server.stop()
-    asking = asyncio.create_task(client.rescale(DEPLOYMENT, lambda count: count + 1))
-    await asyncio.sleep(0.05)
-    await server.start()
-    assert await asking == (0, 1)
-    await server.stop()
-    monkeypatch.setattr(api, "PATCH_S", 0.2)
-    with pytest.raises(EpdError, match="is not patched"):
-        await client.annotate(f"{PODS}/a", {"a": "b"})
+    async with world(server, monkeypatch, "a") as w:
+        await w.leases.acquire([4])
+        await server.stop()
+        w.leases.want([4])
+        await until(lambda: any("does not answer" in line for line in w.lines), "it to be said")
+        await server.start()
+        await until(lambda: server.replicas == 2 and w.costs() == {"a": "1000"}, "it to be carried out")
+
+
+async def test_a_pod_that_is_left_out_says_why_until_it_is_taken_in(
+    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(server, monkeypatch, "a", "b") as w:
+        (one,) = [host.id for host in w.hosts.there if host.name == "b"]
+        w.scale.left_out = {one: "it is another", "gone": "it was another"}
+        await until(lambda: server.annotations("b").get(scale.LEFT_OUT) == "it is another", "it to say so")
+        assert scale.LEFT_OUT not in server.annotations("a")
+        assert {metric.name: metric.samples[0].value for metric in w.scale.collect()}["epd_control_nodes_left_out"] == 1
+        w.scale.left_out = {}
+        await until(lambda: scale.LEFT_OUT not in server.annotations("b"), "it to be forgotten")

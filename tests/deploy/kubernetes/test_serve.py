@@ -4,6 +4,7 @@ is asked meanwhile is answered, but where the connection itself is killed."""
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import pytest
 
 from deploy.host.environment import module_environment
 from deploy.host.launches import ADMIN_SOCKET, NoLaunchError, choose_launch
+from deploy.kubernetes.scale import LEFT_OUT
 from deploy.options.config import DeployConfig
+from epd_serve import __version__
 from tests.deploy.kubernetes.cluster import FakeCluster, Load
 from tests.deploy.launch.test_sim_launch import profile_file
 from tests.deploy.node_secrets import node_secrets
@@ -26,6 +29,8 @@ from tests.waiting import PATIENCE_S, until
 SERVE = """
 import sys, msgspec
 from pathlib import Path
+import epd_serve
+epd_serve.__version__ = sys.argv[3]
 from deploy.kubernetes import serve, scale
 from deploy.options.config import DeployConfig
 config, account = Path(sys.argv[1]), Path(sys.argv[2])
@@ -62,12 +67,18 @@ class World:
         )
         (folder / "config.json").write_bytes(msgspec.json.encode(self.config))
 
-    def begin(self) -> None:
-        """A controller's process, as its pod begins it."""
+    def begin(self, version: str = __version__) -> None:
+        """A controller's process, as its pod begins it, of this version."""
         place = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(self.cluster.api.port)}
         words = [sys.executable, "-c", SERVE, str(self.folder / "config.json"), str(self.cluster.api.account)]
+        words.append(version)
         with (self.folder / "controller.log").open("ab") as log:
             self.controller = subprocess.Popen(words, env=module_environment() | place, stdout=log, stderr=log)
+
+    def starts_in(self, seconds: float) -> None:
+        """So long a decode instance loads its model that starts from now on."""
+        file = Path(self.config.sim_profile)
+        file.write_text(json.dumps({**json.loads(file.read_text()), "start_s": {"D": seconds}}))
 
     @property
     def log(self) -> str:
@@ -130,6 +141,21 @@ def nodes(instances: dict[str, dict[str, Any]]) -> set[str]:
     return {one["node"] for one in instances.values()}
 
 
+async def test_pods_are_ready_once_an_instance_of_each_role_answers(tmp_path: Path) -> None:
+    w = World(tmp_path, "E-P-D", placement="spread")
+    w.starts_in(10.0)
+    w.cluster.api.replicas = 2
+    async with w.cluster.running():
+        w.begin()
+        try:
+            await w.cluster.ready(2)
+            instances = (await w.asks("GET", "/deployment"))["instances"]
+            assert {one["id"]: one["phase"] for one in instances} == {"E0": "up", "P0": "up", "D0": "up"}
+        finally:
+            w.controller.kill()
+            w.controller.wait()
+
+
 async def test_a_pod_whose_processes_are_killed_serves_again_and_no_other_notices(tmp_path: Path) -> None:
     async with world(tmp_path, "2E-2P-2D", 2, placement="spread") as (w, load):
         before = await w.whole()
@@ -171,6 +197,48 @@ async def test_a_rolling_update_and_pods_that_come_and_go_cost_no_answer(tmp_pat
         await until(lambda: len(w.cluster.live) == 1, "two to go")
         assert nodes(await w.whole()) == {one.id for one in w.cluster.live.values()}
         assert w.cluster.emptied == [True] * 4 and load.failed == []
+
+
+@pytest.mark.slow
+async def test_an_update_to_another_version_ends_with_it_and_no_client_notices(tmp_path: Path) -> None:
+    async with world(tmp_path, "E-P-2D", 2, placement="spread") as (w, load):
+        w.cluster.surge, w.cluster.await_empty_s = True, 5
+        w.starts_in(5.0)
+        old = set(w.cluster.live)
+        w.cluster.roll("9.9.9")
+
+        def told() -> list[str]:
+            return [w.cluster.api.annotations(name).get(LEFT_OUT, "") for name in w.cluster.live.keys() - old]
+
+        await until(lambda: [f"EPD-Serve 9.9.9, its controller {__version__}" in why for why in told()] == [True] * 2)
+        assert {name for name, pod in w.cluster.live.items() if pod.ready} == old, "nobody is sent to the new ones"
+        await load.more()
+        w.cluster.undo()
+        await until(lambda: w.cluster.live.keys() == old, "the way back")
+        w.cluster.roll("9.9.9")
+        assert w.ends(signal.SIGTERM) == 0
+        w.begin("9.9.9")
+        await until(lambda: not old & w.cluster.live.keys(), "the old ones to go")
+        await w.cluster.ready(2)
+        assert nodes(await w.whole("E-P-2D")) == {one.id for one in w.cluster.live.values()}
+        await load.more()
+        assert load.failed == []
+
+
+@pytest.mark.slow
+async def test_where_no_pod_is_left_of_one_version_the_other_serves(tmp_path: Path) -> None:
+    async with world(tmp_path, "E-P-D", 1) as (w, load):
+        (old,) = w.cluster.live.values()
+        assert w.ends(signal.SIGTERM) == 0
+        w.begin("9.9.9")
+        await until(lambda: "E-P-D takes 1 pods, and 0 run EPD-Serve 9.9.9" in w.log, "it to leave the old one alone")
+        await load.more()
+        w.cluster.await_empty_s = 1
+        w.cluster.roll("9.9.9")
+        await until(lambda: old.name not in w.cluster.live, "the old one to go")
+        await w.cluster.ready(1)
+        assert nodes(await w.whole("E-P-D")) == {one.id for one in w.cluster.live.values()}
+        assert load.failed == []
 
 
 async def test_what_an_operator_wants_has_the_cluster_start_pods_and_give_them_up(tmp_path: Path) -> None:

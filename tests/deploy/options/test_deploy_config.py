@@ -177,6 +177,7 @@ def test_a_missing_file_is_named() -> None:
         ({"runtime": "ray", "share_devices": True}, "share_devices"),
         ({"runtime": "kubernetes", "share_devices": True}, "share_devices"),
         ({"runtime": "kubernetes", "fronts": "here"}, "fronts"),
+        ({"runtime": "kubernetes"}, "device"),
     ],
 )
 def test_options_of_several_nodes_that_cannot_be_name_the_option(options: dict[str, Any], param: str) -> None:
