@@ -16,6 +16,7 @@ import msgspec
 
 from deploy.agent.waits import Patience
 from deploy.cluster.hosts import Host
+from deploy.cluster.leases import ClusterLeases
 from deploy.cluster.nodes import INSTANCES, Cluster, Nodes
 from deploy.cluster.notes import NodeNotes
 from deploy.control.aim import Aim
@@ -42,16 +43,16 @@ class ClusterLife(Life):
         self,
         cluster: Cluster,
         nodes: Nodes,
+        leases: ClusterLeases,
         deployment: Deployment,
         doors: AllDoors,
-        notes: NodeNotes,
         process: Process,
         screen: Shown,
-        aim: Aim,
         announced: Callable[[str], None],
     ) -> None:
-        super().__init__(deployment, nodes.many, doors, notes, process, screen, aim)
-        self.nodes = nodes
+        aim = Aim(deployment.blueprint, leases)
+        super().__init__(deployment, nodes.many, doors, nodes.notes, process, screen, aim)
+        self.nodes, self.leases = nodes, leases
         self._superseded = nodes.many.superseded, doors.superseded
         self._cluster = cluster
         self._announced = announced
@@ -136,15 +137,14 @@ async def prepared(
     machines = await nodes.gather(there)
     if config.api_key_file and notes.read(API_KEYS) is None:
         notes.write(API_KEYS, (await nodes.key_file(config.api_key_file)()).encode())
-    leases = await cluster.lend(nodes, notes)
     blueprint = await asyncio.to_thread(draw, config, machines=machines)
     keys = noted_keys(notes, config.api_key_file)
     deployment = Deployment(config.name, blueprint, Patience(), api_keys=keys)
     key = _key_file(nodes.key)
     doors = AllDoors(say=screen.line, key_file=key, goes_on=notes.read(READY) is not None)
     await nodes.open(deployment, doors)
-    aim = Aim(blueprint, leases)
-    return ClusterLife(cluster, nodes, deployment, doors, notes, process, screen, aim, announced)
+    leases = ClusterLeases(cluster.kind, config.placement, notes, nodes, cluster.reserver)
+    return ClusterLife(cluster, nodes, leases, deployment, doors, process, screen, announced)
 
 
 def _key_file(key: str) -> str:

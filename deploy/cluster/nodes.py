@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from deploy.cluster.hosts import Host, Hosts
+from deploy.cluster.leases import WANTED, Reserver
 from deploy.cluster.notes import NodeNotes, left_behind
 from deploy.control.aim import Aim
 from deploy.front.all_doors import AllDoors
@@ -32,7 +33,6 @@ from deploy.node.facts import NodeFacts, differences
 from deploy.node.setup import NodeInfo, NodeSetup, deployment_key
 from deploy.options.config import DeployConfig
 from deploy.plan.machines import Machines
-from deploy.runtime.leases import Leases
 from deploy.runtime.many import ManyNodes
 from deploy.runtime.node_client import NodeClient, NodeHttp, NodeTransport
 from deploy.runtime.protocol import Observed
@@ -48,9 +48,8 @@ FACTS, NONCE, MASTER, INSTANCES, BACK = "nodes.json", "nonce", "master.json", "i
 than that of the last, of the feature store's master, of what ran last, and of nodes that came when some had been asked
 for: they may go with the load, and have no front doors unless every node has."""
 
-LEFT_OUT, WANTED = "left-out.json", "nodes-wanted"
-"""Notes of nodes that cannot be used, so that the next controller does not begin with them, and that nodes have been
-asked for."""
+LEFT_OUT = "left-out.json"
+"""The note of nodes that cannot be used, so that the next controller does not begin with them."""
 
 UNUSED_S = 10.0
 """For so long a node is kept on which nothing is leased: what is given back may be leased again at once."""
@@ -76,8 +75,8 @@ class Cluster:
     """What a deployment is served on.
 
     Attributes:
-        kind: of the devices that hosts lend. lend: makes whoever lends them, who keeps nothing from before that is in
-            no note.
+        kind: of the devices that hosts lend. reserver: keeps others from what is leased of them.
+        gives_back: hosts on which nothing of ours runs go back to others.
         begun_on: the host of whoever began it, "" where that is none of them.
         logs: what shows the logs, for people.
         answers: takes the application that operators ask, once there is one. began: of the monotonic clock.
@@ -87,7 +86,8 @@ class Cluster:
     kind: str
     hosts: Hosts
     members: NodeSecrets
-    lend: Callable[[Nodes, NodeNotes], Awaitable[Leases]]
+    reserver: Reserver = field(default_factory=Reserver)
+    gives_back: bool = False
     begun_on: str = ""
     logs: str = ""
     answers: Callable[[FastAPI], None] = lambda app: None
@@ -102,10 +102,10 @@ class Cluster:
 
 class Nodes:
     """Args:
-        notes: of the deployment.
         say: takes a line for the operator.
 
     Attributes:
+        notes: of the deployment.
         key: of the deployment: whoever has it is one of its processes.
         many: runs the instances.
         left_out: nodes that cannot be part of it.
@@ -118,10 +118,11 @@ class Nodes:
         self._cluster = cluster
         self._config = cluster.config
         self._hosts = cluster.hosts
-        self._notes = notes
+        self.notes = notes
         self._say = say
         self._known = {one.machine.id: one for one in noted(FACTS, list[NodeFacts])}
         self._there: dict[str, Host] = {}
+        self._coming: set[str] = set()
         self._used_s: dict[str, float] = {}  # of nodes with a process of ours: when something was leased there last
         self._back = noted(BACK, set[str])
         self._one_at_a_time = asyncio.Lock()
@@ -164,6 +165,16 @@ class Nodes:
     def machines(self) -> Machines:
         return Machines.of(self._known[node].machine for node in self._there)
 
+    @property
+    def devices(self) -> dict[str, Sequence[int]]:
+        """What each node lends, under the numbers that its devices have there."""
+        return {node: self._known[node].machine.inventory.ids[: host.devices] for node, host in self._there.items()}
+
+    @property
+    def leaving(self) -> set[str]:
+        """Nodes that end soon."""
+        return {node for node, host in self._there.items() if host.leaving}
+
     async def _meet(self, host: Host) -> None:
         """Raises ConfigError where it is not as the others are, EpdError where it does not say what it is."""
         if host.id not in self._known:
@@ -174,7 +185,7 @@ class Nodes:
                         f"the nodes of a deployment have to agree: {'; '.join(differing)}", param="--runtime"
                     )
             self._known[host.id] = facts
-            self._notes.write(FACTS, msgspec.json.encode(list(self._known.values())))
+            self.notes.write(FACTS, msgspec.json.encode(list(self._known.values())))
         self._there[host.id] = host
 
     def _facts_of(self, host: Host) -> Callable[[NodeHttp], Awaitable[NodeFacts]]:
@@ -193,7 +204,7 @@ class Nodes:
             first = min(self._there)
             self._master = Master(first)
             self._master = Master(first, (await self._set_up(first)).master)
-            self._notes.write(MASTER, msgspec.json.encode(self._master))
+            self.notes.write(MASTER, msgspec.json.encode(self._master))
         await asyncio.gather(*(self._set_up(node) for node in self._there))
         for node in self._remembered - self._there.keys():  # they have ended while nobody looked
             self.many.lose(node)
@@ -211,10 +222,10 @@ class Nodes:
     def _join(self, node: str) -> None:
         assert self._doors is not None, "open() has been called"
         host, self._used_s[node] = self._there[node], time.monotonic()
-        self._notes.join(node, NodeHttp("/node", self._transport(host), self._notes.epoch))
-        self.many.join(node, NodeClient(self._transport(host), self._notes.epoch))
+        self.notes.join(node, NodeHttp("/node", self._transport(host), self.notes.epoch))
+        self.many.join(node, NodeClient(self._transport(host), self.notes.epoch))
         if self._has_front(node):
-            self._doors.join(node, RemoteDoors(self._transport(host), self._notes.epoch))
+            self._doors.join(node, RemoteDoors(self._transport(host), self.notes.epoch))
 
     async def _set_up(self, node: str) -> NodeInfo:
         """Has it know the deployment, and answer. Raises EpdError."""
@@ -235,7 +246,7 @@ class Nodes:
 
     async def _call(self, host: Host, call: Callable[[NodeHttp], Awaitable[T]], within_s: float) -> T:
         """What its node process answers. Raises EpdError: what was refused there, or it does not answer."""
-        http = NodeHttp("/node", self._transport(host), self._notes.epoch)
+        http = NodeHttp("/node", self._transport(host), self.notes.epoch)
         try:
             async with asyncio.timeout(within_s):
                 return await call(http)
@@ -255,9 +266,9 @@ class Nodes:
             host=self._config.node_host or self._there[node].address,
             master="" if node == self._master.node else self._master.address,
             front=self._has_front(node),
-            options=front_options(self._notes),
-            api_keys=(self._notes.read(API_KEYS) or b"").decode(),
-            notes=self._notes.given(node),
+            options=front_options(self.notes),
+            api_keys=(self.notes.read(API_KEYS) or b"").decode(),
+            notes=self.notes.given(node),
         )
 
     def _warn(self, text: str) -> None:
@@ -278,20 +289,24 @@ class Nodes:
 
     async def follow(self, aim: Aim) -> None:
         """Until cancelled."""
-        async for hosts in self._hosts.watch():
-            alive = {one.id: one for one in hosts}
-            for node in self._there.keys() - alive.keys():
-                self._lose(node, aim)
-            for one in alive.values():
-                if one.devices and not (one.leaving or one.id in self._there or one.id in self.left_out):
-                    await self._welcome(one, aim)
+        async with asyncio.TaskGroup() as group:
+            async for hosts in self._hosts.watch():
+                alive = {one.id: one for one in hosts}
+                for node in self._there.keys() - alive.keys():
+                    self._lose(node, aim)
+                for one in alive.values():
+                    if one.id in self._there:
+                        self._there[one.id] = one
+                    elif one.devices and not (one.leaving or one.id in self._coming or one.id in self.left_out):
+                        self._coming.add(one.id)
+                        group.create_task(self._welcome(one, aim))
 
     def _lose(self, node: str, aim: Aim) -> None:
         assert self._doors is not None, "open() has been called"
         self._say(f"{self._called(node)} has gone")
         self.many.lose(node)
         self._doors.lose(node)
-        self._notes.lose(node)
+        self.notes.lose(node)
         if node == self._master.node and self._master.address:
             self._warn("the feature store's second tier has gone with it: features are computed again until a restart")
         self._used_s.pop(node, None)
@@ -301,11 +316,14 @@ class Nodes:
 
     async def run_on(self, nodes: Collection[str]) -> None:
         """Have a node process run on each of these nodes that is a part of the deployment, and leave one that has been
-        none of them for a while, unless front doors or the master of the second tier are there.
+        none of them for a while, unless front doors or the master of the second tier are there. All nodes have one
+        where nobody else would have the host.
 
         Raises:
             EpdError: a node does not answer, or its node process does not start.
         """
+        if not self._cluster.gives_back:
+            return
         async with self._one_at_a_time:
             for node in (self._there.keys() & nodes) - self._used_s.keys():
                 await self._set_up(node)
@@ -320,7 +338,7 @@ class Nodes:
 
     async def _leave(self, node: str) -> None:
         self.many.rest(node)
-        self._notes.lose(node)
+        self.notes.lose(node)
         del self._used_s[node]
         try:
             await self._hosts.leave(node)
@@ -328,9 +346,9 @@ class Nodes:
             logger.warning("%s", error)
 
     async def _welcome(self, host: Host, aim: Aim) -> None:
-        if self._notes.read(WANTED) is not None:
+        if self._cluster.gives_back and self.notes.read(WANTED) is not None:
             self._back.add(host.id)
-            self._notes.write(BACK, msgspec.json.encode(self._back))
+            self.notes.write(BACK, msgspec.json.encode(self._back))
         async with self._one_at_a_time:
             try:
                 await self._meet(host)
@@ -339,6 +357,8 @@ class Nodes:
                 self._say(f"node {host.name} is left out: {error}")
                 await self._leave_out(host.id)
                 return
+            finally:
+                self._coming.discard(host.id)
             self._join(host.id)
         aim.machines = self.machines
         self._say(f"{self._called(host.id)} has come")
@@ -346,7 +366,7 @@ class Nodes:
     async def _leave_out(self, node: str) -> None:
         """For good. Its node process does not run: where it is kept alive the host would never be idle."""
         self.left_out.add(node)
-        self._notes.write(LEFT_OUT, msgspec.json.encode(self.left_out))
+        self.notes.write(LEFT_OUT, msgspec.json.encode(self.left_out))
         self._there.pop(node, None)
         with contextlib.suppress(EpdError):
             await self._hosts.leave(node)
@@ -354,8 +374,8 @@ class Nodes:
     async def part(self) -> None:
         """Nobody is asked anything any more; what runs goes on."""
         for node in tuple(self._there):
-            self._notes.lose(node)
-        await self._notes.parted()
+            self.notes.lose(node)
+        await self.notes.parted()
         await self.many.disconnect()
 
     async def parts(self) -> dict[str, int]:

@@ -16,9 +16,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from deploy.cluster.hosts import Host
+from deploy.cluster.leases import ClusterLeases
 from deploy.kubernetes.api import ApiServer
 from deploy.kubernetes.hosts import RANGE, KubernetesHosts, Pod
-from deploy.kubernetes.leases import PodLeases
 from deploy.runtime.leases import Place
 from epd_serve.errors import ConfigError, EpdError
 
@@ -76,7 +76,7 @@ class PodScale(Collector):
         self.say = say
         self._hosts: KubernetesHosts | None = None
 
-    def follow(self, api: ApiServer, hosts: KubernetesHosts, leases: PodLeases) -> None:
+    def follow(self, api: ApiServer, hosts: KubernetesHosts, leases: ClusterLeases) -> None:
         """These are what it is about."""
         self._api, self._hosts, self._leases = api, hosts, leases
 

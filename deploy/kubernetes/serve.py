@@ -1,9 +1,9 @@
 """`epd-serve serve --runtime kubernetes`: the controller of a deployment on node pods, in a pod of its own.
 
-What a life of it is, `deploy/cluster/controller.py` says; here it gets pods (`hosts.py`), their devices (`leases.py`),
-and how many there should be (`scale.py`). SIGTERM ends this process and nothing else: Kubernetes moves it, nodes serve
-on, and the next one goes on from what they have noted. A deployment ends with its pods. Operators ask it in its pod,
-as a launch of that machine: `kubectl exec deploy/NAME-controller -- epd-serve status`.
+What a life of it is, `deploy/cluster/controller.py` says; here it gets pods (`hosts.py`), and how many
+there should be (`scale.py`). SIGTERM ends this process and nothing else: Kubernetes moves it, nodes serve on, and the
+next one goes on from what they have noted. A deployment ends with its pods. Operators ask it in its pod, as a launch of
+that machine: `kubectl exec deploy/NAME-controller -- epd-serve status`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ from typing import TYPE_CHECKING
 
 from deploy.cluster.controller import ClusterLife, prepared
 from deploy.cluster.hosts import Host
-from deploy.cluster.nodes import Cluster, Nodes
-from deploy.cluster.notes import NodeNotes
+from deploy.cluster.nodes import Cluster
 from deploy.host.event_loop import together
 from deploy.host.launches import ADMIN_SOCKET, reap_dead
 from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
 from deploy.kubernetes.api import ACCOUNT, ApiServer
 from deploy.kubernetes.hosts import KubernetesHosts, kind_of
-from deploy.kubernetes.leases import PodLeases
 from deploy.kubernetes.scale import PodScale, pods_wanted
 from deploy.launch.life import ENDING, GRACE_S, checked_keys
 from deploy.launch.screen import Screen
 from deploy.options.config import DeployConfig
 from deploy.plan.allot import copies
-from deploy.runtime.leases import Leases
 from deploy.runtime.secrets import NodeSecrets
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.layout_parser import parse
@@ -104,6 +101,7 @@ class _Controller:
     async def _live(self) -> int:
         with self._asked_here() as commands:
             life = await self._prepared()
+            self._scale.follow(self._api, self._hosts, life.leases)
             life.doors.registry.register(self._scale)
             running = asyncio.create_task(life.run(), name="life")
             beside = asyncio.create_task(together(life.beside(), self._scale.run(), self._answer(commands)))
@@ -130,7 +128,6 @@ class _Controller:
                     kind,
                     self._hosts,
                     self._members,
-                    self._lend,
                     logs="epd-serve logs",
                     answers=self._app.set_result,
                 )
@@ -163,15 +160,6 @@ class _Controller:
                 raise ConfigError(lacks, param="layout")
             return lacks
         return f"{len(there)} run, and others are coming" if patient and self._hosts.coming else ""
-
-    async def _lend(self, nodes: Nodes, notes: NodeNotes) -> Leases:
-        def joined() -> dict[str, Sequence[int]]:
-            return {one.id: one.inventory.ids for one in nodes.machines.nodes}
-
-        kind, placement = nodes.machines.kind, self._config.placement
-        leases = PodLeases(kind, placement, notes, lambda: self._hosts.there, joined)
-        self._scale.follow(self._api, self._hosts, leases)
-        return leases
 
     @contextlib.contextmanager
     def _asked_here(self) -> Iterator[socket.socket]:

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from deploy.cluster.controller import ClusterLife, prepared
-from deploy.cluster.nodes import Cluster, Nodes
+from deploy.cluster.nodes import Cluster
 from deploy.cluster.notes import NodeNotes
 from deploy.host.ports import free_ports, listen
 from deploy.launch.life import ENDING, READY
@@ -32,9 +32,8 @@ from deploy.options.addresses import port_range
 from deploy.options.config import DeployConfig
 from deploy.ray.cluster import nodes_alive
 from deploy.ray.hosts import RayHosts, end_all, kind_of
-from deploy.ray.leases import RayLeases, release_all
+from deploy.ray.leases import PlacementGroups, release_all
 from deploy.ray.news import News
-from deploy.runtime.leases import Leases
 from deploy.runtime.secrets import NodeSecrets
 from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
@@ -170,7 +169,8 @@ class ControllerActor:
         config, kind = self._config, kind_of(self._config, await asyncio.to_thread(nodes_alive))
         logs = f"epd-serve logs --ray --name {config.name}"
         hosts = RayHosts(config, kind)
-        cluster = Cluster(config, kind, hosts, members, self._lend, self._begun_on, logs, self._app.set_result)
+        reserver = PlacementGroups(config.name, kind)
+        cluster = Cluster(config, kind, hosts, members, reserver, True, self._begun_on, logs, self._app.set_result)
         notes, there = await cluster.noted()
         self._notes = notes
         if again and notes.empty:  # it had not begun, or nothing is left of it
@@ -214,9 +214,3 @@ class ControllerActor:
             await asyncio.wait(tasks)
             if life is not None:
                 await life.nodes.part()
-
-    async def _lend(self, nodes: Nodes, notes: NodeNotes) -> Leases:
-        config = self._config
-        leases = RayLeases(config.name, nodes.machines.kind, config.placement, notes, nodes.run_on, nodes.left_out)
-        await leases.tidy()
-        return leases

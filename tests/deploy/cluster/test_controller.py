@@ -22,7 +22,6 @@ from deploy.ray.news import News
 from deploy.runtime.secrets import NodeSecrets
 from epd_serve.errors import ConfigError, EpdError
 from tests.deploy.cluster.hosts import LocalHosts
-from tests.deploy.fake_leases import FakeLeases
 from tests.deploy.launch.test_sim_launch import profile_file
 from tests.deploy.node_secrets import node_secrets
 from tests.waiting import PATIENCE_S, until
@@ -43,14 +42,13 @@ class Process:
 
 
 class World:
-    """Attributes: hosts, leases: of the deployment. ready: what was announced."""
+    """Attributes: hosts: of the deployment. ready: what was announced."""
 
     def __init__(self, folder: Path, layout: str, *hosts: str, **settings: Any) -> None:
         self.folder = folder
         secrets = node_secrets(folder / "secrets")
         self.members = NodeSecrets(str(secrets), "--node-secrets")
         self.hosts = LocalHosts(folder, secrets, *hosts)
-        self.leases = FakeLeases(dict.fromkeys(hosts, 4), acquire_s=3.0)
         (self.port,) = free_ports(1)
         self.ready: list[str] = []
         self.config = DeployConfig(
@@ -74,11 +72,8 @@ class World:
     async def controller(self) -> AsyncIterator[Controller]:
         """A life of it. What runs goes on when the context ends, unless it has been told to end."""
 
-        async def lend(*_: Any) -> FakeLeases:
-            return self.leases
-
         one = Controller()
-        cluster = Cluster(self.config, "cpu", self.hosts, self.members, lend, begun_on="a", answers=one.app.set_result)
+        cluster = Cluster(self.config, "cpu", self.hosts, self.members, begun_on="a", answers=one.app.set_result)
         async with asyncio.timeout(PATIENCE_S):
             notes, there = await cluster.noted()
             one.life = await prepared(cluster, notes, there, one.process, one.news, self.ready.append)
@@ -187,12 +182,10 @@ async def test_what_ran_on_a_host_that_has_gone_runs_on_others_and_one_that_come
     async with world(tmp_path, "E-P-4D", "a", "b") as w, w.controller() as one:
         before = await one.whole()
         assert {each["node"] for each in before.values()} == {"a", "b"}
-        w.leases.dies("b")
         await w.hosts.dies("b")
         await until(lambda: any("has gone" in line for line in one.lines), "it to be noticed")
         await until(w.answers, "an answer of those that are left")
         w.hosts.comes("c")
-        w.leases.comes("c", 4)
 
         async def moved() -> bool:
             instances = {each["id"]: each["node"] for each in (await one.status())["instances"]}
