@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +22,7 @@ from deploy.cluster.notes import NodeNotes
 from deploy.control.aim import Aim
 from deploy.front.all_doors import AllDoors
 from deploy.front.key_watch import Read
+from deploy.host.event_loop import first, together
 from deploy.launch.admin import open_admin, serve_page
 from deploy.launch.life import API_KEYS, GRACE_S, READY, Deployment, Life, Process, noted_keys
 from deploy.launch.ready_message import ready_message
@@ -101,12 +102,22 @@ class ClusterLife(Life):
     async def own_parts(self) -> dict[str, int]:
         return {"controller": os.getpid(), **await self.nodes.parts()}
 
-    async def beside(self) -> None:
-        """What goes on as long as it lives. Raises EpdError: there is another controller."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.nodes.follow(self.aim), name="nodes")
-            group.create_task(self._remember(), name="memory")
-            group.create_task(self._rival(), name="rival")
+    async def live(self, *others: Coroutine[None, None, None]) -> int:
+        """Until the deployment is over: its exit code. When this is cancelled, what runs goes on.
+
+        Args:
+            others: go on meanwhile; what they raise ends this life.
+
+        Raises:
+            EpdError: there is another controller.
+        """
+        beside = together(self.nodes.follow(self.aim), self._remember(), self._rival(), *others)
+        try:
+            code = await first(self.run(), beside)
+            assert code is not None, "what goes on beside it does not end"
+            return code
+        finally:
+            await self.nodes.part()
 
     async def _remember(self) -> None:
         """What runs, for a life that begins while a node is silent."""
@@ -114,8 +125,7 @@ class ClusterLife(Life):
             self.notes.write(INSTANCES, msgspec.json.encode(instances))
 
     async def _rival(self) -> None:
-        waits = [asyncio.create_task(one.wait()) for one in self._superseded]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await first(*(one.wait() for one in self._superseded))
         raise EpdError("another controller has this deployment")
 
 

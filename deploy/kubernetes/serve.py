@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from deploy.cluster.controller import ClusterLife, prepared
 from deploy.cluster.hosts import Host
 from deploy.cluster.nodes import Cluster
-from deploy.host.event_loop import together
+from deploy.host.event_loop import first
 from deploy.host.launches import ADMIN_SOCKET, reap_dead
 from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
@@ -84,18 +84,16 @@ class _Controller:
         left = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, left.set)
-        living = asyncio.create_task(self._live(), name="controller")
-        others = asyncio.create_task(self._hosts.run(), name="pods"), asyncio.create_task(left.wait(), name="signal")
-        tasks = [living, *others]
+
+        async def told() -> int:
+            await left.wait()
+            return 0
+
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            return living.result() if living in done else 0
+            code = await first(self._live(), told(), self._hosts.run())
+            assert code is not None, "pods are followed until the end"
+            return code
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
             self._screen.close()
 
     async def _live(self) -> int:
@@ -103,18 +101,7 @@ class _Controller:
             life = await self._prepared()
             self._scale.follow(self._api, self._hosts, life.leases)
             life.doors.registry.register(self._scale)
-            running = asyncio.create_task(life.run(), name="life")
-            beside = asyncio.create_task(together(life.beside(), self._scale.run(), self._answer(commands)))
-            try:
-                await asyncio.wait([running, beside], return_when=asyncio.FIRST_COMPLETED)
-                if beside.done():
-                    beside.result()
-                return await running
-            finally:
-                for task in (running, beside):
-                    task.cancel()
-                await asyncio.wait([running, beside])
-                await life.nodes.part()
+            return await life.live(self._scale.run(), self._answer(commands))
 
     async def _prepared(self) -> ClusterLife:
         """Once there are pods for it. Raises ConfigError: all have come, and it cannot be had on them. EpdError."""

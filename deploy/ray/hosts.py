@@ -83,7 +83,12 @@ class RayHosts:
 
     async def reach(self, id: str, clients: str = "") -> str:
         if id not in self._actors:
-            self._actors[id] = await asyncio.to_thread(self._hired, id)
+            hiring = asyncio.create_task(asyncio.to_thread(self._hired, id))
+            try:
+                self._actors[id] = await asyncio.shield(hiring)
+            except asyncio.CancelledError:
+                await asyncio.wait([hiring])  # whoever ends all of them is to find it
+                raise
         address, trouble = await answered(self._actors[id].reach.remote(clients), START_S, f"node {id}")
         if trouble:
             raise ConfigError(trouble)

@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.launch.screen import Shown
-
 MOST = 1000
 """Events that are kept for who comes late."""
 
@@ -81,9 +79,3 @@ class News:
 
     def line(self, text: str) -> None:
         self.add("line", text)
-
-
-def show(event: Event, screen: Shown) -> None:
-    """On a terminal. What is no call of `Shown` is for the caller."""
-    name, values = event
-    getattr(screen, name)(*values)

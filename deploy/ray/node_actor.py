@@ -46,6 +46,7 @@ class NodeActor:
         self._words = ["--listen", f"{bracketed}:{ports}", "--secrets", secrets, "--run-root", folder]
         self._one_at_a_time = asyncio.Lock()
         self._clients: socket.socket | None = None
+        self._ended = False
 
     async def pid(self) -> int:
         return os.getpid()
@@ -73,6 +74,8 @@ class NodeActor:
 
     def _reach(self, clients: str) -> Address:
         """Raises EpdError."""
+        if self._ended:  # calls of an actor may overtake each other
+            raise EpdError("the deployment has been ended here")
         pid = _raylet()
         if (found := find_node(self._file)) is not None and found.owner != pid:  # of another life of Ray here
             self._end(signal.SIGKILL)
@@ -110,8 +113,9 @@ class NodeActor:
         return found
 
     async def end(self) -> None:
-        """Ends the node process and all of its own; returns when nothing is left."""
+        """Ends the node process and all of its own, for good; returns when nothing is left."""
         async with self._one_at_a_time:
+            self._ended = True
             if self._clients is not None:
                 self._clients.close()
                 self._clients = None

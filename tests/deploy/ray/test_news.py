@@ -8,12 +8,12 @@ import io
 import pytest
 
 from deploy.launch.screen import Screen
-from deploy.ray.news import MOST, News, show
+from deploy.ray.news import MOST, News
 
 pytestmark = pytest.mark.asyncio
 
 
-async def test_a_terminal_shows_what_the_controller_was_told() -> None:
+async def test_a_terminal_is_told_what_the_controller_was() -> None:
     news, out = News(), io.StringIO()
     news.open(["E0"])
     news.row("E0", "importing", True)
@@ -21,8 +21,9 @@ async def test_a_terminal_shows_what_the_controller_was_told() -> None:
     news.line("hello")
     news.close()
     _, number, events = await news.after("", 0, 1.0)
-    for event in events:
-        show(event, Screen(out, terminal=False))
+    screen = Screen(out, terminal=False)
+    for name, values in events:
+        getattr(screen, name)(*values)
     assert number == 5
     assert "hello" in out.getvalue() and "ready in 2.0 s" in out.getvalue()
 

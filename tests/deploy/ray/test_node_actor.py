@@ -46,6 +46,7 @@ async def test_a_client_who_comes_between_two_node_processes_is_answered(
         question.close()
         await actor.end()
         assert await d.answers() == 0, "nobody is there any more"
+        assert "has been ended" in (await actor.reach(clients))[1], "a call that the end has overtaken begins nothing"
         assert not [name for name in ("a.json", "a.log") if (tmp_path / name).exists()]
 
 
