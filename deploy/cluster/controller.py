@@ -103,7 +103,8 @@ class ClusterLife(Life):
         return {"controller": os.getpid(), **await self.nodes.parts()}
 
     async def live(self, *others: Coroutine[None, None, None]) -> int:
-        """Until the deployment is over: its exit code. When this is cancelled, what runs goes on.
+        """Until the deployment is over: its exit code. Where it has never been ready its node processes end, too. When
+        this is cancelled, what runs goes on.
 
         Args:
             others: go on meanwhile; what they raise ends this life.
@@ -115,6 +116,8 @@ class ClusterLife(Life):
         try:
             code = await first(self.run(), beside)
             assert code is not None, "what goes on beside it does not end"
+            if not self.ready:
+                await self.nodes.end()
             return code
         finally:
             await self.nodes.part()

@@ -13,60 +13,21 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import msgspec
 
+from deploy.cluster.hosts import Reserver
+from deploy.cluster.nodes import WANTED, Nodes
 from deploy.host.state import State
 from deploy.runtime.leases import LeaseError, Place
 
-NOTE, WANTED = "leases.json", "nodes-wanted"
-"""Notes of what is leased, and that nodes have been asked for."""
+NOTE = "leases.json"
+"""The note of what is leased."""
 
 ACQUIRE_S, MOVE_S = 10.0, 2.0
 """For devices to come that are asked for, and to be had on a node that seems to have room for what moves."""
 
 LOOK_S = 0.5
-
-
-class Reserver:
-    """Keeps others from what is leased. As it is here nobody has to."""
-
-    async def look(self, places: Mapping[str, Place]) -> tuple[Collection[str], Mapping[str, int]]:
-        """The leases among these whose devices are kept; and how many devices of each node others have."""
-        return places.keys(), {}
-
-    async def reserve(
-        self, lease: str, width: int, able: Sequence[str], within_s: float
-    ) -> tuple[str, tuple[int, ...]]:
-        """Devices of the first of these nodes or, where that has no room after all, of another one.
-
-        Returns:
-            The node, "" where there was none in time, and its devices; none where any that are free will do.
-        """
-        return able[0], ()
-
-    async def keep(self, places: Mapping[str, Place]) -> None:
-        """Everything else is given back."""
-
-    async def want(self, widths: Sequence[int], not_on: Collection[str]) -> None:
-        """There are to be nodes with so many devices each, other than these: in place of what was wanted before."""
-
-
-class Lending(Protocol):
-    """The nodes whose devices can be leased: `deploy.cluster.nodes.Nodes`."""
-
-    left_out: set[str]
-
-    @property
-    def devices(self) -> Mapping[str, Sequence[int]]:
-        """Of each node that is there, under the numbers that they have there."""
-
-    @property
-    def leaving(self) -> Collection[str]:
-        """Those that end soon."""
-
-    async def run_on(self, nodes: Collection[str]) -> None: ...
 
 
 class ClusterLeases:
@@ -83,7 +44,7 @@ class ClusterLeases:
         kind: str,
         placement: str,
         notes: State,
-        nodes: Lending,
+        nodes: Nodes,
         reserver: Reserver,
         acquire_s: float = ACQUIRE_S,
     ) -> None:

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.host.environment import is_terminal
 from deploy.host.started import ENDS
@@ -31,7 +30,6 @@ from deploy.launch.screen import Screen
 from deploy.options.config import DeployConfig
 from deploy.ray.cluster import (
     ANSWER_S,
-    NAMESPACE,
     RETRY_S,
     Actor,
     about,
@@ -40,10 +38,11 @@ from deploy.ray.cluster import (
     controller_of,
     deployments,
     here,
+    hired,
     require_token,
 )
 from deploy.ray.controller import ControllerActor
-from deploy.ray.news import Event
+from deploy.ray.news import ASK_EVERY_S, Event
 from deploy.runtime.secrets import NodeSecrets
 from epd_serve.errors import ConfigError, EpdError
 
@@ -52,9 +51,6 @@ ENOUGH, LEFT = 3, 130
 
 HEARD_S, LEAVE_S = 3.0, 20.0
 """For a controller to answer to signals, and then for the cluster's head to have another one in its place."""
-
-TICK_S = 0.5
-"""For so long news are waited for, and a signal is not passed on."""
 
 T = TypeVar("T")
 
@@ -81,7 +77,8 @@ def serve_on_ray(config: DeployConfig, *, detach: bool = False) -> int:
     files = ("api_key_file", "tls_cert_file", "tls_key_file", "node_secrets")  # who reads them may run elsewhere
     found: dict[str, Any] = {name: getattr(config, name) for name in files}
     found = {name: str(Path(file).resolve()) for name, file in found.items() if file}
-    made = partial(_made, replace(config, **found), here())
+    words = msgspec.json.encode(replace(config, **found)).decode(), here()
+    made = partial(hired, ControllerActor, controller_name(config.name), here(), *words, soft=True)
     return _Attached(config.name, made).until_ended(detach=detach)
 
 
@@ -199,8 +196,7 @@ class _Attached:
                     while self._unheard:
                         http.post("/signals", content=str(int(self._unheard[0]))).raise_for_status()
                         self._unheard.pop(0)
-                    asked: dict[str, str | float] = {"life": life, "after": number, "wait_s": TICK_S}
-                    answer = http.get("/news", params=asked).raise_for_status()
+                    answer = http.get("/news", params={"life": life, "after": number}).raise_for_status()
                 except httpx.HTTPError as error:  # Ray starts a controller that has died again
                     if self._name not in deployments():
                         raise EpdError(f"deployment {self._name} has gone: {error}") from error
@@ -211,6 +207,7 @@ class _Attached:
                     if (code := self._take(event, detach=detach)) is not None:
                         return code
                 self._screen.tick()
+                time.sleep(ASK_EVERY_S)
 
     def _take(self, event: Event, *, detach: bool) -> int | None:
         """An exit code where there is nothing more to show."""
@@ -240,19 +237,3 @@ def _begun(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return found
-
-
-def _made(config: DeployConfig, node: str) -> Actor:
-    """Its controller. No secret is in what Ray is told."""
-    return (
-        ray.remote(ControllerActor)
-        .options(
-            name=controller_name(config.name),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            num_cpus=0,
-            max_restarts=-1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
-        )
-        .remote(msgspec.json.encode(config).decode(), node)
-    )

@@ -103,7 +103,7 @@ class ControllerActor:
     async def _tell_news(self, request: Request) -> Response:
         """As `News.after`."""
         asked = request.query_params
-        told = await self._news.after(asked["life"], int(asked["after"]), float(asked["wait_s"]))
+        told = self._news.after(asked["life"], int(asked["after"]))
         return Response(msgspec.json.encode(told), media_type="application/json")
 
     async def _hear_signal(self, request: Request) -> Response:

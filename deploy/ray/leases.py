@@ -23,7 +23,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from deploy.cluster.leases import Reserver
+from deploy.cluster.hosts import Reserver
 from deploy.runtime.leases import Place
 
 RESOURCES = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}

@@ -76,15 +76,11 @@ class NodeActor:
         """Raises EpdError."""
         if self._ended:  # calls of an actor may overtake each other
             raise EpdError("the deployment has been ended here")
-        pid = _raylet()
-        if (found := find_node(self._file)) is not None and found.owner != pid:  # of another life of Ray here
-            self._end(signal.SIGKILL)
-            found = None
-        if found is not None:
+        if (found := find_node(self._file)) is not None:
             return found
         if clients and self._clients is None:
             self._clients = listen(*host_and_port(clients, "--host"))
-        return self._start(pid)
+        return self._start(_raylet())
 
     def _start(self, owner: int) -> Address:
         private_folder(self._folder)

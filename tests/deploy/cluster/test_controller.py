@@ -225,3 +225,10 @@ async def test_what_no_host_can_have_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="needs 11 devices"):
             async with w.controller():
                 pass
+
+
+async def test_a_first_start_that_fails_ends_its_node_processes(tmp_path: Path) -> None:
+    """Where somebody starts them again they wait to be told anew."""
+    async with world(tmp_path, "E-P-D", "a", "b", startup_timeout_s=0.01) as w, w.controller() as one:
+        assert await asyncio.wait_for(asyncio.shield(one.living), PATIENCE_S) == 1 == one.process.code
+        await until(lambda: w.hosts.found("a") is None is w.hosts.found("b"), "their end")

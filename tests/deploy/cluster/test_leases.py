@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from deploy.cluster.leases import ClusterLeases, Reserver
+from deploy.cluster.hosts import Reserver
+from deploy.cluster.leases import ClusterLeases
 from deploy.runtime.leases import LeaseError, Place
 from epd_serve.errors import EpdError
 from tests.deploy.rooted_here import StateHere

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Collection
 
 import pytest
 
-from deploy.cluster.hosts import Host
-from deploy.cluster.leases import ClusterLeases, Reserver
+from deploy.cluster.hosts import Host, Reserver
+from deploy.cluster.leases import ClusterLeases
 from deploy.kubernetes import api, scale
 from deploy.kubernetes.hosts import RANGE, KubernetesHosts
 from deploy.kubernetes.scale import PodScale, pods_wanted, range_of
