@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.cli.which import Arguments, add_launch, check_ray
+from deploy.host.environment import environment
 from deploy.options.config import DeployConfig, ProxyConfig, build_config
 from deploy.options.flags import Parser, add_settings, add_tree, port
 from epd_serve.errors import ConfigError
@@ -206,24 +207,25 @@ def doctor_flags(parser: Parser) -> None:
     parser.add_argument("--layout", default="", metavar="SPEC", help="layout that is to be served, for example (E-P)-D")
     parser.add_argument("--imports", action="store_true", help="import torch and vLLM, too (may take a minute)")
     parser.add_argument("--ray", action="store_true", help="ask the nodes of a Ray cluster, too (up to a minute)")
-    add_settings(parser, DeployConfig, ("device", "encoder_free", "ray_address", "node_ports"))
+    add_settings(parser, DeployConfig, ("device", "encoder_free", "ray_address", "node_ports", "node_secrets"))
 
 
 def doctor(arguments: Arguments) -> int:
     from deploy.doctor.command import run_doctor
 
-    address, ports = arguments.pop("ray_address"), arguments.pop("node_ports")
+    address, ports, secrets = (arguments.pop(name) for name in ("ray_address", "node_ports", "node_secrets"))
     if arguments.pop("ray"):
-        arguments["ask_cluster"] = partial(_ask_cluster, address, ports)
+        secrets = secrets or environment().get("EPD_NODE_SECRETS", "")
+        arguments["ask_cluster"] = partial(_ask_cluster, address, ports, secrets)
     return run_doctor(**arguments)
 
 
-def _ask_cluster(address: str, ports: str, here: RayFacts) -> RayFacts:
+def _ask_cluster(address: str, ports: str, secrets: str, here: RayFacts) -> RayFacts:
     if not here.version:
         return replace(here, asked=True)
     from deploy.ray.doctor import ask_cluster
 
-    return ask_cluster(address, ports, here)
+    return ask_cluster(address, ports, secrets, here)
 
 
 def demo_model_flags(parser: Parser) -> None:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from deploy.agent.waits import Patience
 from deploy.cluster.hosts import Host
+from deploy.cluster.leases import ClusterLeases
 from deploy.cluster.nodes import INSTANCES, Cluster, Nodes
 from deploy.cluster.notes import NodeNotes
 from deploy.control.aim import Aim
 from deploy.front.all_doors import AllDoors
 from deploy.front.key_watch import Read
+from deploy.host.event_loop import first, together
 from deploy.launch.admin import open_admin, serve_page
 from deploy.launch.life import API_KEYS, GRACE_S, READY, Deployment, Life, Process, noted_keys
 from deploy.launch.ready_message import ready_message
@@ -42,16 +44,16 @@ class ClusterLife(Life):
         self,
         cluster: Cluster,
         nodes: Nodes,
+        leases: ClusterLeases,
         deployment: Deployment,
         doors: AllDoors,
-        notes: NodeNotes,
         process: Process,
         screen: Shown,
-        aim: Aim,
         announced: Callable[[str], None],
     ) -> None:
-        super().__init__(deployment, nodes.many, doors, notes, process, screen, aim)
-        self.nodes = nodes
+        aim = Aim(deployment.blueprint, leases)
+        super().__init__(deployment, nodes.many, doors, nodes.notes, process, screen, aim)
+        self.nodes, self.leases = nodes, leases
         self._superseded = nodes.many.superseded, doors.superseded
         self._cluster = cluster
         self._announced = announced
@@ -100,12 +102,25 @@ class ClusterLife(Life):
     async def own_parts(self) -> dict[str, int]:
         return {"controller": os.getpid(), **await self.nodes.parts()}
 
-    async def beside(self) -> None:
-        """What goes on as long as it lives. Raises EpdError: there is another controller."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.nodes.follow(self.aim), name="nodes")
-            group.create_task(self._remember(), name="memory")
-            group.create_task(self._rival(), name="rival")
+    async def live(self, *others: Coroutine[None, None, None]) -> int:
+        """Until the deployment is over: its exit code. Where it has never been ready its node processes end, too. When
+        this is cancelled, what runs goes on.
+
+        Args:
+            others: go on meanwhile; what they raise ends this life.
+
+        Raises:
+            EpdError: there is another controller.
+        """
+        beside = together(self.nodes.follow(self.aim), self._remember(), self._rival(), *others)
+        try:
+            code = await first(self.run(), beside)
+            assert code is not None, "what goes on beside it does not end"
+            if not self.ready:
+                await self.nodes.end()
+            return code
+        finally:
+            await self.nodes.part()
 
     async def _remember(self) -> None:
         """What runs, for a life that begins while a node is silent."""
@@ -113,8 +128,7 @@ class ClusterLife(Life):
             self.notes.write(INSTANCES, msgspec.json.encode(instances))
 
     async def _rival(self) -> None:
-        waits = [asyncio.create_task(one.wait()) for one in self._superseded]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await first(*(one.wait() for one in self._superseded))
         raise EpdError("another controller has this deployment")
 
 
@@ -136,15 +150,14 @@ async def prepared(
     machines = await nodes.gather(there)
     if config.api_key_file and notes.read(API_KEYS) is None:
         notes.write(API_KEYS, (await nodes.key_file(config.api_key_file)()).encode())
-    leases = await cluster.lend(nodes, notes)
     blueprint = await asyncio.to_thread(draw, config, machines=machines)
     keys = noted_keys(notes, config.api_key_file)
     deployment = Deployment(config.name, blueprint, Patience(), api_keys=keys)
     key = _key_file(nodes.key)
     doors = AllDoors(say=screen.line, key_file=key, goes_on=notes.read(READY) is not None)
     await nodes.open(deployment, doors)
-    aim = Aim(blueprint, leases)
-    return ClusterLife(cluster, nodes, deployment, doors, notes, process, screen, aim, announced)
+    leases = ClusterLeases(cluster.kind, config.placement, notes, nodes, cluster.reserver)
+    return ClusterLife(cluster, nodes, leases, deployment, doors, process, screen, announced)
 
 
 def _key_file(key: str) -> str:

@@ -1,10 +1,12 @@
-"""What whoever places node processes says of hosts: Ray, or Kubernetes. Everything else is asked of the nodes."""
+"""What whoever places node processes says of hosts, and keeps for us: Ray, or Kubernetes. Else nodes are asked."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from deploy.runtime.leases import Place
 
 
 @dataclass(frozen=True)
@@ -48,3 +50,27 @@ class Hosts(Protocol):
 
     async def parts(self) -> dict[str, int]:
         """Pids of what keeps node processes alive, as `HOST/NAME`."""
+
+
+class Reserver:
+    """Keeps others from what is leased. As it is here nobody has to."""
+
+    async def look(self, places: Mapping[str, Place]) -> tuple[Collection[str], Mapping[str, int]]:
+        """The leases among these whose devices are kept; and how many devices of each node others have."""
+        return places.keys(), {}
+
+    async def reserve(
+        self, lease: str, width: int, able: Sequence[str], within_s: float
+    ) -> tuple[str, tuple[int, ...]]:
+        """Devices of the first of these nodes or, where that has no room after all, of another one.
+
+        Returns:
+            The node, "" where there was none in time, and its devices; none where any that are free will do.
+        """
+        return able[0], ()
+
+    async def keep(self, places: Mapping[str, Place]) -> None:
+        """Everything else is given back."""
+
+    async def want(self, widths: Sequence[int], not_on: Collection[str]) -> None:
+        """There are to be nodes with so many devices each, other than these: in place of what was wanted before."""

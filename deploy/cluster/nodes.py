@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from deploy.cluster.hosts import Host, Hosts
+from deploy.cluster.hosts import Host, Hosts, Reserver
 from deploy.cluster.notes import NodeNotes, left_behind
 from deploy.control.aim import Aim
 from deploy.front.all_doors import AllDoors
@@ -32,7 +32,6 @@ from deploy.node.facts import NodeFacts, differences
 from deploy.node.setup import NodeInfo, NodeSetup, deployment_key
 from deploy.options.config import DeployConfig
 from deploy.plan.machines import Machines
-from deploy.runtime.leases import Leases
 from deploy.runtime.many import ManyNodes
 from deploy.runtime.node_client import NodeClient, NodeHttp, NodeTransport
 from deploy.runtime.protocol import Observed
@@ -43,14 +42,8 @@ from store.addresses import authority
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-FACTS, NONCE, MASTER, INSTANCES, BACK = "nodes.json", "nonce", "master.json", "instances.json", "back.json"
-"""Notes of what each node was before anything of ours ran there, of what makes the key of this deployment another one
-than that of the last, of the feature store's master, of what ran last, and of nodes that came when some had been asked
-for: they may go with the load, and have no front doors unless every node has."""
-
-LEFT_OUT, WANTED = "left-out.json", "nodes-wanted"
-"""Notes of nodes that cannot be used, so that the next controller does not begin with them, and that nodes have been
-asked for."""
+KNOWN, INSTANCES, WANTED = "nodes.json", "instances.json", "nodes-wanted"
+"""Notes of what is known of the nodes, of what ran last, and that nodes have been asked for."""
 
 UNUSED_S = 10.0
 """For so long a node is kept on which nothing is leased: what is given back may be leased again at once."""
@@ -64,11 +57,24 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Master(msgspec.Struct, frozen=True):
-    """Of the feature store's second tier: the node that runs it, and its `host:port`, or "" where there is none."""
+class Known(msgspec.Struct):
+    """What the next controller has to know, too.
 
-    node: str = ""
-    address: str = ""
+    Attributes:
+        nonce: makes the key of this deployment another one than that of the last.
+        facts: what each node was before anything of ours ran there.
+        master: the node that runs the master of the feature store's second tier; its `host:port`, or "" without one.
+        back: nodes that came when some had been asked for: they may go with the load, and have no front doors unless
+            every node has.
+        left_out: nodes that cannot be part of it as long as those are there that are, and why.
+    """
+
+    nonce: str = msgspec.field(default_factory=lambda: secrets.token_hex(16))
+    facts: dict[str, NodeFacts] = {}
+    master: str = ""
+    master_address: str = ""
+    back: set[str] = set()
+    left_out: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,8 @@ class Cluster:
     """What a deployment is served on.
 
     Attributes:
-        kind: of the devices that hosts lend. lend: makes whoever lends them, who keeps nothing from before that is in
-            no note.
+        kind: of the devices that hosts lend. reserver: keeps others from what is leased of them.
+        gives_back: hosts on which nothing of ours runs go back to others.
         begun_on: the host of whoever began it, "" where that is none of them.
         logs: what shows the logs, for people.
         answers: takes the application that operators ask, once there is one. began: of the monotonic clock.
@@ -88,7 +94,8 @@ class Cluster:
     kind: str
     hosts: Hosts
     members: NodeSecrets
-    lend: Callable[[Nodes, NodeNotes], Awaitable[Leases]]
+    reserver: Reserver = field(default_factory=Reserver)
+    gives_back: bool = False
     begun_on: str = ""
     logs: str = ""
     answers: Callable[[FastAPI], None] = lambda app: None
@@ -104,42 +111,40 @@ class Cluster:
 
 class Nodes:
     """Args:
-        notes: of the deployment.
         say: takes a line for the operator.
 
     Attributes:
+        notes: of the deployment.
         key: of the deployment: whoever has it is one of its processes.
         many: runs the instances.
-        left_out: nodes that cannot be part of it as long as those are there that are, and why.
     """
 
     def __init__(self, cluster: Cluster, notes: NodeNotes, say: Callable[[str], None]) -> None:
-        def noted(name: str, kind: type[T]) -> T:
-            return msgspec.json.decode(content, type=kind) if (content := notes.read(name)) is not None else kind()
-
         self._cluster = cluster
         self._config = cluster.config
         self._hosts = cluster.hosts
-        self._notes = notes
+        self.notes = notes
         self._say = say
-        self._known = {one.machine.id: one for one in noted(FACTS, list[NodeFacts])}
+        self._known = msgspec.json.decode(notes.read(KNOWN) or b"{}", type=Known)
         self._there: dict[str, Host] = {}
+        self._coming: set[str] = set()
         self._used_s: dict[str, float] = {}  # of nodes with a process of ours: when something was leased there last
-        self._back = noted(BACK, set[str])
         self._one_at_a_time = asyncio.Lock()
-        self.left_out = noted(LEFT_OUT, dict[str, str])
         self._warned: set[str] = set()
-        self._master = noted(MASTER, Master)
-        if (nonce := notes.read(NONCE)) is None:
-            nonce = secrets.token_hex(16).encode()
-            notes.write(NONCE, nonce)
-        self._nonce = nonce.decode()
-        self.key = deployment_key(cluster.members.token, cluster.config.name, self._nonce)
+        self.key = deployment_key(cluster.members.token, cluster.config.name, self._known.nonce)
+        self._keep()
         self._deployment: Deployment | None = None
         self._doors: AllDoors | None = None
-        remembered = noted(INSTANCES, tuple[Observed, ...])
+        remembered = msgspec.json.decode(notes.read(INSTANCES) or b"[]", type=tuple[Observed, ...])
         self._remembered = {one.order.spec.node for one in remembered}
         self.many = ManyNodes(say, remembered)
+
+    def _keep(self) -> None:
+        self.notes.write(KNOWN, msgspec.json.encode(self._known))
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        return self._known.left_out
 
     async def gather(self, there: Collection[Host]) -> Machines:
         """Of these hosts those that can be nodes, as they were before anything of ours ran on them.
@@ -149,7 +154,7 @@ class Nodes:
             EpdError: one does not say what it is.
         """
         able = [one for one in there if one.devices and one.id not in self.left_out]
-        fitting = [one for one in able if not one.leaving or one.id in self._known]  # what is there has yet to move
+        fitting = [one for one in able if not one.leaving or one.id in self._known.facts]  # what it has is to move
         if not fitting:
             told = "; ".join(f"{one.name} has {one.about or 'no devices'}" for one in there) or "there is none"
             raise ConfigError(f"no node has devices of the kind {self._cluster.kind}: {told}", param="--device")
@@ -164,26 +169,35 @@ class Nodes:
 
     @property
     def machines(self) -> Machines:
-        return Machines.of(self._known[node].machine for node in self._there)
+        return Machines.of(self._known.facts[node].machine for node in self._there)
+
+    @property
+    def devices(self) -> dict[str, Sequence[int]]:
+        """What each node lends, under the numbers that its devices have there."""
+        facts = self._known.facts
+        return {node: facts[node].machine.inventory.ids[: host.devices] for node, host in self._there.items()}
+
+    @property
+    def leaving(self) -> set[str]:
+        """Nodes that end soon."""
+        return {node for node, host in self._there.items() if host.leaving}
 
     async def _meet(self, host: Host) -> None:
         """Raises ConfigError where it is not as the others are, EpdError where it does not say what it is."""
-        if host.id not in self._known:
-            facts = await self._call(host, self._facts_of(host), START_S)
+        if host.id not in self._known.facts:
+            asked = self._config, host.id, host.devices
+            facts = await self._call(host, lambda http: http.call("facts", NodeFacts, *asked), START_S)
             wanted = self._cluster.version
             if wanted and (version := facts.versions.get("epd-serve")) != wanted:
                 raise ConfigError(f"it has EPD-Serve {version}, its controller {wanted}: both have to have the same")
             for other in self._there:
-                if differing := differences(facts, self._known[other]):
+                if differing := differences(facts, self._known.facts[other]):
                     raise ConfigError(
                         f"the nodes of a deployment have to agree: {'; '.join(differing)}", param="--runtime"
                     )
-            self._known[host.id] = facts
-            self._notes.write(FACTS, msgspec.json.encode(list(self._known.values())))
+            self._known.facts[host.id] = facts
+            self._keep()
         self._there[host.id] = host
-
-    def _facts_of(self, host: Host) -> Callable[[NodeHttp], Awaitable[NodeFacts]]:
-        return lambda http: http.call("facts", NodeFacts, self._config, host.id, host.devices)
 
     # --- how they are spoken to -----------------------------------------------------------------------------------
 
@@ -194,11 +208,11 @@ class Nodes:
             ConfigError: an address of front doors is taken. EpdError: a node does not begin.
         """
         self._deployment, self._doors = deployment, doors
-        if not self._master.node:  # the first runs that of the feature store's second tier; the others are told of it
-            first = min(self._there)
-            self._master = Master(first)
-            self._master = Master(first, (await self._set_up(first)).master)
-            self._notes.write(MASTER, msgspec.json.encode(self._master))
+        known = self._known
+        if not known.master:  # the first runs that of the feature store's second tier; the others are told of it
+            known.master = min(self._there)
+            known.master_address = (await self._set_up(known.master)).master
+            self._keep()
         await asyncio.gather(*(self._set_up(node) for node in self._there))
         for node in self._remembered - self._there.keys():  # they have ended while nobody looked
             self.many.lose(node)
@@ -216,31 +230,28 @@ class Nodes:
     def _join(self, node: str) -> None:
         assert self._doors is not None, "open() has been called"
         host, self._used_s[node] = self._there[node], time.monotonic()
-        self._notes.join(node, NodeHttp("/node", self._transport(host), self._notes.epoch))
-        self.many.join(node, NodeClient(self._transport(host), self._notes.epoch))
+        self.notes.join(node, NodeHttp("/node", self._transport(host), self.notes.epoch))
+        self.many.join(node, NodeClient(self._transport(host), self.notes.epoch))
         if self._has_front(node):
-            self._doors.join(node, RemoteDoors(self._transport(host), self._notes.epoch))
+            self._doors.join(node, RemoteDoors(self._transport(host), self.notes.epoch))
 
     async def _set_up(self, node: str) -> NodeInfo:
         """Has it know the deployment, and answer. Raises EpdError."""
 
         async def told(http: NodeHttp) -> NodeInfo:
-            await self._facts_of(self._there[node])(http)  # what it was before, if it has begun again
             await http.call("setup", NoneType, self._setup(node))
             while not (info := await http.get(NodeInfo)).deployment:  # noqa: ASYNC110 - a moment, once
                 await asyncio.sleep(TOLD_LOOK_S)
             return info
 
-        if node not in self._there:
-            raise EpdError(f"node {node} has gone")
-        info = await self._call(self._there[node], told, START_S)
+        info = await self._asked(node, told, START_S)
         for warning in info.warnings:
             self._warn(f"{self._called(node)}: {warning}")
         return info
 
     async def _call(self, host: Host, call: Callable[[NodeHttp], Awaitable[T]], within_s: float) -> T:
         """What its node process answers. Raises EpdError: what was refused there, or it does not answer."""
-        http = NodeHttp("/node", self._transport(host), self._notes.epoch)
+        http = NodeHttp("/node", self._transport(host), self.notes.epoch)
         try:
             async with asyncio.timeout(within_s):
                 return await call(http)
@@ -255,14 +266,15 @@ class Nodes:
             deployment=self._config.name,
             node=node,
             config=self._config,
+            machine=self._known.facts[node].machine,
             machines=self._deployment.blueprint.machines.nodes,
-            nonce=self._nonce,
+            nonce=self._known.nonce,
             host=self._config.node_host or self._there[node].address,
-            master="" if node == self._master.node else self._master.address,
+            master="" if node == self._known.master else self._known.master_address,
             front=self._has_front(node),
-            options=front_options(self._notes),
-            api_keys=(self._notes.read(API_KEYS) or b"").decode(),
-            notes=self._notes.given(node),
+            options=front_options(self.notes),
+            api_keys=(self.notes.read(API_KEYS) or b"").decode(),
+            notes=self.notes.given(node),
         )
 
     def _warn(self, text: str) -> None:
@@ -274,7 +286,7 @@ class Nodes:
     def _has_front(self, node: str) -> bool:
         if self._config.fronts == "here":
             return node == self._cluster.begun_on
-        return self._config.fronts == "every" or node not in self._back
+        return self._config.fronts == "every" or node not in self._known.back
 
     def _called(self, node: str) -> str:
         return f"node {self._there[node].name} ({short_node(node)})"
@@ -283,43 +295,50 @@ class Nodes:
 
     async def follow(self, aim: Aim) -> None:
         """Until cancelled."""
-        async for hosts in self._hosts.watch():
-            alive = {one.id: one for one in hosts}
-            for node in self._there.keys() - alive.keys():
-                self._lose(node, aim)
-            for one in alive.values():
-                if one.devices and not (one.leaving or one.id in self._there or one.id in self.left_out):
-                    await self._welcome(one, aim)
+        async with asyncio.TaskGroup() as group:
+            async for hosts in self._hosts.watch():
+                alive = {one.id: one for one in hosts}
+                for node in self._there.keys() - alive.keys():
+                    self._lose(node, aim)
+                for one in alive.values():
+                    if one.id in self._there:
+                        self._there[one.id] = one
+                    elif one.devices and not (one.leaving or one.id in self._coming or one.id in self.left_out):
+                        self._coming.add(one.id)
+                        group.create_task(self._welcome(one, aim))
 
     def _lose(self, node: str, aim: Aim) -> None:
         assert self._doors is not None, "open() has been called"
         self._say(f"{self._called(node)} has gone")
         self.many.lose(node)
         self._doors.lose(node)
-        self._notes.lose(node)
-        if node == self._master.node and self._master.address:
+        self.notes.lose(node)
+        if node == self._known.master and self._known.master_address:
             self._warn("the feature store's second tier has gone with it: features are computed again until a restart")
         self._used_s.pop(node, None)
         del self._there[node]
         self.left_out.clear()  # they may agree with those that are left
-        self._notes.write(LEFT_OUT, msgspec.json.encode(self.left_out))
+        self._keep()
         if self._there:
             aim.machines = self.machines
 
     async def run_on(self, nodes: Collection[str]) -> None:
         """Have a node process run on each of these nodes that is a part of the deployment, and leave one that has been
-        none of them for a while, unless front doors or the master of the second tier are there.
+        none of them for a while, unless front doors or the master of the second tier are there. All nodes have one
+        where nobody else would have the host.
 
         Raises:
             EpdError: a node does not answer, or its node process does not start.
         """
+        if not self._cluster.gives_back:
+            return
         async with self._one_at_a_time:
             for node in (self._there.keys() & nodes) - self._used_s.keys():
                 await self._set_up(node)
                 self._join(node)
             now = time.monotonic()
             self._used_s |= dict.fromkeys(self._used_s.keys() & nodes, now)
-            kept = {self._master.node} if self._master.address else set()
+            kept = {self._known.master} if self._known.master_address else set()
             for one, used_s in self._used_s.items():
                 if now - used_s > UNUSED_S and one not in kept and not self._has_front(one):
                     await self._leave(one)
@@ -327,7 +346,7 @@ class Nodes:
 
     async def _leave(self, node: str) -> None:
         self.many.rest(node)
-        self._notes.lose(node)
+        self.notes.lose(node)
         del self._used_s[node]
         try:
             await self._hosts.leave(node)
@@ -335,9 +354,9 @@ class Nodes:
             logger.warning("%s", error)
 
     async def _welcome(self, host: Host, aim: Aim) -> None:
-        if self._notes.read(WANTED) is not None:
-            self._back.add(host.id)
-            self._notes.write(BACK, msgspec.json.encode(self._back))
+        if self._cluster.gives_back and self.notes.read(WANTED) is not None:
+            self._known.back.add(host.id)
+            self._keep()
         async with self._one_at_a_time:
             try:
                 await self._meet(host)
@@ -346,6 +365,8 @@ class Nodes:
                 self._say(f"node {host.name} is left out: {error}")
                 await self._leave_out(host.id, str(error))
                 return
+            finally:
+                self._coming.discard(host.id)
             self._join(host.id)
         aim.machines = self.machines
         self._say(f"{self._called(host.id)} has come")
@@ -354,24 +375,31 @@ class Nodes:
         """Until one of the others goes. Its node process does not run: where it is kept alive the host would never be
         idle."""
         self.left_out[node] = why
-        self._notes.write(LEFT_OUT, msgspec.json.encode(self.left_out))
+        self._keep()
         self._there.pop(node, None)
         with contextlib.suppress(EpdError):
             await self._hosts.leave(node)
 
     async def part(self) -> None:
         """Nobody is asked anything any more; what runs goes on."""
-        for node in tuple(self._there):
-            self._notes.lose(node)
-        await self._notes.parted()
+        await self.notes.parted()
         await self.many.disconnect()
+
+    async def end(self) -> None:
+        """Their processes, as far as they answer. One that is started again waits to be told anew."""
+
+        async def of(node: str) -> None:
+            with contextlib.suppress(EpdError):
+                await self._asked(node, lambda http: http.call("end", NoneType))
+
+        await asyncio.gather(*map(of, self._used_s))
 
     async def parts(self) -> dict[str, int]:
         """Pids of processes that are no stages, by node and name; without those of who does not answer."""
 
         async def of(node: str) -> dict[str, int]:
             with contextlib.suppress(EpdError):
-                info = await self._call(self._there[node], lambda http: http.get(NodeInfo), ASK_S)
+                info = await self._asked(node, lambda http: http.get(NodeInfo))
                 return {f"{node}/{name}": pid for name, pid in info.pids.items()}
             return {}
 
@@ -387,8 +415,12 @@ class Nodes:
 
     async def log(self, node: str, name: str, offset: int) -> tuple[bytes, int]:
         """As `deploy.host.logs.read_log`, of a process on a node. Raises EpdError."""
-        if node not in self._there:
-            raise EpdError(f"node {node} has gone")
-        return await self._call(
-            self._there[node], lambda http: http.call("log", tuple[bytes, int], name, offset), ASK_S
-        )
+        return await self._asked(node, lambda http: http.call("log", tuple[bytes, int], name, offset))
+
+    async def _asked(self, node: str, call: Callable[[NodeHttp], Awaitable[T]], within_s: float = ASK_S) -> T:
+        """What its node process answers. Raises EpdError, also where it has gone meanwhile."""
+        if node in self._there:
+            answer = await self._call(self._there[node], call, within_s)
+            if node in self._there:
+                return answer
+        raise EpdError(f"node {node} has gone")

@@ -72,7 +72,6 @@ class NodeNotes(Following):
         self.epoch = epoch
         self._now = Notes(epoch, 0, noted.sections)
         self._known: dict[str, Notes] = {}  # by node: what it has, as far as we know
-        self._telling: dict[str, tuple[NodeHttp, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
 
     @property
@@ -104,14 +103,11 @@ class NodeNotes(Following):
     def join(self, node: str, http: NodeHttp) -> None:
         """It is told of what is written from now on, and what it does not know yet."""
         self._known.setdefault(node, Notes(number=-1))
-        telling = self.repeat(partial(self._inform, node, http), f"{node} keeps no notes")
-        self._telling[node] = http, asyncio.create_task(telling, name=f"notes of {node}")
+        self.keep(node, http.close, self.repeat(partial(self._inform, node, http), f"{node} keeps no notes"))
 
     def lose(self, node: str) -> None:
         self._known.pop(node, None)
-        if (telling := self._telling.pop(node, None)) is not None:
-            telling[1].cancel()
-            self.part(telling[0].close())
+        self.drop(node)
         self._tell()
 
     async def _inform(self, node: str, http: NodeHttp) -> None:

@@ -124,6 +124,7 @@ class HostFacts:
         unheard: names of nodes whose connection to such a port did not come through.
         exposed: ports of stages that run there and answer at other addresses, too.
         niceness: what Ray's workers there have beyond its raylet's, which stages inherit. settings: of Ray there.
+        secrets: marks of the files there by which nodes know each other. no_secrets: why they make it no member, or "".
     """
 
     name: str
@@ -135,6 +136,8 @@ class HostFacts:
     exposed: tuple[int, ...] = ()
     niceness: int = 0
     settings: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    no_secrets: str = ""
 
 
 @dataclass(frozen=True)

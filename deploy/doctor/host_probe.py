@@ -8,8 +8,6 @@ import platform
 import random
 import socket
 
-import msgspec
-
 from deploy.doctor.facts import MEMORY_MONITOR, SUBREAPER, HostFacts
 from deploy.doctor.gather import read_packages
 from deploy.host.environment import run_root
@@ -44,10 +42,6 @@ class HostProbe:
             niceness=os.getpriority(os.PRIO_PROCESS, 0) - os.getpriority(os.PRIO_PROCESS, os.getppid()),
             settings={name: os.environ[name] for name in (MEMORY_MONITOR, SUBREAPER) if name in os.environ},
         )
-
-    def said(self) -> bytes:
-        """The same in JSON, for whoever asks through others."""
-        return msgspec.json.encode(self.facts())
 
     def listen(self) -> int:
         """A free port of the range, on which it listens from now on; 0 where there is none."""

@@ -3,7 +3,7 @@ other, ports that only they reach."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
 from deploy.doctor.check import ERROR, OK, WARNING, Check, Verdict
@@ -66,23 +66,39 @@ def _hosts(facts: Facts) -> Iterator[SimpleNamespace]:
         )
 
 
-def _versions(facts: Facts) -> dict[str, dict[str, str]]:
-    """By name, then by node. A node that only has front doors may lack what stages import."""
-    asked = _asked(facts)
-    names = sorted({name for host in asked for name in host.versions})
-    return {name: {host.name: host.versions[name] for host in asked if name in host.versions} for name in names}
+def _by_name(told: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """What each host says, by name, then by host."""
+    names = sorted({name for said in told.values() for name in said})
+    return {name: {host: said[name] for host, said in told.items() if name in said} for name in names}
+
+
+def _unequal(told: Mapping[str, Mapping[str, str]]) -> Iterator[SimpleNamespace]:
+    for name, found in _by_name(told).items():
+        if len(set(found.values())) > 1:
+            yield SimpleNamespace(name=name, found=", ".join(f"{host} {said}" for host, said in found.items()))
+
+
+def _versions(facts: Facts) -> dict[str, Mapping[str, str]]:
+    """By node. One that only has front doors may lack what stages import."""
+    return {host.name: host.versions for host in _asked(facts)}
 
 
 def _differing(facts: Facts) -> Iterator[SimpleNamespace]:
     """What would show later, as KV links that are refused or features that do not fit."""
-    for name, found in _versions(facts).items():
-        if len(set(found.values())) > 1:
-            yield SimpleNamespace(name=name, found=", ".join(f"{host} {version}" for host, version in found.items()))
+    return _unequal(_versions(facts))
+
+
+def _no_members(facts: Facts) -> Iterator[SimpleNamespace]:
+    return (SimpleNamespace(name=host.name, refusal=host.no_secrets) for host in _asked(facts) if host.no_secrets)
+
+
+def _strangers(facts: Facts) -> Iterator[SimpleNamespace]:
+    return _unequal({host.name: host.secrets for host in _asked(facts)})
 
 
 def _alike(facts: Facts) -> Iterator[SimpleNamespace]:
     if (asked := _asked(facts)) and not list(_differing(facts)):
-        equal = ", ".join(f"{name} {min(found.values())}" for name, found in _versions(facts).items())
+        equal = ", ".join(f"{name} {min(found.values())}" for name, found in _by_name(_versions(facts)).items())
         yield SimpleNamespace(nodes=len(asked), equal=equal)
 
 
@@ -158,6 +174,30 @@ SEVERAL_HOSTS = (
             ),
         ),
         _differing,
+    ),
+    Check(
+        "node secrets of {one.name}",
+        (
+            Verdict(
+                ERROR,
+                "{one.refusal}",
+                "its node process does not begin, or is not taken for a member",
+                "put tls.crt, tls.key and token (and ca.crt) there, in the folder of --node-secrets, as on the others",
+            ),
+        ),
+        _no_members,
+    ),
+    Check(
+        "{one.name} of --node-secrets",
+        (
+            Verdict(
+                ERROR,
+                "{one.found}",
+                "nodes with another one refuse the controller, or are refused",
+                "copy {one.name} of one node to all of them, and start the deployment again",
+            ),
+        ),
+        _strangers,
     ),
     Check("versions of the nodes", (Verdict(OK, "equal on {one.nodes}: {one.equal}"),), _alike),
     Check(

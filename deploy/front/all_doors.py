@@ -115,20 +115,20 @@ class AllDoors(Following):
         self.fronts[node] = doors
         doors.state, doors.node = self.state, node
         doors.stale.set()
-        doors.tasks = [
-            asyncio.create_task(self.repeat(doors.tell_news, f"the front doors of {node} are not told")),
-            asyncio.create_task(self.repeat(doors.follow, f"the front doors of {node} cannot be watched")),
-        ]
+        self.keep(
+            node,
+            doors.disconnect,
+            self.repeat(doors.tell_news, f"the front doors of {node} are not told"),
+            self.repeat(doors.follow, f"the front doors of {node} cannot be watched"),
+        )
 
     def lose(self, node: str) -> None:
         """They have gone. What they did is still counted."""
         front = self.fronts.pop(node, None)
         if front is not None:
             self._past = summed([self._past, lasting(front.counts)])
-            for task in front.tasks:
-                task.cancel()
             front.lost.set()
-            self.part(front.disconnect())
+            self.drop(node)
 
     # What they are told.
 

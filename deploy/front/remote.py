@@ -30,7 +30,6 @@ class RemoteDoors:
         status: as it was last heard.
         counts: what its front doors had counted when they were asked last. node: that they are of.
         stale: it may know something older than what is so. lost: set when its node has gone.
-        tasks: that keep both ends up to date.
         state: says what its front doors are to know now; None as long as nobody knows. Each life of it is told.
     """
 
@@ -39,7 +38,6 @@ class RemoteDoors:
         self.counts: list[Family] = []
         self.node = ""
         self.stale, self.lost = asyncio.Event(), asyncio.Event()
-        self.tasks: list[asyncio.Task[None]] = []
         self.state: Callable[[], FrontState | None] = lambda: None
         self._http = NodeHttp("/front", transport, epoch)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from epd_serve import garbage
@@ -37,6 +37,18 @@ async def together(*tasks: Coroutine[None, None, None]) -> None:
                 group.create_task(one)
     except BaseExceptionGroup as failed:
         raise most_telling(failed) from None
+
+
+async def first(*waits: Awaitable[T]) -> T:
+    """The outcome of whichever is over first; the others are cancelled, and have ended."""
+    tasks = [asyncio.ensure_future(one) for one in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task.result() for task in tasks if task.done())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 def _return_large_blocks() -> None:

@@ -14,8 +14,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from deploy.cluster.hosts import Host
+from deploy.cluster.leases import ClusterLeases
 from deploy.kubernetes.hosts import RANGE, KubernetesHosts
-from deploy.kubernetes.leases import PodLeases
 from deploy.runtime.leases import Place
 from epd_serve.errors import ConfigError, EpdError
 
@@ -70,7 +70,7 @@ class PodScale(Collector):
         unused_s: how long pods are kept that nobody needs.
     """
 
-    leases: PodLeases
+    leases: ClusterLeases
 
     def __init__(self, hosts: KubernetesHosts, say: Callable[[str], None] = lambda line: None) -> None:
         self.left_out: Mapping[str, str] = {}

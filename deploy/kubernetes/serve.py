@@ -1,9 +1,9 @@
 """`epd-serve serve --runtime kubernetes`: the controller of a deployment on node pods, in a pod of its own.
 
-What a life of it is, `deploy/cluster/controller.py` says; here it gets pods (`hosts.py`), their devices (`leases.py`),
-and how many there should be (`scale.py`). SIGTERM ends this process and nothing else: Kubernetes moves it, nodes serve
-on, and the next one goes on from what they have noted. A deployment ends with its pods. Operators ask it in its pod,
-as a launch of that machine: `kubectl exec deploy/NAME-controller -- epd-serve status`.
+What a life of it is, `deploy/cluster/controller.py` says; here it gets pods (`hosts.py`), and how many
+there should be (`scale.py`). SIGTERM ends this process and nothing else: Kubernetes moves it, nodes serve on, and the
+next one goes on from what they have noted. A deployment ends with its pods. Operators ask it in its pod, as a launch of
+that machine: `kubectl exec deploy/NAME-controller -- epd-serve status`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ from typing import TYPE_CHECKING
 
 from deploy.cluster.controller import ClusterLife, prepared
 from deploy.cluster.hosts import Host
-from deploy.cluster.nodes import Cluster, Nodes
-from deploy.cluster.notes import NodeNotes
-from deploy.host.event_loop import together
+from deploy.cluster.nodes import Cluster
+from deploy.host.event_loop import first
 from deploy.host.launches import ADMIN_SOCKET, reap_dead
 from deploy.host.ports import private_socket
 from deploy.host.rundir import RunDir
 from deploy.kubernetes.api import ACCOUNT, ApiServer
 from deploy.kubernetes.hosts import KubernetesHosts
-from deploy.kubernetes.leases import PodLeases
 from deploy.kubernetes.scale import PodScale, pods_wanted
 from deploy.launch.life import ENDING, GRACE_S, checked_keys
 from deploy.launch.screen import Screen
 from deploy.options.config import DeployConfig
 from deploy.plan.allot import copies
-from deploy.runtime.leases import Leases
 from deploy.runtime.secrets import NodeSecrets
 from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
@@ -88,36 +85,24 @@ class _Controller:
         left = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, left.set)
-        living = asyncio.create_task(self._live(), name="controller")
-        others = asyncio.create_task(self._hosts.run(), name="pods"), asyncio.create_task(left.wait(), name="signal")
-        tasks = [living, *others]
+
+        async def told() -> int:
+            await left.wait()
+            return 0
+
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            return living.result() if living in done else 0
+            code = await first(self._live(), told(), self._hosts.run())
+            assert code is not None, "pods are followed until the end"
+            return code
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
             self._screen.close()
 
     async def _live(self) -> int:
         with self._asked_here() as commands:
             life = await self._prepared()
+            self._scale.leases, self._scale.left_out = life.leases, life.nodes.left_out
             life.doors.registry.register(self._scale)
-            running = asyncio.create_task(life.run(), name="life")
-            beside = asyncio.create_task(together(life.beside(), self._scale.run(), self._answer(commands)))
-            try:
-                await asyncio.wait([running, beside], return_when=asyncio.FIRST_COMPLETED)
-                if beside.done():
-                    beside.result()
-                return await running
-            finally:
-                for task in (running, beside):
-                    task.cancel()
-                await asyncio.wait([running, beside])
-                await life.nodes.part()
+            return await life.live(self._scale.run(), self._answer(commands))
 
     async def _prepared(self) -> ClusterLife:
         """Once there are pods for it. Raises ConfigError: all have come, and it cannot be had on them. EpdError."""
@@ -130,7 +115,6 @@ class _Controller:
                     kind,
                     self._hosts,
                     self._members,
-                    self._lend,
                     logs="epd-serve logs",
                     answers=self._app.set_result,
                     version=__version__,
@@ -163,15 +147,6 @@ class _Controller:
                 raise ConfigError(lacks, param="layout")
             return lacks
         return f"{len(there)} run, and others are coming" if patient and self._hosts.coming else ""
-
-    async def _lend(self, nodes: Nodes, notes: NodeNotes) -> Leases:
-        def joined() -> dict[str, Sequence[int]]:
-            return {one.id: one.inventory.ids for one in nodes.machines.nodes}
-
-        kind, placement = nodes.machines.kind, self._config.placement
-        leases = PodLeases(kind, placement, notes, lambda: self._hosts.there, joined)
-        self._scale.leases, self._scale.left_out = leases, nodes.left_out
-        return leases
 
     @contextlib.contextmanager
     def _asked_here(self) -> Iterator[socket.socket]:

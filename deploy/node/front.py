@@ -17,6 +17,7 @@ import msgspec
 from deploy.front.doors import FrontDoors
 from deploy.front.shared import Shared
 from deploy.host.children import Children
+from deploy.host.event_loop import together
 from deploy.host.rundir import RunDir
 from deploy.host.state import State
 from deploy.runtime.node_api import FrontState, FrontStatus, Leases
@@ -110,21 +111,11 @@ class NodeFront:
 
     async def _serve_once(self) -> None:
         """Raises EpdError: one does not start."""
-        tasks = []
+        tasks = [self.doors.serve(), self._until_ready()]
         if (noted := self._state.read(STATE)) is not None:
             # first of all: front doors that are there are told nothing else meanwhile
-            state = msgspec.msgpack.decode(noted, type=_Noted).now()
-            tasks.append(asyncio.create_task(self._tell(state), name="what was told last"))
-        tasks.append(asyncio.create_task(self.doors.serve(), name="front doors"))
-        tasks.append(asyncio.create_task(self._until_ready(), name="beginning"))
-        try:
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in ended:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            tasks.insert(0, self._tell(msgspec.msgpack.decode(noted, type=_Noted).now()))
+        await together(*tasks)
 
     async def _until_ready(self) -> None:
         await self.doors.ready()

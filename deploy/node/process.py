@@ -20,6 +20,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,7 +35,7 @@ from deploy.front.shared import Shared
 from deploy.host import event_loop, root
 from deploy.host.ending import Ending
 from deploy.host.environment import run_root, say
-from deploy.host.event_loop import together
+from deploy.host.event_loop import first, together
 from deploy.host.launches import kill_leftovers, reap_dead
 from deploy.host.logs import read_log
 from deploy.host.ports import address_of, free_ports, listen, private_socket
@@ -86,11 +87,10 @@ class Start:
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a node process is asked: `HOST:PORT`; its pid, and that of its owner."""
+    """Where a node process is asked: `HOST:PORT`; its pid."""
 
     address: str
     pid: int
-    owner: int
 
 
 def find_node(file: Path) -> Address | None:
@@ -122,7 +122,7 @@ def run_node(start: Start) -> int:
         host, port = _where(start.listen)
         asked = stack.enter_context(listen(host, port, flags="--listen"))
         if lock is not None:
-            lock.write(msgspec.json.encode(Address(authority(host, port), os.getpid(), start.owner)))
+            lock.write(msgspec.json.encode(Address(authority(host, port), os.getpid())))
             lock.flush()
         node = _Node(start, secrets, asked, host, _take_after(start.owner), stack)
         if not event_loop.run(node.wait(owner)):
@@ -182,14 +182,13 @@ class _Deployment:
     """What the node is part of, made once.
 
     Attributes:
-        front: settings of front doors; None where there are none. shared: what these have in common.
+        front: settings of front doors, and what these have in common; None where there are none.
     """
 
     setup: NodeSetup
     run: RunDir
     agent: AgentSetup
-    front: ProxySettings | None
-    shared: Shared | None
+    front: tuple[ProxySettings, Shared] | None
 
 
 @dataclass
@@ -215,16 +214,7 @@ class _Node:
             loop.add_signal_handler(number, ended.set)
         if owner >= 0:
             loop.add_reader(owner, ended.set)
-        serving = asyncio.create_task(serve_about(self.asked.dup(), self))
-        waits = [asyncio.create_task(one.wait()) for one in (self._told, ended)]
-        try:
-            await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()
-        finally:
-            for task in (serving, *waits):
-                task.cancel()
-            await asyncio.wait([serving])
+        await first(self._told.wait(), ended.wait(), serve_about(self.asked.dup(), self))
         return not ended.is_set()
 
     # --- what is asked of it --------------------------------------------------------------------------------------
@@ -253,6 +243,7 @@ class _Node:
         called: dict[str, tuple[Callable[..., Awaitable[Any]], Any]] = {
             "facts": (self._facts, tuple[DeployConfig, str, int]),
             "setup": (self._set_up, tuple[NodeSetup]),
+            "end": (self._end, tuple[()]),
             "api_keys": (lambda path: asyncio.to_thread(read_key_text, path), tuple[str]),
         }
         if self.life is not None:
@@ -276,24 +267,19 @@ class _Node:
             elif (had := self.deployment.setup).member != setup.member:
                 raise ConfigError(f"this node is {had.node} of deployment {had.deployment}, begun before: end it first")
 
+    async def _end(self) -> None:
+        """As by SIGINT."""
+        os.kill(self.life.root if self.life is not None else os.getpid(), signal.SIGINT)
+
     def _made(self, setup: NodeSetup) -> _Deployment:
         """Raises ConfigError: all is undone."""
-        assert self.facts is not None, "whoever tells it has asked what it is"
-        blueprint, folder = setup.blueprint(self.facts.machine), self.start.run_root
+        blueprint, folder = setup.blueprint(), self.start.run_root
         config = blueprint.config
         if setup.master:
             config = replace(config, mooncake_master=setup.master)
             blueprint = replace(blueprint, config=config)
         reap_dead(Path(folder) if folder else run_root())
         with contextlib.ExitStack() as stack:
-            front = None
-            if setup.front:
-                keys = api_keys_of(setup.api_keys, config.api_key_file) if config.api_key_file else None
-                told = replace(blueprint, config=changed(config, proxy_values(setup.options)))
-                front = build_proxy_settings(told, None, keys)
-                given = self.start.clients
-                clients = socket.socket(fileno=os.dup(given)) if given >= 0 else listen(config.host, config.port)
-                stack.enter_context(clients)
             run = RunDir.create(Path(folder) if folder else None)
             stack.callback(run.remove)
             key = run.path / KEY
@@ -302,11 +288,17 @@ class _Node:
             host = address_of(setup.host or self.start.advertise or self.host, "--node-host")
             net = Net(setup.node, host, str(key), port_range(config.node_ports))
             agent = AgentSetup.of(run, blueprint, patience=setup.patience, net=net, shm_mib=setup.shm_mib)
-            shared = None
+            front = None
             if setup.front:
-                shared = Shared.of(clients, stack.enter_context(private_socket(run.feed)), config.workers)
+                keys = api_keys_of(setup.api_keys, config.api_key_file) if config.api_key_file else None
+                told = replace(blueprint, config=changed(config, proxy_values(setup.options)))
+                given = self.start.clients
+                clients = socket.socket(fileno=os.dup(given)) if given >= 0 else listen(config.host, config.port)
+                feed = stack.enter_context(private_socket(run.feed))
+                shared = Shared.of(stack.enter_context(clients), feed, config.workers)
+                front = build_proxy_settings(told, None, keys), shared
             self.stack.push(stack.pop_all())
-        return _Deployment(setup, run, agent, front, shared)
+        return _Deployment(setup, run, agent, front)
 
     # --- once it has been told ------------------------------------------------------------------------------------
 
@@ -320,18 +312,19 @@ class _Node:
         async def control(life: root.Life) -> int:
             self.life = one = _Life(told, life)
             async with one.agent.running():
-                serving = serve_node(self.asked.dup(), life.state, one.watch, one.agent, one.front, self)
+                answer = partial(serve_about, self.asked.dup(), self)
+                serving = serve_node(answer, life.state, one.watch, one.agent, one.front)
                 await root.crash_only(together(serving, one.until_signalled()))
             return 1
 
         def take_down() -> None:
-            if told.shared is not None:
-                told.shared.refuse()
+            if told.front is not None:
+                told.front[1].refuse()
             kill_leftovers(told.run.path)
             told.run.remove()
 
         def look(sections: Mapping[str, bytes]) -> str:
-            gone = owner >= 0 and select.select([owner], [], [], 0)[0]
+            gone = select.select([owner], [], [], 0)[0]
             return "whom it belongs to has gone: everything is killed" if gone else ""
 
         return root.Root(
@@ -354,11 +347,10 @@ class _Life:
         self.agent = Agent(told.agent, children, self.state, say=self.watch.say)
         self.front: NodeFront | None = None
         self._run, self._config, self._heed = told.run, told.agent.blueprint.config, life.heed
-        if told.front is not None and told.shared is not None:
+        if told.front is not None:
+            settings, shared = told.front
             drain_s, key_file = self._config.drain_s, str(told.run.path / KEY)
-            self.front = NodeFront(
-                told.front, drain_s, told.run, told.shared, key_file, children, self.state, self.watch.say
-            )
+            self.front = NodeFront(settings, drain_s, told.run, shared, key_file, children, self.state, self.watch.say)
         noted = self.state.read(NOTES)
         self.notes = msgspec.json.decode(noted, type=Notes) if noted is not None else told.setup.notes
 

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from deploy.agent.agent import Agent
+from deploy.host.event_loop import together
 from deploy.host.state import State
 from deploy.node.front import NodeFront
 from deploy.node.setup import NodeInfo
@@ -162,18 +163,13 @@ class About(Protocol):
 
 
 async def serve_node(
-    listening: socket.socket,
+    answer: Callable[[Sequence[Route]], Coroutine[Any, Any, None]],
     state: State,
     watch: NodeWatch,
     agent: Agent,
     front: NodeFront | None,
-    about: About | None = None,
 ) -> None:
-    """Answer on this socket, and look after the front doors, until cancelled; it is closed at the end.
-
-    Args:
-        about: the node process, which has others to be reached by; without it the socket is for this user alone.
-    """
+    """Have these answered, and look after the front doors, until cancelled. `answer`: to whom, and with what beside."""
     fence = Fence(state)
     routes = _routes("/agent", lambda: agent_calls(agent), fence, watch.after)
     async with asyncio.TaskGroup() as group:
@@ -183,15 +179,12 @@ async def serve_node(
             group.create_task(front.serve())
             group.create_task(_look(front, status))
         group.create_task(watch.follow(agent))
-        if about is None:
-            group.create_task(serve(Starlette(routes=routes), sockets=[listening], grace_s=1.0))
-        else:
-            group.create_task(serve_about(listening, about, routes))
+        group.create_task(answer(routes))
 
 
 async def serve_about(listening: socket.socket, about: About, routes: Sequence[Route] = ()) -> None:
-    """Answer members over TLS what the node process is, and these routes, until cancelled. Without them it has no
-    deployment yet, which whoever asks for anything else is told."""
+    """Answer members over TLS what the node process is, and these routes, until cancelled; the socket is closed at the
+    end. Without routes it has no deployment yet, which whoever asks for anything else is told."""
 
     async def health(request: Request) -> Response:
         return Response(status_code=200 if request.url.path == "/health" or about.ready() else 503)
@@ -217,9 +210,7 @@ async def serve_tls(listening: socket.socket, secrets: NodeSecrets, app: ASGIApp
     """Answer other members over TLS until cancelled; the socket is closed at the end."""
     guarded: Any = secrets.guarded(app)
     shared = SharedListener(listening, lambda: None, secrets.certificate)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(secrets.certificate.watch())
-        group.create_task(serve(guarded, shared=shared, grace_s=1.0))
+    await together(secrets.certificate.watch(), serve(guarded, shared=shared, grace_s=1.0))
 
 
 def agent_calls(agent: Agent) -> Calls:

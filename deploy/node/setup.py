@@ -44,6 +44,7 @@ class NodeSetup(msgspec.Struct, frozen=True):
         host: address, name or network interface at which its stages are reached by other nodes; "": as the node says.
         nonce: makes the deployment's key another one than that of the last deployment of this name.
         config: of the deployment; the layout in it is nobody's order. machines: that it was drawn for.
+        machine: what the node was before anything of ours ran there.
         master: `host:port` of the second tier's master, where another node has it.
         front: there are to be front doors. options: that they go by beside the config. api_keys: text of the clients'
             keys, which tells hashes.
@@ -54,6 +55,7 @@ class NodeSetup(msgspec.Struct, frozen=True):
     deployment: str
     node: str
     config: DeployConfig
+    machine: Machine
     machines: tuple[Machine, ...]
     nonce: str
     host: str = ""
@@ -70,11 +72,11 @@ class NodeSetup(msgspec.Struct, frozen=True):
         """What a node process cannot be two of."""
         return self.deployment, self.node, self.nonce
 
-    def blueprint(self, machine: Machine) -> Blueprint:
+    def blueprint(self) -> Blueprint:
         """Of this node alone, under its own device ids. Raises ConfigError: it cannot serve it."""
         drawn = draw(self.config, machines=Machines(self.machines))
-        others = [one for one in self.machines if one.id != machine.id]
-        return replace(drawn, machines=Machines.of([*others, machine])).at(machine.id)
+        others = [one for one in self.machines if one.id != self.node]
+        return replace(drawn, machines=Machines.of([*others, self.machine])).at(self.node)
 
 
 def deployment_key(token: str, deployment: str, nonce: str) -> str:

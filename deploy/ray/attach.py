@@ -2,28 +2,26 @@
 
 A deployment goes on without whoever has begun it. SIGINT and SIGTERM are passed on to it, as to a launch of this
 machine; with a kill, or without its terminal, whoever shows it leaves it alone, and so it does with the third signal. A
-controller that has not heard them by then gives way to another one, which ends what there is.
+controller that has not heard them by then is killed, and the next life of it ends what there is.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
 import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.host.environment import is_terminal
 from deploy.host.started import ENDS
@@ -32,7 +30,6 @@ from deploy.launch.screen import Screen
 from deploy.options.config import DeployConfig
 from deploy.ray.cluster import (
     ANSWER_S,
-    NAMESPACE,
     RETRY_S,
     Actor,
     about,
@@ -41,21 +38,21 @@ from deploy.ray.cluster import (
     controller_of,
     deployments,
     here,
+    hired,
     require_token,
 )
 from deploy.ray.controller import ControllerActor
-from deploy.ray.news import Event, show
+from deploy.ray.news import ASK_EVERY_S, Event
 from deploy.runtime.secrets import NodeSecrets
 from epd_serve.errors import ConfigError, EpdError
 
-NEWS_S = 10.0
 ENOUGH, LEFT = 3, 130
 """So many signals end this end of it, whatever the cluster does; its exit code then."""
 
 HEARD_S, LEAVE_S = 3.0, 20.0
 """For a controller to answer to signals, and then for the cluster's head to have another one in its place."""
 
-TICK_S = 1.0
+T = TypeVar("T")
 
 
 def serve_on_ray(config: DeployConfig, *, detach: bool = False) -> int:
@@ -80,8 +77,9 @@ def serve_on_ray(config: DeployConfig, *, detach: bool = False) -> int:
     files = ("api_key_file", "tls_cert_file", "tls_key_file", "node_secrets")  # who reads them may run elsewhere
     found: dict[str, Any] = {name: getattr(config, name) for name in files}
     found = {name: str(Path(file).resolve()) for name, file in found.items() if file}
-    begin = partial(_made, replace(config, **found), here())
-    return asyncio.run(_Attached(config.name, begin=begin).until_ended(detach=detach))
+    words = msgspec.json.encode(replace(config, **found)).decode(), here()
+    made = partial(hired, ControllerActor, controller_name(config.name), here(), *words, soft=True)
+    return _Attached(config.name, made).until_ended(detach=detach)
 
 
 @contextlib.contextmanager
@@ -94,7 +92,7 @@ def operator(name: str = "", address: str = "") -> Iterator[httpx.Client]:
     connect(address)
     _, actor = controller_of(name)
     about(actor)  # what is wrong is said at once
-    with httpx.Client(transport=_ToController(actor), base_url="https://deployment", timeout=ANSWER_S) as http:
+    with _client(actor) as http:
         yield http
 
 
@@ -102,8 +100,14 @@ def end_on_ray(name: str = "", address: str = "", *, now: bool = False) -> int:
     """Ends a deployment, once its requests have ended or, with `now`, at once; returns when it has gone."""
     connect(address)
     found, actor = controller_of(name)
-    attached = _Attached(found, actor)
-    return asyncio.run(attached.until_ended(signal.SIGINT if now else signal.SIGTERM, from_now=True))
+    about(actor)  # what is wrong is said at once
+    first = signal.SIGINT if now else signal.SIGTERM
+    return _Attached(found, lambda: actor, [first], number=-1).until_ended()
+
+
+def _client(actor: Actor) -> httpx.Client:
+    """Asks this controller. Errors of the way there are those of httpx, or a ConfigError."""
+    return httpx.Client(transport=_ToController(actor), base_url="https://deployment", timeout=ANSWER_S)
 
 
 class _ToController(httpx.BaseTransport):
@@ -123,6 +127,8 @@ class _ToController(httpx.BaseTransport):
             request.url = httpx.URL(f"https://{address}").copy_with(raw_path=request.url.raw_path)
             members.show(request)
             return inner.handle_request(request)
+        except ConfigError:
+            raise
         except EpdError as error:
             raise httpx.ConnectError(str(error), request=request) from error
         except httpx.TransportError:
@@ -131,117 +137,77 @@ class _ToController(httpx.BaseTransport):
 
 
 class _Attached:
-    """A terminal that shows a deployment.
+    """A terminal that shows a deployment. Takes the signals of this process from now on. In the main thread.
 
     Args:
-        actor: its controller, if there is one yet.
+        begun: its controller.
+        first: a signal that is sent at once. number: from which event on it shows them, -1: from now on.
     """
 
-    def __init__(self, name: str, actor: Actor = None, begin: Callable[..., Actor] | None = None) -> None:
+    def __init__(self, name: str, begun: Callable[[], Actor], first: Sequence[int] = (), number: int = 0) -> None:
         self._name = name
         self._down = f"epd-serve down --ray --name {name} ends it"
-        self._actor = actor
-        self._begin = begin
         self._screen = Screen(sys.stderr, terminal=is_terminal())
-        self._sent: list[int] = []
-        self._told: list[asyncio.Task[None]] = []
-        self._enough = asyncio.Event()
-        self._reached = asyncio.Event()
-        self._http: httpx.AsyncClient | None = None
-
-    def send(self, number: int) -> None:
-        """A signal, as to the process of a launch."""
-        self._sent.append(number)
-        self._told.append(asyncio.create_task(self._tell(number)))
-
-    async def _tell(self, number: int) -> None:
-        while True:
-            await self._reached.wait()
-            assert self._http is not None, "it has been reached"
-            with contextlib.suppress(httpx.TransportError):
-                await self._http.post("/signals", content=str(int(number)))
-                return
-            await asyncio.sleep(RETRY_S)
-
-    async def until_ended(self, first: int = 0, *, detach: bool = False, from_now: bool = False) -> int:
-        """Show it until its end or, detached, until it is ready.
-
-        Args:
-            first: a signal that is sent at once. from_now: nothing that has been before.
-        """
-        loop = asyncio.get_running_loop()
+        self._number = number
+        self._unheard = [*first]
+        self._sent = 0
         for one in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(one, self._on_signal, one)
-        if self._begin is not None:  # from here on signals are the deployment's
-            self._actor = self._begin()
-        if first:
-            self.send(first)
-        ticking = asyncio.create_task(self._tick())
-        following = asyncio.create_task(self._follow(-1 if from_now else 0, detach))
-        enough = asyncio.create_task(self._enough.wait())
+            signal.signal(one, self._send)
+        self._actor = begun()
+
+    def _send(self, number: int, _: object) -> None:
+        """As to the process of a launch."""
+        self._unheard.append(number)
+        self._sent += 1
+        if self._sent == ENOUGH:
+            raise KeyboardInterrupt
+
+    def until_ended(self, *, detach: bool = False) -> int:
+        """Show it until its end or, detached, until it is ready. Returns its exit code."""
         try:
-            await asyncio.wait((following, enough), return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                return following.result()
-            end = "which has been told to end it" if await self._leave() else f"which does not answer: {self._down}"
+            return _begun(lambda: self._follow(detach)).result()
+        except KeyboardInterrupt:
+            end = "which has been told to end it" if self._leave() else f"which does not answer: {self._down}"
             self._screen.line(f"deployment {self._name} is left to the cluster, {end}")
             return LEFT
         finally:
-            for task in (ticking, following, enough, *self._told):
-                task.cancel()
-            if self._http is not None:
-                await self._http.aclose()
             self._screen.close()
 
-    def _on_signal(self, number: int) -> None:
-        self.send(number)
-        if len(self._sent) >= ENOUGH:
-            self._enough.set()
-
-    async def _leave(self) -> bool:
-        """Whether all that was sent is heard, or another controller ends it: what is under way ends with us."""
-        if not (await asyncio.wait(self._told, timeout=HEARD_S))[1]:
+    def _leave(self) -> bool:
+        """Whether all that was sent is heard, if need be by another controller, which ends everything."""
+        if self._is_heard(HEARD_S):
             return True
-        done = threading.Event()
+        self._unheard.append(signal.SIGKILL)
+        _begun(lambda: ray.kill(self._actor, no_restart=False))
+        return self._is_heard(LEAVE_S)
 
-        def replaced() -> None:
-            until = time.monotonic() + LEAVE_S
-            with contextlib.suppress(RayError, RuntimeError):  # the cluster's head is away
-                ray.kill(self._actor)
-                while time.monotonic() < until:
-                    with contextlib.suppress(ValueError):  # its name is not free yet
-                        _made(DeployConfig(name=self._name), here(), ends=True)
-                        return done.set()
+    def _is_heard(self, within_s: float) -> bool:
+        until = time.monotonic() + within_s
+        while self._unheard and time.monotonic() < until:
+            time.sleep(RETRY_S)
+        return not self._unheard
+
+    def _follow(self, detach: bool) -> int:
+        """Have all signals heard, and show what there is, until there is an exit code. Raises what was refused."""
+        life, number = "", self._number
+        with _client(self._actor) as http:
+            while True:
+                try:
+                    while self._unheard:
+                        http.post("/signals", content=str(int(self._unheard[0]))).raise_for_status()
+                        self._unheard.pop(0)
+                    answer = http.get("/news", params={"life": life, "after": number}).raise_for_status()
+                except httpx.HTTPError as error:  # Ray starts a controller that has died again
+                    if self._name not in deployments():
+                        raise EpdError(f"deployment {self._name} has gone: {error}") from error
                     time.sleep(RETRY_S)
-
-        threading.Thread(target=replaced, daemon=True).start()  # it may wait for ever
-        return await asyncio.to_thread(done.wait, LEAVE_S)
-
-    async def _follow(self, number: int, detach: bool) -> int:
-        life = ""
-        while True:
-            try:
-                http = await self._reach()
-                asked: dict[str, str | float] = {"life": life, "after": number, "wait_s": NEWS_S}
-                answer = (await http.get("/news", params=asked)).raise_for_status()
+                    continue
                 life, number, events = msgspec.json.decode(answer.content, type=tuple[str, int, list[Event]])
-            except ConfigError:
-                raise
-            except (EpdError, httpx.HTTPError) as error:
-                await self._check_there(error)
-                continue
-            for event in events:
-                code = self._take(event, detach=detach)
-                if code is not None:
-                    return code
-
-    async def _reach(self) -> httpx.AsyncClient:
-        """The controller, wherever it is now. Raises EpdError."""
-        if self._http is None:
-            address, folder = await asyncio.to_thread(about, self._actor, HEARD_S)
-            self._http = NodeSecrets(folder, "--node-secrets").client(address, NEWS_S + ANSWER_S)
-            self._reached.set()
-        return self._http
+                for event in events:
+                    if (code := self._take(event, detach=detach)) is not None:
+                        return code
+                self._screen.tick()
+                time.sleep(ASK_EVERY_S)
 
     def _take(self, event: Event, *, detach: bool) -> int | None:
         """An exit code where there is nothing more to show."""
@@ -254,37 +220,20 @@ class _Attached:
                 raise ConfigError(message, param=param) if config else EpdError(message)
             case "ended", (code,):
                 return int(code)
-            case _:
-                show(event, self._screen)
+            case name, values:
+                getattr(self._screen, name)(*values)
         return None
 
-    async def _check_there(self, error: Exception) -> None:
-        """Ray starts a controller that has died again. Raises EpdError where this one will not come."""
-        self._reached.clear()
-        if self._http is not None:
-            await self._http.aclose()
-            self._http = None
-        if self._name not in await asyncio.to_thread(deployments):
-            raise EpdError(f"deployment {self._name} has gone: {error}") from error
-        await asyncio.sleep(RETRY_S)
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._screen.tick()
+def _begun(call: Callable[[], T]) -> Future[T]:
+    """In a thread, which no end of this process waits for: calls of Ray may last as long as its head is away."""
+    found = Future[T]()
 
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+            found.set_exception(error)
 
-def _made(config: DeployConfig, node: str, ends: bool = False) -> Actor:
-    """Its controller. No secret is in what Ray is told."""
-    return (
-        ray.remote(ControllerActor)
-        .options(
-            name=controller_name(config.name),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            num_cpus=0,
-            max_restarts=-1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
-        )
-        .remote(msgspec.json.encode(config).decode(), node, ends)
-    )
+    threading.Thread(target=run, daemon=True).start()
+    return found

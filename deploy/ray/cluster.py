@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.options.addresses import host_and_port
 from epd_serve import __version__
@@ -130,6 +131,25 @@ def controller_name(deployment: str) -> str:
 
 def node_name(deployment: str, node: str) -> str:
     return f"epd-serve/{deployment}/node/{node}"
+
+
+def hired(kind: type, name: str, node: str, *words: str, soft: bool = False, **options: Any) -> Actor:
+    """An actor of this kind that Ray keeps alive on this node. No secret is in what it is told. Waits for the cluster's
+    head.
+
+    Args:
+        soft: on another one, where that has gone. options: others of the actor.
+    """
+    made = ray.remote(kind).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=0,
+        max_restarts=-1,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=soft),
+        **options,
+    )
+    return made.remote(*words)
 
 
 def deployments() -> list[str]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import ray
@@ -19,22 +20,22 @@ from ray.util import get_node_ip_address
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from deploy.cluster.controller import ClusterLife, prepared
-from deploy.cluster.nodes import Cluster, Nodes
+from deploy.cluster.controller import prepared
+from deploy.cluster.nodes import Cluster
 from deploy.cluster.notes import NodeNotes
+from deploy.host.event_loop import first
 from deploy.host.ports import free_ports, listen
-from deploy.launch.life import ENDING, READY
+from deploy.launch.life import ENDING, KILLED, READY
 from deploy.node.routes import serve_tls
 from deploy.options.addresses import port_range
 from deploy.options.config import DeployConfig
 from deploy.ray.cluster import nodes_alive
 from deploy.ray.hosts import RayHosts, end_all, kind_of
-from deploy.ray.leases import RayLeases, release_all
+from deploy.ray.leases import PlacementGroups, release_all
 from deploy.ray.news import News
-from deploy.runtime.leases import Leases
 from deploy.runtime.secrets import NodeSecrets
 from epd_serve import __version__
 from epd_serve.errors import ConfigError, EpdError
@@ -59,29 +60,24 @@ class ControllerActor:
     """Args:
     config: a `DeployConfig` in JSON: no secret is in it. What it names of files is on every node, but for the
         clients' keys, which are on the node `begun_on`.
-    ends: all that is left of a deployment is ended, in place of a controller that did not answer.
     """
 
-    def __init__(self, config: str, begun_on: str, ends: bool) -> None:
+    def __init__(self, config: str, begun_on: str) -> None:
         self._config = msgspec.json.decode(config, type=DeployConfig)
         self._begun_on = begun_on
-        self._ends = ends
         self._news = News()
         self._signals: list[int] = []
-        self._signalled = asyncio.Event()
-        self._take: Callable[[int], None] = lambda number: None
         self._notes: NodeNotes | None = None
-        self._app: asyncio.Future[FastAPI] = asyncio.get_running_loop().create_future()
-        self._code: int | None = None
-        self._over = asyncio.Event()
-        self._address = ""
+        loop = asyncio.get_running_loop()
+        self._app: asyncio.Future[FastAPI] = loop.create_future()
+        self._code: asyncio.Future[int] = loop.create_future()
+        self._address: asyncio.Future[str] = loop.create_future()
+        self._take: Callable[[int], None] = lambda number: None
         self._living = asyncio.create_task(self._live(), name="controller")
 
     async def about(self) -> tuple[str, str, str]:
         """`HOST:PORT` where operators ask it, the folder of what they show, and the version of this program."""
-        while not self._address:  # noqa: ASYNC110 - a moment, once
-            await asyncio.sleep(0.01)
-        return self._address, self._config.node_secrets, __version__
+        return await asyncio.shield(self._address), self._config.node_secrets, __version__
 
     # --- what operators ask ---------------------------------------------------------------------------------------
 
@@ -90,21 +86,24 @@ class ControllerActor:
         host = get_node_ip_address()
         (port,) = free_ports(1, host, port_range(self._config.node_ports))
         with listen(host, port) as listening:
-            self._address = authority(host, port)
+            self._address.set_result(authority(host, port))
             own = Starlette(
-                routes=[Route("/news", self._tell_news), Route("/signals", self._hear_signal, methods=["POST"])]
+                routes=[
+                    Route("/news", self._tell_news),
+                    Route("/signals", self._hear_signal, methods=["POST"]),
+                    Mount("/", self._answer),
+                ]
             )
+            await serve_tls(listening.dup(), members, own)
 
-            async def app(scope: Scope, receive: Receive, send: Send) -> None:
-                ours = scope["type"] != "http" or scope["path"] in ("/news", "/signals")
-                await (own if ours else await asyncio.shield(self._app))(scope, receive, send)
-
-            await serve_tls(listening.dup(), members, app)
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As a launch of one machine, once it controls something."""
+        await (await asyncio.shield(self._app))(scope, receive, send)
 
     async def _tell_news(self, request: Request) -> Response:
         """As `News.after`."""
         asked = request.query_params
-        told = await self._news.after(asked["life"], int(asked["after"]), float(asked["wait_s"]))
+        told = self._news.after(asked["life"], int(asked["after"]))
         return Response(msgspec.json.encode(told), media_type="application/json")
 
     async def _hear_signal(self, request: Request) -> Response:
@@ -117,7 +116,8 @@ class ControllerActor:
 
     def _hear(self, number: int) -> None:
         self._signals.append(number)
-        self._signalled.set()
+        if number == signal.SIGKILL:  # the life before this one did not answer
+            self._end(KILLED)
         self._take(number)
 
     # --- what its life asks of it: `deploy.launch.life.Process` -----------------------------------------------------
@@ -128,20 +128,23 @@ class ControllerActor:
             take(number)
 
     async def over(self, code: int) -> None:
+        self._end(code)
+
+    def _end(self, code: int) -> None:
         """The first word counts."""
-        if self._code is None:
-            self._code = code
-            self._over.set()
+        if not self._code.done():
+            self._code.set_result(code)
 
     # --- its life -------------------------------------------------------------------------------------------------
 
     async def _live(self) -> None:
         """Until the deployment is over, and nothing of it is left."""
         try:
-            if not self._ends:
-                await self._serve_until_over(NodeSecrets(self._config.node_secrets, "--node-secrets"))
+            members = NodeSecrets(self._config.node_secrets, "--node-secrets")
+            self._serving = asyncio.create_task(self._serve(members), name="operators")
+            code = await first(self._code, self._control(members), asyncio.shield(self._serving))
             await self._clear()
-            self._news.add("ended", self._code or 0)
+            self._news.add("ended", code)
             await self._news.taken(HEARD_S)
             await asyncio.to_thread(ray.kill, ray.get_runtime_context().current_actor, no_restart=True)
             await asyncio.sleep(HEARD_S)
@@ -150,73 +153,36 @@ class ControllerActor:
         await asyncio.sleep(CRASH_S)
         os._exit(CRASHED)
 
-    async def _serve_until_over(self, members: NodeSecrets) -> None:
-        self._serving = asyncio.create_task(self._serve(members), name="operators")
-        running = asyncio.create_task(self._until_over(members), name="life")
-        await asyncio.wait([self._serving, running], return_when=asyncio.FIRST_COMPLETED)
-        if self._serving.done():
-            self._serving.result()
-        await running
-
     async def _clear(self) -> None:
         """Nothing of it is left on the cluster but this actor."""
         await end_all(self._config.name)
         await release_all(self._config.name)
 
-    async def _until_over(self, members: NodeSecrets) -> None:
+    async def _control(self, members: NodeSecrets) -> int:
+        """Until the deployment is over. Returns its exit code."""
         again = ray.get_runtime_context().was_current_actor_reconstructed
         if not again:
             await self._clear()  # somebody may have killed one of this name
         config, kind = self._config, kind_of(self._config, await asyncio.to_thread(nodes_alive))
         logs = f"epd-serve logs --ray --name {config.name}"
-        hosts = RayHosts(config, kind)
-        cluster = Cluster(config, kind, hosts, members, self._lend, self._begun_on, logs, self._app.set_result)
+        hosts, reserver = RayHosts(config, kind), PlacementGroups(config.name, kind)
+        cluster = Cluster(config, kind, hosts, members, reserver, True, self._begun_on, logs, self._app.set_result)
         notes, there = await cluster.noted()
         self._notes = notes
         if again and notes.empty:  # it had not begun, or nothing is left of it
             self._news.add("line", f"nothing is left of deployment {config.name}, nor of what was wanted")
-            return await self.over(LOST)
+            return LOST
         if (ending := notes.read(ENDING)) is not None:  # what is left has had its time
-            return await self.over(int(ending))
+            return int(ending)
         for number in msgspec.json.decode(notes.read(SIGNALS) or b"[]", type=list[int]):
             self._hear(number)
-        was_ready = notes.read(READY) is not None
-        preparing = asyncio.create_task(
-            prepared(cluster, notes, there, self, self._news, lambda text: self._news.add("ready", text))
-        )
-        stopped = asyncio.create_task(self._signalled.wait())
-        tasks: list[asyncio.Task[Any]] = [preparing, stopped]
-        life: ClusterLife | None = None
+        if not (was_ready := notes.read(READY) is not None):
+            self.heed(lambda number: self._end(0))  # what has hardly begun ends at once
         try:
-            waited = (preparing,) if was_ready else (preparing, stopped)
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if not preparing.done():
-                return await self.over(0)
-            try:
-                life = preparing.result()
-            except EpdError as error:
-                if was_ready:
-                    raise
-                self._news.add("refused", str(error), error.param, isinstance(error, ConfigError))
-                return await self.over(LOST)
-            living = [
-                asyncio.create_task(self._over.wait()),
-                asyncio.create_task(life.run(), name="life"),
-                asyncio.create_task(life.beside(), name="nodes"),
-            ]
-            tasks += living
-            done, _ = await asyncio.wait(living, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            if life is not None:
-                await life.nodes.part()
-
-    async def _lend(self, nodes: Nodes, notes: NodeNotes) -> Leases:
-        config = self._config
-        leases = RayLeases(config.name, nodes.machines.kind, config.placement, notes, nodes.run_on, nodes.left_out)
-        await leases.tidy()
-        return leases
+            life = await prepared(cluster, notes, there, self, self._news, lambda text: self._news.add("ready", text))
+        except EpdError as error:
+            if was_ready:
+                raise
+            self._news.add("refused", str(error), error.param, isinstance(error, ConfigError))
+            return LOST
+        return await life.live()

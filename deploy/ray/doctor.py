@@ -19,7 +19,8 @@ from deploy.doctor.facts import HostFacts, RayFacts
 from deploy.doctor.host_probe import HostProbe
 from deploy.options.addresses import port_range
 from deploy.ray.cluster import RayNode, connect, nodes_alive, require_token
-from epd_serve.errors import EpdError
+from deploy.runtime.secrets import NodeSecrets
+from epd_serve.errors import ConfigError, EpdError
 
 ANSWER_S = 60.0
 """A node starts a process for it, which imports some of ours."""
@@ -29,15 +30,31 @@ ASK_S = 240.0
 """For all that is asked: three rounds of answers, and Ray's own waits for a head that is away."""
 
 
-def ask_cluster(address: str, ports: str, here: RayFacts) -> RayFacts:
+class _Probe(HostProbe):
+    def said(self, secrets: str) -> bytes:
+        """All that it knows by itself, in JSON. `secrets`: the folder by which nodes know each other."""
+        facts = self.facts()
+        try:
+            members = NodeSecrets(secrets, "--node-secrets")
+            members.check()
+            facts = replace(facts, secrets=members.marks())
+        except ConfigError as error:
+            facts = replace(facts, no_secrets=error.message)
+        return msgspec.json.encode(facts)
+
+
+def ask_cluster(address: str, ports: str, secrets: str, here: RayFacts) -> RayFacts:
     """The facts of this machine, with what the nodes of the cluster at `address` say ("": the one that runs here).
+
+    Args:
+        ports: the range for stages. secrets: the folder by which nodes know each other.
 
     They are asked in a process of their own: where the cluster ends meanwhile, some calls of Ray never return.
     """
     asked = replace(here, asked=True, address=address or "this machine", ports=ports)
     context = multiprocessing.get_context("spawn")
     answer, theirs = context.Pipe(duplex=False)
-    asking = context.Process(target=_ask, args=(theirs, address, asked), name="doctor", daemon=True)
+    asking = context.Process(target=_ask, args=(theirs, address, secrets, asked), name="doctor", daemon=True)
     asking.start()
     theirs.close()
     try:
@@ -53,7 +70,7 @@ def ask_cluster(address: str, ports: str, here: RayFacts) -> RayFacts:
         answer.close()
 
 
-def _ask(pipe: Connection, address: str, asked: RayFacts) -> None:
+def _ask(pipe: Connection, address: str, secrets: str, asked: RayFacts) -> None:
     with redirect_stdout(sys.stderr):  # where Ray prints what befalls the cluster; ours carries the findings
         try:
             connect(address)
@@ -62,7 +79,8 @@ def _ask(pipe: Connection, address: str, asked: RayFacts) -> None:
             pipe.send(replace(asked, refusal=str(error)))
             return
         found = nodes_alive()
-        pipe.send(replace(asked, hosts=_hosts(dict(zip(_names(found), found, strict=True)), port_range(asked.ports))))
+        named = dict(zip(_names(found), found, strict=True))
+        pipe.send(replace(asked, hosts=_hosts(named, port_range(asked.ports), secrets)))
 
 
 def _names(found: Sequence[RayNode]) -> list[str]:
@@ -71,14 +89,14 @@ def _names(found: Sequence[RayNode]) -> list[str]:
     return addresses if len(set(addresses)) == len(found) else [one.id[:8] for one in found]
 
 
-def _hosts(found: Mapping[str, RayNode], ports: range) -> tuple[HostFacts, ...]:
+def _hosts(found: Mapping[str, RayNode], ports: range, secrets: str) -> tuple[HostFacts, ...]:
     probes = {
-        name: ray.remote(HostProbe)
+        name: ray.remote(_Probe)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(one.id, soft=False))
         .remote(name, one.address, ports)
         for name, one in found.items()
     }
-    said = _answers({name: probe.said.remote() for name, probe in probes.items()}, _refusing(found))
+    said = _answers({name: probe.said.remote(secrets) for name, probe in probes.items()}, _refusing(found))
     facts = {name: msgspec.json.decode(one, type=HostFacts) for name, one in said.items()}
     able = {name: probe for name, probe in probes.items() if not facts[name].refusal}
     listening = _answers({name: probe.listen.remote() for name, probe in able.items()}, lambda name, error: 0)

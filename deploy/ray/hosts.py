@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.cluster.hosts import Host
 from deploy.options.config import DeployConfig
-from deploy.ray.cluster import NAMESPACE, Actor, RayNode, node_name, nodes_alive
+from deploy.ray.cluster import NAMESPACE, Actor, RayNode, hired, node_name, nodes_alive
 from deploy.ray.leases import RESOURCES
 from deploy.ray.node_actor import NodeActor
 from epd_serve.errors import ConfigError, EpdError
@@ -83,7 +82,12 @@ class RayHosts:
 
     async def reach(self, id: str, clients: str = "") -> str:
         if id not in self._actors:
-            self._actors[id] = await asyncio.to_thread(self._hired, id)
+            hiring = asyncio.create_task(asyncio.to_thread(self._hired, id))
+            try:
+                self._actors[id] = await asyncio.shield(hiring)
+            except asyncio.CancelledError:
+                await asyncio.wait([hiring])  # whoever ends all of them is to find it
+                raise
         address, trouble = await answered(self._actors[id].reach.remote(clients), START_S, f"node {id}")
         if trouble:
             raise ConfigError(trouble)
@@ -104,19 +108,8 @@ class RayHosts:
         config, node = self._config, self._alive.get(id)
         if node is None:
             raise EpdError(f"node {id} has gone")
-        return (
-            ray.remote(NodeActor)
-            .options(
-                name=node_name(config.name, id),
-                namespace=NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                num_cpus=0,
-                max_restarts=-1,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(id, soft=False),
-            )
-            .remote(f"{config.name}-{id}", node.address, config.node_ports, config.node_secrets, config.run_root)
-        )
+        name, api = f"{config.name}-{id}", (node.address, config.node_ports, config.node_secrets, config.run_root)
+        return hired(NodeActor, node_name(config.name, id), id, name, *api, get_if_exists=True)
 
 
 def found(deployment: str, node: str) -> Actor | None:

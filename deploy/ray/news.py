@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.launch.screen import Shown
-
 MOST = 1000
 """Events that are kept for who comes late."""
+
+ASK_EVERY_S, LOOK_S = 0.5, 0.05
+"""Between two questions of a terminal, and two looks whether one has asked."""
 
 Event = tuple[str, tuple[Any, ...]]
 """A call of `Shown`, or one of `ready(message)`, `refused(message, param, is it a ConfigError)`, `ended(exit code)`."""
@@ -29,40 +30,30 @@ class News:
         self.life = secrets.token_hex(4)
         self._events: deque[Event] = deque(maxlen=MOST)
         self._count = 0
-        self._changed = asyncio.Event()
-        self._waiting = 0
+        self._told = 0
 
-    async def after(self, life: str, number: int, wait_s: float) -> tuple[str, int, list[Event]]:
-        """The events from this number on, as soon as there are any; all there are to who knows another life.
+    def after(self, life: str, number: int) -> tuple[str, int, list[Event]]:
+        """The events from this number on; all there are to who knows another life, none of those where it is below 0.
 
         Returns:
             The life, the number from which on to ask next, and the events.
         """
-        if life != self.life:  # a number below 0: what is there already is not asked for
+        if life != self.life:
             number = 0 if number >= 0 else self._count
-        self._waiting += 1
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    while number >= self._count:
-                        self._changed.clear()
-                        await self._changed.wait()
-        finally:
-            self._waiting -= 1
+        self._told = self._count
         kept = list(self._events)
         return self.life, self._count, kept[len(kept) - min(len(kept), self._count - number) :]
 
     async def taken(self, wait_s: float) -> None:
-        """Wait, not for long, until whoever asks has been told all."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                while self._waiting:  # noqa: ASYNC110 - a moment, once
-                    await asyncio.sleep(0.05)
+        """Wait, not for long, until somebody has been told all, and others have had the time to ask."""
+        until = time.monotonic() + wait_s
+        while self._told < self._count and time.monotonic() < until:  # noqa: ASYNC110 - a moment, once
+            await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(2 * ASK_EVERY_S)
 
     def add(self, name: str, *values: Any) -> None:
         self._events.append((name, values))
         self._count += 1
-        self._changed.set()
 
     def open(self, stages: Sequence[str]) -> None:
         self.add("open", tuple(stages))
@@ -81,9 +72,3 @@ class News:
 
     def line(self, text: str) -> None:
         self.add("line", text)
-
-
-def show(event: Event, screen: Shown) -> None:
-    """On a terminal. What is no call of `Shown` is for the caller."""
-    name, values = event
-    getattr(screen, name)(*values)

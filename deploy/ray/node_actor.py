@@ -46,6 +46,7 @@ class NodeActor:
         self._words = ["--listen", f"{bracketed}:{ports}", "--secrets", secrets, "--run-root", folder]
         self._one_at_a_time = asyncio.Lock()
         self._clients: socket.socket | None = None
+        self._ended = False
 
     async def pid(self) -> int:
         return os.getpid()
@@ -73,15 +74,13 @@ class NodeActor:
 
     def _reach(self, clients: str) -> Address:
         """Raises EpdError."""
-        pid = _raylet()
-        if (found := find_node(self._file)) is not None and found.owner != pid:  # of another life of Ray here
-            self._end(signal.SIGKILL)
-            found = None
-        if found is not None:
+        if self._ended:  # calls of an actor may overtake each other
+            raise EpdError("the deployment has been ended here")
+        if (found := find_node(self._file)) is not None:
             return found
         if clients and self._clients is None:
             self._clients = listen(*host_and_port(clients, "--host"))
-        return self._start(pid)
+        return self._start(_raylet())
 
     def _start(self, owner: int) -> Address:
         private_folder(self._folder)
@@ -110,8 +109,9 @@ class NodeActor:
         return found
 
     async def end(self) -> None:
-        """Ends the node process and all of its own; returns when nothing is left."""
+        """Ends the node process and all of its own, for good; returns when nothing is left."""
         async with self._one_at_a_time:
+            self._ended = True
             if self._clients is not None:
                 self._clients.close()
                 self._clients = None

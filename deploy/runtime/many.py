@@ -55,7 +55,6 @@ class _Member:
     away: asyncio.Event = field(default_factory=asyncio.Event)
     spoken: asyncio.Event = field(default_factory=asyncio.Event)
     lost: bool = False
-    keeping: list[asyncio.Task[None]] = field(default_factory=list)
     leftovers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     def shown(self) -> tuple[Observed, ...]:
@@ -64,11 +63,6 @@ class _Member:
             return self.instances
         why = f"node {self.id} is silent"
         return tuple(replace(one, phase=Phase.DOWN, reason=why, retry_in_s=None, up_s=0.0) for one in self.instances)
-
-    def end_tasks(self) -> None:
-        for task in (*self.keeping, *self.leftovers.values()):
-            task.cancel()
-        self.keeping, self.leftovers = [], {}
 
 
 class ManyNodes(Following):
@@ -106,10 +100,12 @@ class ManyNodes(Following):
         self._part_from(member)
         member.agent, member.heard, member.watched, member.told = agent, 0, 0, None
         member.away.clear()
-        member.keeping = [
-            asyncio.create_task(self.repeat(partial(self._follow, member, agent), f"node {node} cannot be watched")),
-            asyncio.create_task(self._keep_informed(member, agent)),
-        ]
+        self.keep(
+            node,
+            agent.disconnect,
+            self.repeat(partial(self._follow, member, agent), f"node {node} cannot be watched"),
+            self._keep_informed(member, agent),
+        )
         self._tell()
 
     def rest(self, node: str) -> None:
@@ -326,6 +322,7 @@ class ManyNodes(Following):
 
     def _part_from(self, member: _Member) -> None:
         """Ask its agent of now nothing more."""
-        member.end_tasks()
-        if member.agent is not None:
-            self.part(member.agent.disconnect())
+        for task in member.leftovers.values():
+            task.cancel()
+        member.leftovers = {}
+        self.drop(member.id)

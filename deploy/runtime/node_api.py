@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import msgspec
 
+from deploy.host.event_loop import first
 from deploy.runtime.protocol import Node, Observed
 from epd_serve.errors import ConfigError, EpdError
 from epd_serve.roles import Role
@@ -40,6 +41,7 @@ NOT_YET, REFUSED, SUPERSEDED, NOT_SET_UP, FAILED = 202, 400, 409, 428, 500
 """Status codes beside 200: asked again; a ConfigError; the epoch is over; it has no deployment; it has failed at it."""
 
 T = TypeVar("T")
+Disconnect = Callable[[], Coroutine[None, None, None]]
 
 
 class Seen(msgspec.Struct, Generic[T], frozen=True):
@@ -138,15 +140,12 @@ class SupersededError(EpdError):
 
 async def until_lost(doing: Awaitable[T], lost: asyncio.Event) -> T:
     """Its outcome. Raises LostError when `lost` is set first; what was under way is cancelled then."""
-    under_way, gone = asyncio.ensure_future(doing), asyncio.create_task(lost.wait())
-    try:
-        await asyncio.wait((under_way, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not under_way.done():
-            raise LostError("it is not there any more")
-        return under_way.result()
-    finally:
-        under_way.cancel()
-        gone.cancel()
+
+    async def gone() -> NoReturn:
+        await lost.wait()
+        raise LostError("it is not there any more")
+
+    return await first(doing, gone())
 
 
 class Following:
@@ -162,6 +161,7 @@ class Following:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.superseded = asyncio.Event()
         self._say = say
+        self._kept: dict[str, tuple[Disconnect, list[asyncio.Task[None]]]] = {}
         self._parting: set[asyncio.Task[None]] = set()
 
     async def repeat(self, once: Callable[[], Awaitable[None]], complaint: str) -> None:
@@ -175,12 +175,25 @@ class Following:
                 self._say(f"{complaint}: {error}")
                 await asyncio.sleep(RETRY_S)
 
-    def part(self, disconnecting: Coroutine[None, None, None]) -> None:
-        """Nobody waits for that but `parted`."""
-        parting = asyncio.create_task(disconnecting)
+    def keep(self, node: str, disconnect: Disconnect, *work: Coroutine[None, None, None]) -> None:
+        """This goes on for a node, in place of what did before. `disconnect`: has nothing more be asked of it."""
+        self.drop(node)
+        self._kept[node] = disconnect, [asyncio.create_task(one, name=node) for one in work]
+
+    def drop(self, node: str) -> None:
+        """Nothing is done for it any more. Nobody waits for the end of that but `parted`."""
+        if node not in self._kept:
+            return
+        disconnect, tasks = self._kept.pop(node)
+        for task in tasks:
+            task.cancel()
+        parting = asyncio.create_task(disconnect())
         self._parting.add(parting)
         parting.add_done_callback(self._parting.discard)
 
     async def parted(self) -> None:
+        """Nothing is done for any node any more."""
+        for node in tuple(self._kept):
+            self.drop(node)
         if self._parting:
             await asyncio.wait(self._parting)

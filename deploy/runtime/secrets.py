@@ -9,6 +9,8 @@ A certificate counts for the name `epd-serve-node`, whatever the address: hosts 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import hmac
 import ssl
 from pathlib import Path
@@ -17,7 +19,7 @@ import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from epd_serve.errors import ConfigError
-from epd_serve.key_files import read_key, read_secret
+from epd_serve.key_files import derived_key, read_key, read_secret
 from proxy.server.tls import Certificate
 
 NAME = "epd-serve-node"
@@ -38,7 +40,8 @@ class NodeSecrets:
 
     Attributes:
         token: that the members show each other.
-        certificate: of this one, which is read again when its files change. context: trusts those of the others.
+        certificate: of this one, which is read again when its files change.
+        authority: the file whose certificates are trusted. context: trusts those of the others.
 
     Raises:
         ConfigError: a file is missing, is open to everybody, or cannot be used.
@@ -49,15 +52,37 @@ class NodeSecrets:
             raise ConfigError(
                 f"several hosts speak over TLS with a token: give the folder by {flag}; {MAKE}", param=flag
             )
-        path = Path(folder)
+        self.folder = path = Path(folder)
         try:
             read_secret(str(path / "tls.key"), flag, fix=MAKE)
             self.token = read_key(str(path / "token"), flag)
             self.certificate = Certificate(str(path / "tls.crt"), str(path / "tls.key"))
-            authority = path / "ca.crt"
-            self.context = ssl.create_default_context(cafile=authority if authority.exists() else path / "tls.crt")
+            self.authority = path / ("ca.crt" if (path / "ca.crt").exists() else "tls.crt")
+            self.context = ssl.create_default_context(cafile=self.authority)
         except (ConfigError, OSError) as error:  # ssl.SSLError is an OSError
             raise ConfigError(f"{flag} {folder}: {error}", param=flag) from error
+
+    def check(self) -> None:
+        """Raises ConfigError: who has the same files does not take this one for a member."""
+        asked, answered = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = (
+            self.context.wrap_bio(answered, asked, server_hostname=NAME),
+            self.certificate.context.wrap_bio(asked, answered, server_side=True),
+        )
+        try:
+            for end in ends * 3:
+                with contextlib.suppress(ssl.SSLWantReadError):  # the other one is to speak
+                    end.do_handshake()
+        except ssl.SSLError as error:
+            raise ConfigError(f"{self.folder / 'tls.crt'} is no certificate of {NAME}: {error.reason}") from error
+
+    def marks(self) -> dict[str, str]:
+        """What has to be the same on all hosts, by file: nothing that it could be guessed from."""
+        trusted = self.context.get_ca_certs(binary_form=True)
+        return {
+            "token": derived_key(self.token, "epd-serve/mark/1").hex()[:8],
+            self.authority.name: hashlib.sha256(b"".join(sorted(trusted))).hexdigest()[:8],
+        }
 
     def show(self, request: httpx.Request) -> None:
         """Have a request show the token, and want a member at the other end."""

@@ -36,7 +36,7 @@ from epd_serve.lifeline import die_with_parent
 from epd_serve.stage_plan import StageCommand, StagePlan
 from store.mooncake.master import MasterSettings
 from tests.deploy.fake_launch import FAKE_MASTER, FAKE_STAGE
-from tests.deploy.node_socket import NODE_SOCKET
+from tests.deploy.node_socket import NODE_SOCKET, on_socket
 
 PATIENCE = Patience(poll_s=0.03, backoff_s=0.5, health_every_s=0.05, stop_grace_s=1.0)
 
@@ -124,7 +124,7 @@ def main() -> int:
             life.heed(lambda number: root.end_now(0))
             agent = Agent(setup, MortalChildren(life, fatal), state, say=watch.say)
             async with agent.running():
-                await root.crash_only(serve_node(listening, state, watch, agent, None))
+                await root.crash_only(serve_node(on_socket(listening), state, watch, agent, None))
             return 1
 
         _write(folder / "run_path", str(run.path))

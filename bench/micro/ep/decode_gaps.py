@@ -67,7 +67,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _gaps(launch: Served, kind: str, turn: int) -> dict[str, float]:
-    """Of one answer, while images of this turn's own are encoded, and come to PD. `features`: so many, before it ended."""
+    """Of one answer, while images of this turn's own are encoded, and come to PD.
+
+    `features`: so many, before it ended.
+    """
     answers: list[RequestRecord] = []
     body = text_body(launch.model, tokens=PROMPT_TOKENS, answer=ANSWER_TOKENS, stream=True, seed=turn)
     decoding = threading.Thread(target=lambda: answers.append(ask(launch.url, {**body, "ignore_eos": True})))

@@ -16,7 +16,7 @@ from deploy.host import processes
 from deploy.host.environment import module_environment
 from deploy.node.process import Address, find_node
 from epd_serve.errors import EpdError
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 
 class LocalHosts:
@@ -107,7 +107,7 @@ class LocalHosts:
                 argv = [sys.executable, "-m", "deploy.cli", *words]
                 begun = subprocess.Popen(argv, env=module_environment(), stdout=log, stderr=log)
             await until(lambda: self.found(id), f"{id} to listen")
-            begun.wait(10)
+            await asyncio.to_thread(begun.wait, PATIENCE_S)  # of several at once it may be another one that listens
         return await self.find(id)
 
     async def leave(self, id: str) -> None:

@@ -22,7 +22,6 @@ from deploy.ray.news import News
 from deploy.runtime.secrets import NodeSecrets
 from epd_serve.errors import ConfigError, EpdError
 from tests.deploy.cluster.hosts import LocalHosts
-from tests.deploy.fake_leases import FakeLeases
 from tests.deploy.launch.test_sim_launch import profile_file
 from tests.deploy.node_secrets import node_secrets
 from tests.waiting import PATIENCE_S, until
@@ -43,14 +42,13 @@ class Process:
 
 
 class World:
-    """Attributes: hosts, leases: of the deployment. ready: what was announced."""
+    """Attributes: hosts: of the deployment. ready: what was announced."""
 
     def __init__(self, folder: Path, layout: str, *hosts: str, **settings: Any) -> None:
         self.folder = folder
         secrets = node_secrets(folder / "secrets")
         self.members = NodeSecrets(str(secrets), "--node-secrets")
         self.hosts = LocalHosts(folder, secrets, *hosts)
-        self.leases = FakeLeases(dict.fromkeys(hosts, 4), acquire_s=3.0)
         (self.port,) = free_ports(1)
         self.ready: list[str] = []
         self.config = DeployConfig(
@@ -74,23 +72,18 @@ class World:
     async def controller(self) -> AsyncIterator[Controller]:
         """A life of it. What runs goes on when the context ends, unless it has been told to end."""
 
-        async def lend(*_: Any) -> FakeLeases:
-            return self.leases
-
         one = Controller()
-        cluster = Cluster(self.config, "cpu", self.hosts, self.members, lend, begun_on="a", answers=one.app.set_result)
+        cluster = Cluster(self.config, "cpu", self.hosts, self.members, begun_on="a", answers=one.app.set_result)
         async with asyncio.timeout(PATIENCE_S):
             notes, there = await cluster.noted()
             one.life = await prepared(cluster, notes, there, one.process, one.news, self.ready.append)
-        one.tasks = [asyncio.create_task(one.life.run()), asyncio.create_task(one.life.beside())]
+        one.living = asyncio.create_task(one.life.live())
         try:
-            await until(lambda: self.ready or any(task.done() for task in one.tasks), "it to be ready")
+            await until(lambda: self.ready or one.living.done(), "it to be ready")
             yield one
         finally:
-            for task in one.tasks:
-                task.cancel()
-            await asyncio.wait(one.tasks)
-            await one.life.nodes.part()
+            one.living.cancel()
+            await asyncio.wait([one.living])
 
     async def answers(self) -> bool:
         body = {"model": "epd-demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -103,7 +96,7 @@ class World:
 
 class Controller:
     life: ClusterLife
-    tasks: list[asyncio.Task[Any]]
+    living: asyncio.Task[int]
 
     def __init__(self) -> None:
         self.process = Process()
@@ -160,7 +153,7 @@ async def test_two_nodes_serve_are_scaled_and_end(tmp_path: Path) -> None:
         data, _ = await one.life.nodes.log(instances["P0"]["node"], "P0", 0)
         assert data
         one.process.take(signal.SIGTERM)
-        assert await asyncio.wait_for(one.tasks[0], PATIENCE_S) == 0 == one.process.code
+        assert await asyncio.wait_for(one.living, PATIENCE_S) == 0 == one.process.code
         assert not await w.answers()
 
 
@@ -187,12 +180,10 @@ async def test_what_ran_on_a_host_that_has_gone_runs_on_others_and_one_that_come
     async with world(tmp_path, "E-P-4D", "a", "b") as w, w.controller() as one:
         before = await one.whole()
         assert {each["node"] for each in before.values()} == {"a", "b"}
-        w.leases.dies("b")
         await w.hosts.dies("b")
         await until(lambda: any("has gone" in line for line in one.lines), "it to be noticed")
         await until(w.answers, "an answer of those that are left")
         w.hosts.comes("c")
-        w.leases.comes("c", 4)
 
         async def moved() -> bool:
             instances = {each["id"]: each["node"] for each in (await one.status())["instances"]}
@@ -230,9 +221,8 @@ async def test_the_next_controller_goes_on_and_the_one_before_it_is_over(tmp_pat
         await first.asks("POST", "/deployment/scale", counts={"D": 2})
         before = await first.whole(4)
         async with w.controller() as second:
-            with pytest.raises(ExceptionGroup) as caught:
-                await asyncio.wait_for(asyncio.shield(first.tasks[1]), PATIENCE_S)
-            assert caught.group_contains(EpdError, match="another controller")
+            with pytest.raises(EpdError, match="another controller"):
+                await asyncio.wait_for(asyncio.shield(first.living), PATIENCE_S)
             after = await second.whole()
             assert {name: each["incarnation"] for name, each in after.items()} == {
                 name: each["incarnation"] for name, each in before.items()
@@ -255,3 +245,10 @@ async def test_what_no_host_can_have_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="needs 11 devices"):
             async with w.controller():
                 pass
+
+
+async def test_a_first_start_that_fails_ends_its_node_processes(tmp_path: Path) -> None:
+    """Where somebody starts them again they wait to be told anew."""
+    async with world(tmp_path, "E-P-D", "a", "b", startup_timeout_s=0.01) as w, w.controller() as one:
+        assert await asyncio.wait_for(asyncio.shield(one.living), PATIENCE_S) == 1 == one.process.code
+        await until(lambda: w.hosts.found("a") is None is w.hosts.found("b"), "their end")

@@ -54,6 +54,19 @@ def test_who_does_not_ask_for_several_hosts_is_told_the_version_and_no_more() ->
         assert one.level is (Level.WARNING if ray.version == "2.41.0" else Level.OK)
 
 
+def test_nodes_that_would_not_know_each_other_are_named_with_the_file() -> None:
+    one, two = (replace(host, secrets={"token": "aa", "tls.crt": "bb"}) for host in (ONE, TWO))
+    assert not [
+        each for each in examine(with_ray(replace(ASKED, hosts=(one, two))))[HEADING] if "secrets" in each.check
+    ]
+    other = replace(two, secrets={"token": "aa", "tls.crt": "cc"})
+    told = found(with_ray(replace(ASKED, hosts=(one, other))), "tls.crt of --node-secrets")
+    assert told.level is Level.ERROR and "10.0.0.1 bb, 10.0.0.2 cc" in told.seen and "copy tls.crt" in told.fix
+    without = replace(TWO, no_secrets="--node-secrets /x: /x/token: No such file or directory")
+    told = found(with_ray(replace(ASKED, hosts=(one, without))), "node secrets of 10.0.0.2")
+    assert told.level is Level.ERROR and "/x/token" in told.seen
+
+
 def test_a_missing_ray_is_an_error_where_it_is_asked_for() -> None:
     one = found(with_ray(RayFacts(asked=True)), "ray")
     assert one.level is Level.ERROR and "epd-serve[ray]" in one.fix

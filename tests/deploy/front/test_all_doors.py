@@ -38,7 +38,7 @@ from proxy.records.counts import MINUTE_S
 from proxy.records.records import Question
 from proxy.registry.instance_state import Work
 from tests.deploy.fake_node import FakeNode
-from tests.deploy.node_socket import NODE_SOCKET, unix_transport
+from tests.deploy.node_socket import NODE_SOCKET, on_socket, unix_transport
 from tests.deploy.rooted_here import RootHere, root_here
 from tests.proxy.fakes import FakeStage, answer, bound, once, served, settings, text_body
 from tests.waiting import PATIENCE_S, until
@@ -93,7 +93,7 @@ class Node:
         shared, state, watch = replace(self.shared, feed=self.shared.feed.dup()), self.root.state(), NodeWatch()
         front = NodeFront(self.config, PATIENCE_S, self.run, shared, "", self.root.children, state, watch.say)
         agent: Any = FakeNode(self.name)
-        self.living = asyncio.create_task(serve_node(self.asked.dup(), state, watch, agent, front))
+        self.living = asyncio.create_task(serve_node(on_socket(self.asked.dup()), state, watch, agent, front))
 
     async def die(self) -> None:
         self.living.cancel()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 import pytest
 
-from deploy.cluster.hosts import Host
+from deploy.cluster.hosts import Host, Reserver
+from deploy.cluster.leases import ClusterLeases
 from deploy.kubernetes import scale
 from deploy.kubernetes.hosts import RANGE, KubernetesHosts
-from deploy.kubernetes.leases import PodLeases
 from deploy.kubernetes.scale import PodScale, pods_wanted, range_of
 from deploy.runtime.leases import Place
 from epd_serve.errors import ConfigError
 from tests.deploy.kubernetes.api_server import DEPLOYMENT, FakeApiServer
 from tests.deploy.kubernetes.test_hosts import hosts, pod
-from tests.deploy.kubernetes.test_leases import Kept
+from tests.deploy.rooted_here import StateHere
 from tests.waiting import until
 
 PATCH = f"PATCH {DEPLOYMENT}/scale"
@@ -55,16 +55,23 @@ def test_a_range_is_first_and_last(text: str) -> None:
 
 
 class World:
+    """With its nodes, as `deploy.cluster.nodes.Nodes`."""
+
+    leaving, left_out = set[str](), set[str]()
+
     def __init__(self, server: FakeApiServer, one: KubernetesHosts) -> None:
         self.server = server
         self.hosts = one
         self.lines: list[str] = []
         self.scale = PodScale(one, self.lines.append)
-        self.leases = PodLeases("cpu", "pack", Kept(), lambda: one.there, self._joined, acquire_s=30.0)
+        self.leases = ClusterLeases("cpu", "pack", StateHere(), self, Reserver(), acquire_s=30.0)
         self.scale.leases = self.leases
 
-    def _joined(self) -> dict[str, range]:
+    @property
+    def devices(self) -> dict[str, range]:
         return {host.id: range(host.devices) for host in self.hosts.there}
+
+    async def run_on(self, nodes: Collection[str]) -> None: ...
 
     def costs(self) -> dict[str, str]:
         return {name: self.server.annotations(name).get(scale.COST, "0") for name in sorted(self.server.pods)}

@@ -99,7 +99,9 @@ class Deployment:
 
     def setup(self, node: str, *, front: bool, **more: object) -> NodeSetup:
         machines = self.blueprint.machines.nodes
-        return NodeSetup("test", node, self.blueprint.config, machines, NONCE, front=front, patience=QUICK, **more)
+        machine = replace(machines[0], id=node, inventory=replace(machines[0].inventory, ids=(0, 1)))
+        config = self.blueprint.config
+        return NodeSetup("test", node, config, machine, machines, NONCE, front=front, patience=QUICK, **more)
 
     def file(self, node: str) -> Path:
         """Where its process says where it is."""

@@ -27,7 +27,7 @@ from epd_serve.errors import ConfigError
 from epd_serve.peers import Peer
 from epd_serve.roles import Role
 from tests.deploy.fake_node import FakeNode
-from tests.deploy.node_socket import NODE_SOCKET, unix_transport
+from tests.deploy.node_socket import NODE_SOCKET, on_socket, unix_transport
 from tests.waiting import PATIENCE_S, until
 
 E, P, _ = orders(draw(DeployConfig(layout="(E-P)-D", device="cpu", arena_mib=8, kv_staging_mib=4)))
@@ -47,7 +47,7 @@ class World:
     def begin(self) -> None:
         """Another life of it."""
         self.watch = NodeWatch()
-        serving = serve_node(self.listening.dup(), SharedState(self.state), self.watch, self.agent, None)  # type: ignore[arg-type]
+        serving = serve_node(on_socket(self.listening.dup()), SharedState(self.state), self.watch, self.agent, None)  # type: ignore[arg-type]
         self.serving = asyncio.create_task(serving)
 
     async def end(self) -> None:
@@ -222,7 +222,9 @@ async def test_a_defect_in_looking_after_front_doors_is_not_kept_quiet(tmp_path:
     async with world_in(tmp_path, begins=False) as world:
         agent: Any = world.agent
         with pytest.raises(ExceptionGroup) as caught:
-            await within(serve_node(world.listening.dup(), SharedState(world.state), NodeWatch(), agent, front))
+            await within(
+                serve_node(on_socket(world.listening.dup()), SharedState(world.state), NodeWatch(), agent, front)
+            )
         assert caught.group_contains(KeyError)
 
 

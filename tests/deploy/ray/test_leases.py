@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from functools import partial
 
 import pytest
+import ray
 from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deploy.ray.leases import RayLeases, release_all
+from deploy.cluster.leases import ClusterLeases
+from deploy.host.state import State
+from deploy.ray.cluster import nodes_alive
+from deploy.ray.leases import RESOURCES, PlacementGroups, release_all
 from deploy.runtime.leases import LeaseError, Place
-from epd_serve.errors import EpdError
 from tests.deploy.ray.nodes import RayNodes
 from tests.deploy.rooted_here import StateHere
 from tests.waiting import until
@@ -24,37 +28,47 @@ EACH = {"npu": 2, "cuda": 2, "cpu": CPUS}
 IDS = pytest.mark.slow  # Ray starts a worker that says which devices they are
 
 
-RunOn = Callable[[Collection[str]], Awaitable[None]]
+class Nodes:
+    """As `deploy.cluster.nodes.Nodes`: all nodes of the cluster, but for those that are left out."""
+
+    leaving = set[str]()
+
+    def __init__(self, kind: str, left_out: Collection[str] = ()) -> None:
+        self.left_out, self._resource = {*left_out}, RESOURCES[kind]
+
+    @property
+    def devices(self) -> dict[str, range]:
+        alive = {one.id: range(int(one.resources.get(self._resource, 0))) for one in nodes_alive()}
+        return {node: ids for node, ids in alive.items() if node not in self.left_out}
+
+    async def run_on(self, nodes: Collection[str]) -> None:
+        """Nothing has to run beside what is leased."""
 
 
-async def anywhere(nodes: Collection[str]) -> None:
-    """Nothing has to run beside what is leased."""
+def another(kind: str, placement: str, notes: State, nodes: Nodes, acquire_s: float = 10.0) -> ClusterLeases:
+    """Of another controller."""
+    return ClusterLeases(kind, placement, notes, nodes, PlacementGroups("leases", kind), acquire_s)
 
 
 @contextlib.asynccontextmanager
 async def leases(
-    kind: str,
-    placement: str = "pack",
-    left_out: Collection[str] = (),
-    acquire_s: float = 10.0,
-    run_on: RunOn = anywhere,
-) -> AsyncIterator[RayLeases]:
-    notes = StateHere()
-    everything = RayLeases("leases", kind, placement, notes, anywhere)
+    kind: str, placement: str = "pack", left_out: Collection[str] = (), acquire_s: float = 10.0
+) -> AsyncIterator[ClusterLeases]:
+    everything = another(kind, placement, StateHere(), Nodes(kind))
     for node in await everything.free():  # a moment after others have given it back
         await until(partial(_has_free, everything, node, EACH[kind]), "all devices")
-    made = RayLeases("leases", kind, placement, notes, run_on, left_out, acquire_s)
+    made = another(kind, placement, StateHere(), Nodes(kind, left_out), acquire_s)
     try:
         yield made
     finally:
         await release_all("leases")
 
 
-async def _has_free(held: RayLeases, node: str, least: int) -> bool:
+async def _has_free(held: ClusterLeases, node: str, least: int) -> bool:
     return (await held.free()).get(node, least) >= least
 
 
-async def _is_free(held: RayLeases, node: str, count: int) -> bool:
+async def _is_free(held: ClusterLeases, node: str, count: int) -> bool:
     """Ray says so a moment later."""
     return (await held.free()).get(node) == count
 
@@ -81,24 +95,6 @@ async def test_each_lease_has_devices_of_one_node_and_its_own(connected: RayNode
         assert await held.places() == places[1:]
 
 
-async def test_a_node_is_made_ready_before_anybody_hears_that_something_is_leased_there(connected: RayNodes) -> None:
-    asked: list[set[str]] = []
-
-    async def run_on(nodes: Collection[str]) -> None:
-        if len(nodes) > 1:
-            raise EpdError("the node does not answer")
-        asked.append(set(nodes))
-
-    async with leases("cpu", run_on=run_on) as held:
-        first = await held.acquire([CPUS - 1])
-        assert asked[-1] == {first[0].node}
-        with pytest.raises(EpdError, match="does not answer"):
-            await held.acquire([CPUS])
-        assert await held.places() == first, "nothing stays leased on a node that is not ready"
-        await held.release([first[0].lease])
-        assert await held.places() == () and asked[-1] == set()
-
-
 async def test_what_cannot_be_had_as_a_whole_is_not_had_at_all(connected: RayNodes) -> None:
     async with leases("cpu", acquire_s=3.0) as held:
         first = await held.acquire([1])
@@ -112,12 +108,10 @@ async def test_what_cannot_be_had_as_a_whole_is_not_had_at_all(connected: RayNod
 async def test_the_next_controller_finds_what_is_leased_and_gives_back_the_rest(connected: RayNodes) -> None:
     async with leases("cpu") as held:
         places = await held.acquire([CPUS - 1, CPUS])
-        unnoted = RayLeases("leases", "cpu", "pack", StateHere(), anywhere)  # its controller dies before it notes them
-        unnoted._places = dict(held._places)
-        await unnoted.acquire([1])
-        after = RayLeases("leases", "cpu", "pack", held._notes, anywhere)
-        await after.tidy()
+        await PlacementGroups("leases", "cpu").reserve("7", 1, [*Nodes("cpu").devices], 10.0)  # and nobody notes it
+        after = another("cpu", "pack", held._notes, Nodes("cpu"))
         assert await after.places() == places
+        await until(partial(_is_free, after, places[0].node, 1), "what was not noted")
 
 
 async def test_a_pack_takes_no_second_node_while_the_first_has_room(connected: RayNodes) -> None:
@@ -160,7 +154,7 @@ async def _is_asked_for(names: list[str], state: str = "PENDING") -> bool:
 
 
 @contextlib.asynccontextmanager
-async def watched(held: RayLeases) -> AsyncIterator[None]:
+async def watched(held: ClusterLeases) -> AsyncIterator[None]:
     async def watch() -> None:
         async for _ in held.watch():
             pass
@@ -190,7 +184,7 @@ async def test_what_is_wanted_waits_in_the_cluster_for_as_long_as_it_is_wanted(c
         await until(partial(_is_asked_for, []), "that nothing waits any more")
         held.want([60])
         await until(partial(_is_asked_for, ["60/0"]), "that Ray is asked")
-        await RayLeases("leases", "cpu", "pack", StateHere(), anywhere).tidy()
+        assert await another("cpu", "pack", StateHere(), Nodes("cpu")).places() == ()
         assert await _waiting() == [], "the next controller asks for what it wants itself"
 
 
@@ -218,8 +212,29 @@ async def test_the_lease_of_a_node_that_dies_moves_to_one_that_comes(connected: 
         assert await anext(watched) == (place,)
         connected.lose(dying)
         (waiting,) = await anext(watched)
-        assert (waiting.lease, waiting.node, waiting.devices) == (place.lease, "", ()) and "3 free NPU" in waiting.waits
+        assert (waiting.lease, waiting.node, waiting.devices) == (place.lease, "", ()) and "3 free npu" in waiting.waits
         coming = connected.add(num_gpus=0, resources={"NPU": 3})
         (moved,) = await anext(watched)
         assert (moved.lease, moved.node, len(moved.devices)) == (place.lease, coming.id, 3)
     connected.lose(coming)
+
+
+class Using:
+    """Of a node's devices, without a placement group."""
+
+    def there(self) -> bool:
+        return True
+
+
+@pytest.mark.slow
+async def test_a_node_whose_devices_are_used_without_a_word_is_passed_over(connected: RayNodes) -> None:
+    async with leases("cpu") as held:
+        free = await held.free()
+        chosen = max(free, key=free.__getitem__)
+        on = NodeAffinitySchedulingStrategy(chosen, soft=False)
+        using = ray.remote(Using).options(num_cpus=free[chosen], scheduling_strategy=on).remote()
+        assert await using.there.remote()
+        assert (await held.free())[chosen] == free[chosen], "it cannot be known"
+        (place,) = await held.acquire([1])
+        assert place.node not in ("", chosen)
+        ray.kill(using)

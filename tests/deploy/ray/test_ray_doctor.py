@@ -58,9 +58,17 @@ def test_who_has_another_token_is_told_so_and_no_node_is_asked(cluster: RayNodes
     assert not any(name.startswith("ports of") for name in found)
 
 
+@pytest.mark.slow
+def test_every_node_is_asked_for_what_makes_it_a_member(cluster: RayNodes) -> None:
+    code, found = examined(cluster, EPD_NODE_SECRETS="/nowhere")
+    names = [f"node secrets of {node.id[:8]}" for node in cluster.nodes]
+    assert code == 1 and {found[name]["level"] for name in names} == {"error"}
+    assert all("/nowhere/tls.key" in found[name]["seen"] and "token" in found[name]["fix"] for name in names)
+
+
 def test_a_cluster_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ASK_S", 0.2)  # importing Ray alone takes longer
-    told = doctor.ask_cluster("192.0.2.1:6379", PORTS, RayFacts())
+    told = doctor.ask_cluster("192.0.2.1:6379", PORTS, "", RayFacts())
     assert told.asked and "within 0.2 s" in told.refusal
     assert "doctor" not in {one.name for one in multiprocessing.active_children()}
 
@@ -73,7 +81,7 @@ def test_what_ray_prints_of_its_cluster_is_not_taken_for_findings(
     monkeypatch.setattr(doctor, "connect", lambda address: print("The node with node id: 8476 has died"))
     monkeypatch.setattr(doctor, "require_token", lambda: None)
     monkeypatch.setattr(doctor, "nodes_alive", list)
-    doctor._ask(writer, "192.0.2.1:6379", RayFacts(ports=PORTS))
+    doctor._ask(writer, "192.0.2.1:6379", "", RayFacts(ports=PORTS))
     assert reader.poll(0) and reader.recv().hosts == ()
     said = capfd.readouterr()
     assert said.out == "" and "has died" in said.err

@@ -12,7 +12,7 @@ import pytest
 
 import deploy.ray
 from deploy.options.config import DeployConfig
-from deploy.ray import attach, hosts
+from deploy.ray import attach, cluster
 from deploy.ray.cluster import RayNode
 from deploy.ray.hosts import RayHosts
 from tests.deploy.node_secrets import node_secrets
@@ -38,12 +38,16 @@ def test_actors_are_made_of_words_and_numbers_without_any_secret(
 ) -> None:
     told: list[Any] = []
     made = SimpleNamespace(options=lambda **_: made, remote=lambda *arguments: told.extend(arguments))
-    for module in (attach, hosts):
-        monkeypatch.setattr(module.ray, "remote", lambda kind: made)
-        monkeypatch.setattr(module, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setattr(cluster.ray, "remote", lambda kind: made)
+    monkeypatch.setattr(cluster, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+    for name in ("connect", "require_token"):
+        monkeypatch.setattr(attach, name, lambda *_: None)
+    monkeypatch.setattr(attach, "deployments", list)
+    monkeypatch.setattr(attach, "here", lambda: "a")
+    monkeypatch.setattr(attach, "_Attached", lambda name, begun: SimpleNamespace(until_ended=lambda detach: begun()))
     secrets = node_secrets(tmp_path)
     config = DeployConfig(node_secrets=str(secrets), runtime="ray")
-    attach._made(config, "a")
+    attach.serve_on_ray(config)
     world = RayHosts(config, "cpu")
     world._alive = {"a": RayNode("a", "10.0.0.1", {"CPU": 2.0})}
     world._hired("a")

@@ -99,3 +99,17 @@ def test_what_makes_no_member_is_refused(tmp_path: Path, breaks: Any, said: str)
 def test_without_a_folder_it_is_said_how_to_make_one() -> None:
     with pytest.raises(ConfigError, match="openssl req -x509"):
         NodeSecrets("", "--node-secrets")
+
+
+def test_a_member_is_told_by_the_name_in_its_certificate_and_members_have_equal_marks(tmp_path: Path) -> None:
+    folder = node_secrets(tmp_path)
+    members = NodeSecrets(str(folder), "--node-secrets")
+    members.check()
+    assert members.marks() == NodeSecrets(str(folder), "--node-secrets").marks()
+    assert members.marks().keys() == {"token", "tls.crt"} and members.token not in str(members.marks())
+    (tmp_path / "others").mkdir()
+    others = node_secrets(tmp_path / "others")
+    assert all(mark != members.marks()[name] for name, mark in NodeSecrets(str(others), "").marks().items())
+    (folder / "ca.crt").write_bytes((others / "tls.crt").read_bytes())
+    with pytest.raises(ConfigError, match=r"tls.crt is no certificate of epd-serve-node"):
+        NodeSecrets(str(folder), "--node-secrets").check()

@@ -38,7 +38,7 @@ from store.arena import Arena
 from tests.deploy.agent_world import World, world_below
 from tests.deploy.fake_node import FakeNode
 from tests.deploy.fake_runtime import AnswerLostError, FakeRuntime, Fate, Harshness
-from tests.deploy.node_socket import NODE_SOCKET
+from tests.deploy.node_socket import NODE_SOCKET, on_socket
 from tests.deploy.one_node import OneNode
 from tests.deploy.rooted_here import root_here
 from tests.waiting import PATIENCE_S, until
@@ -259,7 +259,7 @@ async def served_below(folder: Path) -> AsyncIterator[tuple[OneNode, _Stages]]:
         setup, watch, state = AgentSetup.of(run, LAYOUT, stages, patience=QUICK), NodeWatch(), root.state()
         agent = Agent(setup, root.children, state, say=watch.say)
         async with agent.running():
-            serving = asyncio.create_task(serve_node(listening.dup(), state, watch, agent, None))
+            serving = asyncio.create_task(serve_node(on_socket(listening.dup()), state, watch, agent, None))
             runtime = OneNode(run.path, print)
             try:
                 yield runtime, stages
