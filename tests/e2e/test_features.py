@@ -99,7 +99,7 @@ def test_a_bit_that_flips_in_memory_never_reaches_an_answer(launch: Serving, sol
     assert ask(launch, body) == solo_answer(body)
     with arena_of(launch) as arena:
         wait_for(lambda: arena.stats().leased == 0, "all pins to be given back", 15)
-        corrupt = arena.stats().corrupt
+        corrupt, counted = arena.stats().corrupt, launch.settled_counters("P0")["corrupt"]
         lease = arena.lease(newest(arena), verify=False)
         assert lease is not None
         arena.memory()[lease.offset + lease.nbytes // 2] ^= 1
@@ -107,6 +107,7 @@ def test_a_bit_that_flips_in_memory_never_reaches_an_answer(launch: Serving, sol
         later = conversation(2, png(fresh_prompt(2).picture()))  # no prefix of it is known: P needs the feature again
         assert ask(launch, later) == solo_answer(later)
         assert arena.stats().corrupt == corrupt + 1
+        assert launch.settled_counters("P0")["corrupt"] == counted + 1, "an alert goes by it"
     assert ask(launch, body) == solo_answer(body)
 
 
