@@ -129,8 +129,14 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         if "weights" in parts:
             more += [*encoder_free.plan(), *encoder_free.measure(arguments.quick)]
         if "tables" in parts:
-            more += [computed_beside(*one) for one in real_tables.families(arguments.quick)]
-            more += real_tables.measure(arguments.quick)
+            beside = [computed_beside(*one) for one in real_tables.families(arguments.quick)]
+            starts = {"together": "together", "apart": "encoder_free"}
+            begin = {
+                (row["family"], start): row["values"][f"2/FAMILY/max_images_{name}"]
+                for row in beside
+                for start, name in starts.items()
+            }
+            more += [*beside, *real_tables.measure(begin, arguments.quick)]
         own = {**encoder_free.figures(more), **real_tables.figures(more)}
         print(table_of([{"figure": name, "value": value} for name, value in own.items()], SHOWN))
         found, rows = {**found, **own}, [*rows, *more]

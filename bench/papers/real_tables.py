@@ -63,7 +63,7 @@ WORDS = " word" * 60
 """What a request asks, where it is counted how many run at once."""
 BATCH = 64
 """`--max-num-seqs`."""
-ASK_S, ENDS_S = 240.0, 10.0
+ASK_S, ENDS_S = 240.0, 60.0
 ENGINE = "EngineCore"
 LOOK_S = 0.05
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB), "MALLOC_ARENA_MAX": "2"}
@@ -132,10 +132,15 @@ def families(quick: bool = False) -> list[tuple[str, Sizes]]:
     return found
 
 
-def measure(quick: bool = False) -> list[dict[str, Any]]:
+def measure(begin: Mapping[tuple[str, str], int], quick: bool = False) -> list[dict[str, Any]]:
     """Returns rows of each start of each family: sizes, peaks, requests that ran at once, images that were too many.
 
-    `quick`: of one family. Raises StageError where a stage does not answer what it has to.
+    Args:
+        begin: by family and start, the images of a request with which the search for the most begins.
+        quick: of one family.
+
+    Raises:
+        StageError: a stage does not answer what it has to.
     """
     rows = []
     for scaled in SCALED[: 1 if quick else None]:
@@ -149,8 +154,8 @@ def measure(quick: bool = False) -> list[dict[str, Any]]:
                 with served(layout, words, traced=False, env={**os.environ, **MALLOC}) as launch:
                     stages = _Stages(launch, scaled, sizes, start)
                     stages.ask(1)
-                    found = [*stages.held(), *stages.concurrent(), *(peaks := stages.peaks())]
-                    found += stages.limits(peaks)
+                    found = [*stages.held(), *stages.concurrent(), *stages.peaks()]
+                    found += stages.limits(begin[scaled.family.name, start])
                 rows += [{"kind": "real", "family": scaled.family.name, "start": start} | row for row in found]
     return rows
 
@@ -246,17 +251,13 @@ class _Stages:
         largest(fits, guess, 1)
         return rows
 
-    def limits(self, peaks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def limits(self, begin: int) -> list[dict[str, Any]]:
         """Requests with ever more images, on devices that end: one ends a stage, or is too long for its KV cache.
 
-        The search begins where `peaks` lead to.
+        Args:
+            begin: images of the first one. Peaks lead to too many: an encoder that is slower than images come in had
+                but a few of them at once.
         """
-        *_, before, last = PEAK_IMAGES
-        at = {(row["instance"], row["images"]): row["peak_bytes"] for row in peaks}
-        guess = MOST_ITEMS
-        for name in self._roles:
-            more = max(1, at[name, last] - at[name, before]) / (last - before)
-            guess = min(guess, int(last + (self._room(name) - at[name, last]) / more))
         rows: list[dict[str, Any]] = []
 
         def answered(images: int) -> bool:
@@ -269,7 +270,7 @@ class _Stages:
             rows.append({"images": images, "answered": status == 200 and not ended, "status": status, "ended": ended})
             return bool(rows[-1]["answered"])
 
-        largest(answered, max(1, guess), max(1, guess // 25))
+        largest(answered, max(1, begin), max(1, begin // 25))
         return rows
 
     def ask(self, images: int) -> None:

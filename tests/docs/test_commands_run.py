@@ -49,6 +49,7 @@ CLOSED_LOOP = "--n 8 --min-samples 1 --late-ms 1000"
 
 REAL: Mapping[str, str] = {
     "interference": "--quick --operators norm,decode_attention",
+    "memory-tables --real": "--quick",
     "transfer ep": "--quick",
     "transfer pd": "--quick",
 }
