@@ -363,10 +363,10 @@ class Nodes:
                 await self._set_up(host.id)
             except EpdError as error:
                 self._say(f"node {host.name} is left out: {error}")
+                self._coming.discard(host.id)  # one of the others may go before its node process has ended
                 await self._leave_out(host.id, str(error))
                 return
-            finally:
-                self._coming.discard(host.id)
+            self._coming.discard(host.id)
             self._join(host.id)
         aim.machines = self.machines
         self._say(f"{self._called(host.id)} has come")

@@ -203,8 +203,6 @@ async def test_a_node_that_differs_is_taken_in_when_the_others_have_gone(
         await one.whole()
         w.hosts.comes("b")
         await until(lambda: "b is another" in one.life.nodes.left_out.get("b", ""), "it to be left out")
-        w.leases.comes("b", 4)
-        w.leases.dies("a")
         await w.hosts.dies("a")
         await until(lambda: any("(b) has come" in line for line in one.lines), "it to be taken in")
 
