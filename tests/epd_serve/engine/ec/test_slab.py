@@ -54,11 +54,9 @@ class Rank:
             self.cache.pop(key, None)
         for load in step.loads:
             if load.key not in self.cache:
-                if load.is_in_slab:
-                    self.cache[load.key] = self.copier.view(load)
-                else:
+                if not load.is_in_slab:
                     self.copied.append(load.key)
-                    self.cache[load.key] = load.read(self.arena, self.device)
+                self.cache[load.key] = load.read(self.arena, self.device, self.copier.view)
         for key in keys:
             seen = self.cache[key]
             self.device.run(lambda key=key, seen=seen: self.read.append((key, seen.clone())))
@@ -244,7 +242,7 @@ def test_a_corrupt_feature_is_read_by_nobody_although_it_was_copied(world: Make)
     with w.arena.lease("a") as lease:  # type: ignore[union-attr]
         w.arena.memory()[lease.offset] ^= 1
     assert not w.may_run("r", "a")
-    wait_for(lambda: w.arena.stats().corrupt and not w.slab.is_copied("a"))
+    wait_for(lambda: w.arena.stats().corrupt and not w.slab.is_coming("a", 0.0))
     assert not w.p.has("a") and w.slab._places.find("a") is None
     w.p.release(["r"])
     wait_for(lambda: w.arena.stats().leased == 0)
