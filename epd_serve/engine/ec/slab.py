@@ -17,7 +17,8 @@ What vLLM frees in a step may still be read by what was queued before that step:
 for that on the device (`SlabCopy.freed_in`).
 
 **Nobody waits for a write that does not come.** Once the store has the feature its encoder has `GRACE_S` and what the
-bytes take at `BYTES_PER_S`; a row that is looked up for the last time waits no more. The place is nobody's then, until
+bytes take at `BYTES_PER_S`, and `FIRST_S` for its first one, which connects the two; a row that is looked up for the
+last time waits no more. The place is nobody's then, and its encoder is not asked for anything else, until
 
     its encoder says how it went                    whole, or never begun: it is free; failed: as below, from then on
     another life of its encoder is heard of         `MooncakeReceiveSide.quarantine_s` later
@@ -48,9 +49,9 @@ logger = logging.getLogger(__name__)
 
 OFFER_S = 10.0
 """For how long what an encoder has made is had from there rather than from the store."""
-GRACE_S, BYTES_PER_S = 0.05, 200e6
+FIRST_S, GRACE_S, BYTES_PER_S = 1.0, 0.05, 200e6
 DOUBT_S = 10.0
-"""For how long an encoder is not asked whose write failed or was late."""
+"""For how long an encoder is not asked whose write has failed."""
 SILENT_S = 600.0
 
 _MAX_OFFERS = 1024
@@ -138,6 +139,7 @@ class FeatureSlab:
         self._encoders: dict[str, Socket] = {}  # by instance: where it takes orders
         self._unreachable: frozenset[str] = frozenset()
         self._doubted: dict[str, float] = {}  # instance → until when
+        self._proven: set[str] = set()  # lives of encoders that have written here
         self._jobs = itertools.count(1)
         self._freed_in = 0
 
@@ -200,7 +202,7 @@ class FeatureSlab:
                         offer.stored = True
                     for push in self._pushes.values():
                         if push.made.key == event.key:
-                            push.due = min(push.due, _due(push.made, now))
+                            push.due = min(push.due, self._due(push.made, now))
                 case wire.StoreReport():
                     for push in self._pushes.values():
                         if push.made.instance == event.instance and push.made.incarnation != event.incarnation:
@@ -291,7 +293,8 @@ class FeatureSlab:
         if offer is None or offer.until < now or not all(one.session for _, one in self._opened.values()):
             return False
         made = offer.made
-        if made.instance in self._unreachable or self._doubted.get(made.instance, 0.0) > now:
+        owes = any(push.due == -math.inf and push.made.instance == made.instance for push in self._pushes.values())
+        if owes or made.instance in self._unreachable or self._doubted.get(made.instance, 0.0) > now:
             return False
         try:
             meta = FeatureMeta(key, tuple(made.shape), made.dtype, made.nbytes)
@@ -302,7 +305,7 @@ class FeatureSlab:
             del self._offers[key]
             return False
         job = next(self._jobs)
-        self._pushes[job] = _Push(made, place, _due(made, now) if offer.stored else math.inf)
+        self._pushes[job] = _Push(made, place, self._due(made, now) if offer.stored else math.inf)
         self._order(wire.SlabCopy(job, 0, place.offset, 0, self._freed_in))
         return True
 
@@ -325,6 +328,8 @@ class FeatureSlab:
         push = self._pushes.get(pushed.job)
         if push is None:
             return
+        if pushed.wrote == "all":
+            self._proven.add(push.made.incarnation)
         if pushed.wrote == "all" and push.due > -math.inf:
             assert push.place.meta is not None
             self.features.counters["pushed"] += 1
@@ -345,12 +350,16 @@ class FeatureSlab:
             return
         push.due = -math.inf
         self.features.counters[cause] += 1
-        if cause != "push_refused":
+        if cause == "push_failed":
             self._doubted[push.made.instance] = now + DOUBT_S
         self._offers.pop(push.made.key, None)
         assert self._places is not None
         self._places.forget(push.place)
         self.features.look_now(push.made.key)
+
+    def _due(self, made: wire.FeatureMade, now: float) -> float:
+        """Until when it is waited for, where the store has it as well."""
+        return now + (GRACE_S if made.incarnation in self._proven else FIRST_S) + made.nbytes / BYTES_PER_S
 
     def _writer_is_gone(self, push: _Push, now: float) -> None:
         """Its process has ended. Locked."""
@@ -423,8 +432,3 @@ class FeatureSlab:
     def _whole(self, key: str) -> Place | None:
         place = self._places.find(key) if self._places is not None else None
         return place if place is not None and not place.copying else None
-
-
-def _due(made: wire.FeatureMade, now: float) -> float:
-    """Until when it is waited for, where the store has it as well."""
-    return now + GRACE_S + made.nbytes / BYTES_PER_S
