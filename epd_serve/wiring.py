@@ -53,7 +53,8 @@ class StageWiring:
         load_publish: ZMQ address on which its scheduler announces `StageReport`, or "" to keep its load to itself.
         mooncake_master: `host:port` of the second tier's master, or "" for the arena alone.
         mooncake_segment_bytes: memory this instance gives to the second tier (encoders).
-        feature_queue_bytes: device memory that features may keep on their way into the store (encoders).
+        feature_queue_bytes: device memory that features may keep on their way into the store, and to others' devices
+            (encoders).
         slab: ZMQ address on which its scheduler tells its workers what to copy to their devices ahead of the steps that
             read it (who prefills, where features travel), or "" where they are copied in those steps.
         takes_slab: whether it is given one.

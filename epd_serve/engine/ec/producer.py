@@ -31,7 +31,7 @@ import torch
 
 from epd_serve import wire
 from epd_serve.engine.ec.announcer import Announcer
-from epd_serve.engine.ec.pusher import FeaturePusher, endpoint_of
+from epd_serve.engine.ec.pusher import PUSH_BYTES, FeaturePusher, endpoint_of
 from epd_serve.engine.ec.step import FeatureStep, remember
 from epd_serve.engine.ec.store_access import open_store, store_report
 from epd_serve.engine.vital_thread import end_stage
@@ -118,9 +118,10 @@ class FeatureProducer:
         self._progress = time.monotonic()  # when the writer was last done with a job, or began the first
         # Bound here: an encoder nobody hears must not start.
         self._announcer = Announcer(wiring, self._report, self._pending)
-        self._pusher = pusher or (
-            FeaturePusher(wiring, self._memory, endpoint_of(wiring, self._memory)) if wiring.push else None
-        )
+        if pusher is None and wiring.push:
+            pusher = FeaturePusher(wiring, self._memory, endpoint_of(wiring, self._memory))
+        self._pusher = pusher
+        self._queue_bytes = wiring.feature_queue_bytes - (PUSH_BYTES if pusher is not None else 0)
         self._threads = [threading.Thread(target=self._write, name="epd-feature-writer", daemon=True)]
         if self._publishes:
             self._threads.append(threading.Thread(target=self._publish, name="epd-feature-publisher", daemon=True))
@@ -237,7 +238,7 @@ class FeatureProducer:
         if job.feature is None or not kept:
             return True
         address, nbytes = _kept_by(job.feature)
-        return address in kept or sum(kept.values()) + nbytes <= self._wiring.feature_queue_bytes
+        return address in kept or sum(kept.values()) + nbytes <= self._queue_bytes
 
     # --- into the arena ---------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 What the model has queued is offered (`wire.FeatureMade`). Who wants it reserves a place on every rank and says where
 (`wire.Push`); a thread waits until the device has computed it, and writes it there, one-sidedly, by Mooncake's Transfer
 Engine. vLLM's tensors lie anywhere, and only registered memory can be written from: so features pass through
-`PUSH_BYTES` of it, slice by slice. It is taken when graphs are captured, or would be.
+`PUSH_BYTES` of it, slice by slice. It is taken when graphs are captured, or would be, out of what is planned for the
+way into the store (`StageWiring.feature_queue_bytes`).
 
 An offer keeps nothing: the tensor lives as long as vLLM's encoder cache, or the way into the store, has it. Every order
 is answered. Bytes are not checked on their way, as those of KV are not: both ends would have to read them over the bus.
@@ -168,10 +169,12 @@ class FeaturePusher:
 
     def _write(self, staging: DeviceBlock, feature: torch.Tensor, order: wire.Push) -> None:
         """Raises LinkError: some may still land."""
+        memory = self._memory
+        copy = memory.upload if memory.host_visible else memory.copy  # torch's copy on a CPU has a team of threads
         flat = feature.detach().contiguous().view(torch.uint8).reshape(-1)
         for start in range(0, order.nbytes, staging.nbytes):
             part = flat[start : start + staging.nbytes]
-            self._memory.copy(staging.data[: part.numel()], part)
-            self._memory.fence()()
+            copy(staging.data[: part.numel()], part)
+            memory.fence()()
             for session, address in order.targets:
                 self._writes.run(session, [(staging.address, address + start, part.numel())])

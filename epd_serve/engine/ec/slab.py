@@ -319,6 +319,7 @@ class FeatureSlab:
         made, ranks = push.made, (one for _, (_, one) in sorted(self._opened.items()))
         if made.instance not in self._encoders:
             self._encoders[made.instance] = opened = open_socket(zmq.DEALER)
+            opened.setsockopt(zmq.SNDHWM, 0)  # this thread waits for nobody
             connect(opened, made.push, self.key_file)
             self.poller.register(opened, zmq.POLLIN)
         targets = [(one.session, one.base + push.place.offset) for one in ranks]

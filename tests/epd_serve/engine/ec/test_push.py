@@ -7,6 +7,7 @@ where one may land. They fail where a fence, a reservation or a quarantine is le
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -214,6 +215,42 @@ def test_no_request_is_let_through_before_the_last_rank_is_written_to(card: Card
     card.network.gate.set()
     w.serve("r", "a")
     card.done(w)
+
+
+def test_an_encoder_writes_what_its_device_has_computed(card: Card) -> None:
+    w, gate = card.world(), threading.Event()
+    card.e.device.run(gate.wait)
+    assert not w.may_run("r", "a")
+    card.e.make(w, "a")
+
+    def waiting() -> int:
+        return sum(event.at_s is None for event in list(card.e.device.waits))
+
+    wait_for(lambda: waiting() == 2, "the thread that stores, and the one that writes")
+    assert not w.may_run("r", "a")
+    gate.set()
+    w.serve("r", "a")
+    card.done(w)
+    assert counted(w, "pushed") == 1
+
+
+def test_what_the_store_of_another_host_has_ends_no_wait_for_a_write(card: Card) -> None:
+    """Without a second tier it would have to be computed here instead."""
+    w = card.world()
+    card.network.gate.clear()
+    card.e.stores.clear()
+    assert not w.may_run("r", "a")
+    card.e.make(w, "a")
+    wait_for(lambda: card.pushes(w) and next(iter(card.pushes(w).values())).place.copying == {-1})
+    events = counted(w, "events")
+    card.e.worker._announcer.announce(wire.FeatureReady("a", NBYTES, "i", "elsewhere", metadata={"not": "empty"}))
+    wait_for(lambda: counted(w, "events") > events)
+    (push,) = card.pushes(w).values()
+    assert not w.may_run("r", "a") and push.due == math.inf and not w.p.features._rows["a"].last_look
+    card.network.gate.set()
+    w.serve("r", "a")
+    card.done(w)
+    assert counted(w, "pushed") == 1
 
 
 @pytest.mark.parametrize("fault", [Fault.FAILS, Fault.FAILS_AND_LANDS])
