@@ -164,7 +164,7 @@ class FeatureListener:
         self._features.counters["events"] += 1
         if self._takes_all and not event.metadata:
             self._features.arrived([event.key], now)
-        if self._can_have(event) or (self._slab is not None and self._slab.is_written(event.key)):
+        if self._can_have(event) or (self._slab is not None and self._slab.may_come(event.key, now)):
             return
         if self._fetcher is None:
             self._features.failed(event.key, "not_pooled", now)

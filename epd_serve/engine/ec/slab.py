@@ -138,8 +138,8 @@ class FeatureSlab:
         self._offers: OrderedDict[str, _Offer] = OrderedDict()
         self._encoders: dict[str, Socket] = {}  # by instance: where it takes orders
         self._unreachable: frozenset[str] = frozenset()
-        self._doubted: dict[str, float] = {}  # instance → until when
-        self._proven: set[str] = set()  # lives of encoders that have written here
+        self._doubted: dict[str, float] = {}  # life of an encoder → until when
+        self._proven: set[str] = set()  # those that have written here
         self._jobs = itertools.count(1)
         self._freed_in = 0
 
@@ -219,9 +219,9 @@ class FeatureSlab:
                 self.poller.unregister(self._encoders[name])
                 self._encoders.pop(name).close()
 
-    def is_written(self, key: str) -> bool:
-        """Whether its encoder has been asked to write it, and may do so. Locked."""
-        return any(push.place.key == key for push in self._pushes.values())
+    def may_come(self, key: str, now: float) -> bool:
+        """Whether its encoder writes it, or would if a request asked for it now. Locked."""
+        return any(push.place.key == key for push in self._pushes.values()) or self._offer(key, now) is not None
 
     def hear(self, now: float) -> list[FeatureMeta]:
         """What workers and encoders have said meanwhile. Returns features that every rank has now."""
@@ -289,13 +289,9 @@ class FeatureSlab:
 
     def _ask(self, places: SlabPlaces, key: str, now: float) -> bool:
         """Reserve a place for what its encoder has made lately. Locked."""
-        offer = self._offers.get(key)
-        if offer is None or offer.until < now or not all(one.session for _, one in self._opened.values()):
+        if (offer := self._offer(key, now)) is None:
             return False
         made = offer.made
-        owes = any(push.due == -math.inf and push.made.instance == made.instance for push in self._pushes.values())
-        if owes or made.instance in self._unreachable or self._doubted.get(made.instance, 0.0) > now:
-            return False
         try:
             meta = FeatureMeta(key, tuple(made.shape), made.dtype, made.nbytes)
         except StoreError as error:
@@ -308,6 +304,16 @@ class FeatureSlab:
         self._pushes[job] = _Push(made, place, self._due(made, now) if offer.stored else math.inf)
         self._order(wire.SlabCopy(job, 0, place.offset, 0, self._freed_in))
         return True
+
+    def _offer(self, key: str, now: float) -> _Offer | None:
+        """What an encoder has made lately that can write it here."""
+        offer = self._offers.get(key)
+        if offer is None or offer.until < now or self._places is None:
+            return None
+        life, written_to = offer.made.incarnation, all(one.session for _, one in self._opened.values())
+        owes = any(push.due == -math.inf and push.made.incarnation == life for push in self._pushes.values())
+        barred = owes or offer.made.instance in self._unreachable or self._doubted.get(life, 0.0) > now
+        return offer if written_to and not barred else None
 
     def _tell_encoder(self, job: int, push: _Push, now: float) -> None:
         """No rank reads any more what lay there."""
@@ -352,7 +358,7 @@ class FeatureSlab:
         push.due = -math.inf
         self.features.counters[cause] += 1
         if cause == "push_failed":
-            self._doubted[push.made.instance] = now + DOUBT_S
+            self._doubted[push.made.incarnation] = now + DOUBT_S
         self._offers.pop(push.made.key, None)
         assert self._places is not None
         self._places.forget(push.place)

@@ -253,6 +253,18 @@ def test_what_the_store_of_another_host_has_ends_no_wait_for_a_write(card: Card)
     assert counted(w, "pushed") == 1
 
 
+def test_a_request_that_comes_later_has_the_feature_of_another_host_written(card: Card) -> None:
+    w = card.world()
+    card.e.stores.clear()
+    card.make(w, "a")
+    events = counted(w, "events")
+    card.e.worker._announcer.announce(wire.FeatureReady("a", NBYTES, "i", "elsewhere", metadata={"not": "empty"}))
+    wait_for(lambda: counted(w, "events") > events)
+    w.serve("r", "a")
+    card.done(w)
+    assert counted(w, "pushed") == 1
+
+
 @pytest.mark.parametrize("fault", [Fault.FAILS, Fault.FAILS_AND_LANDS])
 @pytest.mark.usefixtures("short_quarantine")
 def test_a_write_that_failed_costs_its_request_the_stores_way_and_lands_on_nobody(card: Card, fault: Fault) -> None:
@@ -307,8 +319,11 @@ def test_a_late_write_is_not_waited_for_and_lands_where_nobody_reads(
 
 
 @pytest.mark.usefixtures("short_quarantine")
-def test_an_encoder_that_dies_while_it_writes_leaves_a_place_that_is_nobodys_for_a_while(card: Card) -> None:
-    w = card.world(features=2)
+def test_an_encoder_that_dies_while_it_writes_leaves_a_place_that_is_nobodys_for_a_while(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab_module, "DOUBT_S", PATIENCE_S)
+    w = card.world(features=3)
     card.network.gate.clear()
     card.make(w, "a")
     assert not w.may_run("r", "a")
@@ -317,8 +332,12 @@ def test_an_encoder_that_dies_while_it_writes_leaves_a_place_that_is_nobodys_for
     card.e.worker._announcer.announce(wire.StoreReport("E0", "another life", 0, 0, 0))
     place = w.serve("r", "a").loads[0].slots[0].slab_at
     assert place != 0 and counted(w, "push_failed") == 1 and push.place.copying == {-1}
-    wait_for(lambda: not card.pushes(w) and not push.place.copying, "the end of the quarantine")
+    card.e.pusher._made.keywords["incarnation"] = "another life"
     card.network.gate.set()
+    card.make(w, "b")
+    w.serve("s", "b")
+    assert counted(w, "pushed") == 1, "it is asked at once"
+    wait_for(lambda: not card.pushes(w) and not push.place.copying, "the end of the quarantine")
     card.done(w)
 
 
