@@ -118,6 +118,11 @@ class Peers:
         """Addresses on which features are announced."""
         return frozenset(peer.events for peer in self._others if peer.events and peer.role.sends_features)
 
+    def encoders_by_name(self) -> dict[str, bool]:
+        """Instances that announce features; of each, whether it shares a device with the asking one."""
+        encoders = (peer for peer in self._others if peer.events and peer.role.sends_features)
+        return {peer.instance: self._shares_device(peer) for peer in encoders}
+
     def takers_of_kv(self) -> list[tuple[str, ...]]:
         """Of each instance that the asking one sends KV to now, the addresses of its workers, by rank."""
         if not self.role.sends_kv:

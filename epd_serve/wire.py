@@ -1,15 +1,17 @@
 """Every message that crosses a process boundary of ours: frozen, tagged, versioned, decoded from explicit unions.
 
-msgpack through msgspec; nothing is ever unpickled from a socket. Three channels:
+msgpack through msgspec; nothing is ever unpickled from a socket. Channels:
 
-* announcements, stages → consumers and proxies (PUB/SUB): `FeatureExpected`, `FeatureReady`, `FeatureFailed`,
-  `FeaturePending` from encoders, `FeatureMissing` from consumers, `StoreReport` from all that have to do with features,
-  `KvReport` from the workers of every stage that sends KV, `StageReport` from the scheduler of every stage.
+* announcements, stages → consumers and proxies (PUB/SUB): `FeatureExpected`, `FeatureMade`, `FeatureReady`,
+  `FeatureFailed`, `FeaturePending` from encoders, `FeatureMissing` from consumers, `StoreReport` from all that have to
+  do with features, `KvReport` from the workers of every stage that sends KV, `StageReport` from the scheduler of every
+  stage.
 * transfer control, D scheduler ↔ P scheduler (DEALER/ROUTER): `Queued`, `Ready`, `Cancel` | `Alive`, `Refused`,
   `CancelAck`, `FirstToken`.
 * transfer data, P worker ↔ D worker (DEALER/ROUTER): `Hello`, `Probe`, `Packet`, `Done` | `HelloAck`, `HelloRefused`,
   `Credit`. On the same socket of D's worker, from D's scheduler: `FirstToken`.
 * features to the device, scheduler ↔ workers of who prefills (ROUTER/DEALER): `SlabCopy` | `SlabOpened`, `SlabCopied`.
+* features from card to card, scheduler of who prefills ↔ encoder (DEALER/ROUTER): `Push` | `Pushed`.
 
 A transfer is named by `TransferKey`: the proxy's transfer id and the child (vLLM fans `n` and prompt lists out under
 one set of transfer params), so both ends of one child agree without asking.
@@ -18,7 +20,7 @@ one set of transfer params), so both ends of one child agree without asking.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -88,6 +90,22 @@ class FeatureExpected(_Message, frozen=True):
 
     items: dict[str, dict[str, Any]]
     incarnation: str
+
+
+class FeatureMade(_Message, frozen=True):
+    """The encoder has queued the last operation on this feature, and may write it into the memory of others' devices.
+
+    Attributes:
+        push: where it takes `Push`.
+    """
+
+    key: str
+    nbytes: int
+    shape: list[int]
+    dtype: str
+    instance: str
+    incarnation: str
+    push: str
 
 
 class FeatureReady(_Message, frozen=True):
@@ -483,14 +501,21 @@ class Credit(_Message, frozen=True):
 
 
 class SlabOpened(_Message, frozen=True):
-    """This rank has a slab of `nbytes` device memory for features, and copies from now on what it is told to."""
+    """This rank has a slab of `nbytes` device memory for features, and copies from now on what it is told to.
+
+    Attributes:
+        session, base: how encoders write to it: its Transfer Engine's name and the slab's address; "" where none can.
+    """
 
     rank: int
     nbytes: int
+    session: str = ""
+    base: int = 0
 
 
 class SlabCopy(_Message, frozen=True):
-    """Copy a feature, which the scheduler has pinned, from the arena to a place in the slab.
+    """Copy a feature, which the scheduler has pinned, from the arena to a place in the slab. Of no bytes: say when this
+    rank has done all that may read what lay there.
 
     Attributes:
         job: a number, which grows.
@@ -512,8 +537,40 @@ class SlabCopied(_Message, frozen=True):
     rank: int
 
 
+# --- features from card to card, scheduler of who prefills → encoder, and back ---------------------------------------
+
+
+class Push(_Message, frozen=True):
+    """Write this feature to these places, which nobody else uses until the answer.
+
+    Attributes:
+        job: a number of the asking life, which grows.
+        targets: of each rank, the session of its Transfer Engine and the address.
+    """
+
+    job: int
+    key: str
+    nbytes: int
+    targets: list[tuple[str, int]]
+
+
+class Pushed(_Message, frozen=True):
+    """What became of it.
+
+    Attributes:
+        wrote: `all`: it is there, on every rank; `none`: no write was begun, and none will be; `some`: a write failed,
+            and may still land.
+        reason: why it is not there.
+    """
+
+    job: int
+    wrote: Literal["all", "none", "some"]
+    reason: str = ""
+
+
 Announcement = (
     FeatureExpected
+    | FeatureMade
     | FeatureReady
     | FeatureFailed
     | FeaturePending
@@ -542,6 +599,8 @@ to_decode_worker: msgspec.msgpack.Decoder[ToDecodeWorker] = msgspec.msgpack.Deco
 to_prefill_worker: msgspec.msgpack.Decoder[ToPrefillWorker] = msgspec.msgpack.Decoder(ToPrefillWorker)
 to_slab_worker: msgspec.msgpack.Decoder[SlabCopy] = msgspec.msgpack.Decoder(SlabCopy)
 from_slab_worker: msgspec.msgpack.Decoder[FromSlabWorker] = msgspec.msgpack.Decoder(FromSlabWorker)
+to_encoder: msgspec.msgpack.Decoder[Push] = msgspec.msgpack.Decoder(Push)
+from_encoder: msgspec.msgpack.Decoder[Pushed] = msgspec.msgpack.Decoder(Pushed)
 
 DecodeError = msgspec.DecodeError
 

@@ -13,6 +13,9 @@ from typing import Any
 from epd_serve.errors import ConfigError
 from epd_serve.roles import Role
 
+STORE, DEVICE = "store", "device"
+"""Ways of features to who prefills (`StageWiring.feature_transfer`)."""
+
 
 def worker_endpoint(template: str, rank: int) -> str:
     """ZMQ address of one worker: `ipc:///run/D0.kvw{rank}`, or `tcp://[fd00::4]:8002+{rank}`, where the port is summed.
@@ -50,11 +53,15 @@ class StageWiring:
         load_publish: ZMQ address on which its scheduler announces `StageReport`, or "" to keep its load to itself.
         mooncake_master: `host:port` of the second tier's master, or "" for the arena alone.
         mooncake_segment_bytes: memory this instance gives to the second tier (encoders).
-        feature_queue_bytes: device memory that features may keep on their way into the store (encoders).
+        feature_queue_bytes: device memory that features may keep on their way into the store, and to others' devices
+            (encoders).
         slab: ZMQ address on which its scheduler tells its workers what to copy to their devices ahead of the steps that
             read it (who prefills, where features travel), or "" where they are copied in those steps.
         takes_slab: whether it is given one.
         slab_bytes: device memory that each of its workers takes for that; 0: `activation_peak.feature_slab`.
+        feature_transfer: `store`, or `device`: encoders also write features to the slabs of who prefills, by Mooncake's
+            Transfer Engine.
+        push: ZMQ address on which an encoder is told where to write them, or "" where it writes to the store alone.
         feature_prefetch: `event` (what requests that have arrived will need is fetched when announced) or `demand`
             (fetched when one may run that needs it; for ablation).
         partial_prefill: whether a request may be prefilled up to its first feature that is not here.
@@ -96,6 +103,8 @@ class StageWiring:
     slab: str = ""
     takes_slab: bool = True
     slab_bytes: int = 0
+    feature_transfer: str = STORE
+    push: str = ""
     feature_prefetch: str = "event"
     partial_prefill: bool = True
     slo_ttft_s: float = 0.0

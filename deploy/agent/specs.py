@@ -88,6 +88,7 @@ def _policies(blueprint: Blueprint, plan: InstancePlan) -> StageWiring:
         mooncake_segment_bytes=config.mooncake_segment_mib << 20 if plan.role.sends_features else 0,
         takes_slab=config.feature_slab == "on",
         slab_bytes=config.feature_slab_mib << 20,
+        feature_transfer=config.feature_transfer,
         feature_prefetch=config.feature_prefetch,
         partial_prefill=config.partial_prefill == "on",
         slo_ttft_s=ttft_s,

@@ -5,7 +5,7 @@ instances are on one node all of them are sockets in its run directory, which no
 of neighbouring TCP ports for each:
 
     first       its HTTP server
-    + 1, 2, 3   takes READY; announces about features; reports its load
+    + 1, 2, 3   takes READY, or where to write features; announces about features; reports its load
     + 4 …       its workers take KV, then they report their KV links; a port for each rank
 """
 
@@ -18,7 +18,7 @@ from deploy.runtime.protocol import Order
 from epd_serve.answer_flags import answer_flags
 from epd_serve.instances import Instance
 from epd_serve.stage_plan import StagePlan
-from epd_serve.wiring import StageWiring, worker_endpoints
+from epd_serve.wiring import DEVICE, StageWiring, worker_endpoints
 from npu_ops.core_grants import CoreOrder
 from store.addresses import authority
 
@@ -135,6 +135,9 @@ def _wiring(order: Order, site: Site, port: int, incarnation: str) -> StageWirin
         peers=str(run.peers),
         publish=address("events", _EVENTS) if featured else "",
         load_publish=address("load", _LOAD),
+        push=address("push", _KV)
+        if featured and spec.role.sends_features and policies.feature_transfer == DEVICE
+        else "",
         slab=run.ipc(f"{name}.slab") if featured and policies.takes_slab and prefills else "",
         mooncake_master=site.mooncake_master if featured else "",
         mooncake_segment_bytes=policies.mooncake_segment_bytes if pooled else 0,

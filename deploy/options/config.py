@@ -121,6 +121,8 @@ class DeployConfig(EndpointConfig):
             from 256 MiB to 8 GiB, as far as /dev/shm has it).
         feature_slab: on who prefills, copy features to the device ahead of the steps that read them, or in these steps.
         feature_slab_mib: device memory for that in each worker (0: twice what vLLM's encoder cache holds).
+        feature_transfer: how features come to who prefills: from the store, or written to its device by the encoder's
+            (Mooncake's Transfer Engine; the store has them, too).
         mm_store: where features lie: arena (this host's shared memory), mooncake (arena and Mooncake Store), auto
             (arena; with Mooncake on several nodes, but of NPUs, or when --mooncake-master is given).
         mooncake_master: HOST:PORT of a running mooncake_master (default: start one if it is needed).
@@ -177,6 +179,7 @@ class DeployConfig(EndpointConfig):
     arena_mib: CountFrom0 = 0
     feature_slab: Literal["on", "off"] = "on"
     feature_slab_mib: CountFrom0 = 0
+    feature_transfer: Literal["store", "device"] = "store"
     mm_store: Literal["auto", "arena", "mooncake"] = "auto"
     mooncake_master: str = ""
     mooncake_segment_mib: Annotated[int, Meta(ge=LEAST_SEGMENT_MIB)] = 512

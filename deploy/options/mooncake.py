@@ -12,11 +12,14 @@ import ctypes
 import importlib.util
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.options.config import DeployConfig
 from deploy.options.versions import installed, numbers
 from epd_serve.errors import ConfigError
+from epd_serve.placement import InstancePlan
+from epd_serve.wiring import STORE
 
 MASTER_PROGRAM = "mooncake_master"
 PACKAGES = {
@@ -65,6 +68,33 @@ def choose_pool(
     return False, (f"features go through a node alone, and are computed again on others: {why}",)
 
 
+def check_feature_transfer(config: DeployConfig, device: str, plans: Sequence[InstancePlan]) -> tuple[str, ...]:
+    """May encoders write features to the devices of who prefills, where that is asked for? And the warnings to show.
+
+    Raises:
+        ConfigError: it cannot work here; says why, and what does.
+    """
+    if config.feature_transfer == STORE:
+        return ()
+    takers = [plan for plan in plans if plan.role.takes_features and (plan.role.prefills or plan.both)]
+    pairs = [(one, other) for one in plans if one.role.sends_features for other in takers]
+    apart = [1 for one, other in pairs if device != "npu" or not set(one.devices) & set(other.devices)]
+    why = ""
+    if config.engine == "sim":
+        why = "simulated stages keep features in the arena"
+    elif not pairs:
+        why = "the layout has no encode-only instance beside one that prefills: no features travel"
+    elif config.feature_slab == "off":
+        why = "encoders write to the slab; leave --feature-slab off away"
+    elif missing := reads_device_memory(device) or what_is_missing(device, master=False):
+        why = missing
+    elif not apart:
+        why = "every encoder shares an NPU with who prefills, and Mooncake cannot connect one with itself; use E-P-D"
+    if why:
+        raise ConfigError(f"--feature-transfer device: {why}; or leave the flag away", param="feature_transfer")
+    return ("features from card to card have not run on a card yet (--feature-transfer device)",) * (device != "cpu")
+
+
 def what_is_missing(device: str, *, master: bool) -> str:
     """What Mooncake lacks here, and the command that brings it; "" when it is complete. `master`: of ours."""
     if importlib.util.find_spec("mooncake") is None:
@@ -96,8 +126,9 @@ def client_warnings(*, pooled: bool, kv_over_tcp: bool) -> tuple[str, ...]:
 
 
 def reads_device_memory(device: str) -> str:
-    """Why Mooncake cannot move KV between devices of this kind, or "": a build without CUDA takes a GPU's addresses for
-    the host's, and ends the process at the first byte (its own wheels say which they are; a built one is trusted)."""
+    """Why Mooncake cannot move KV or features between devices of this kind, or "": a build without CUDA takes a GPU's
+    addresses for the host's, and ends the process at the first byte (its own wheels say which they are; a built one is
+    trusted)."""
     builds = installed_builds()
     if not builds:
         return f"Mooncake is not installed: {install_command(device)}"

@@ -18,7 +18,7 @@ from deploy.memory.plan import MemoryPlan
 from deploy.memory.shared_memory import usual_arena_mib
 from deploy.options.config import DeployConfig
 from deploy.options.engines import checked_profile
-from deploy.options.mooncake import choose_pool, client_warnings, reads_device_memory
+from deploy.options.mooncake import check_feature_transfer, choose_pool, client_warnings, reads_device_memory
 from deploy.options.stage_args import StageArgs, check_alike, parse_stage_args, waits_for_decode
 from deploy.options.versions import installed_vllm, numbers
 from deploy.options.ways import Ways, draw_ways
@@ -162,7 +162,8 @@ def draw(
     pooled, pool_warnings = choose_pool(
         config, inventory.kind, features_travel=features_travel, several=nodes.several and not simulated
     )
-    warnings = [*([doubt] if doubt is not None else []), *pool_warnings, *doubts, *divided.warnings]
+    transfer_warnings = check_feature_transfer(config, inventory.kind, plans)
+    warnings = [*([doubt] if doubt is not None else []), *pool_warnings, *transfer_warnings, *doubts, *divided.warnings]
     kv_travels = any(plan.role.sends_kv for plan in plans)
     if config.kv_transport == "mooncake" and kv_travels and (why_not := reads_device_memory(inventory.kind)):
         raise ConfigError(f"--kv-transport mooncake: {why_not}; or leave the flag away", param="kv_transport")

@@ -193,6 +193,8 @@ class AnnouncementDispatcher(Announcements):
         match message:
             case wire.FeatureExpected():
                 self.directory.expected(message, time.monotonic())
+            case wire.FeatureMade():
+                return  # between stages
             case wire.FeatureReady():
                 self._metrics.encoded_once.announced(message.key, time.monotonic())
                 self.directory.announced(message, time.monotonic())

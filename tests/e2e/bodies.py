@@ -56,7 +56,8 @@ def fresh_prompt(number: int) -> DemoPrompt:
     Launches are shared, so no number belongs to two modules: 0–299 are those of `test_features`, 300–399 of
     `test_preemption`, 400–419 of `test_faults`, 420–429 of `test_template`, 430 of `test_switchable`, 500–519 of
     `test_core_shares`, 600–699 of `test_ray`, 700 of `test_vllm_features`, 800–819 of `test_examples`, 900–909 of
-    `test_partial_prefill`, 910–919 of `test_counted_media`, 920–939 of `test_encoder_free`.
+    `test_partial_prefill`, 910–919 of `test_counted_media`, 920–939 of `test_encoder_free`, 940–969 of
+    `test_card_to_card`.
     """
     base = PAIRWISE_DIFFERENT[number % len(PAIRWISE_DIFFERENT)]
     return DemoPrompt(base.shapes, 225 + number, base.answer, background=base.background)

@@ -65,6 +65,7 @@ PARTS = (
     Part("pd-shm", "P-D: tokens and KV, shared memory", f"{_IN}.layouts:pd_shm", 75, 45, 300, ("plain",), both=True),
     Part("pd-mooncake", "P-D: the same over Mooncake", f"{_IN}.layouts:pd_mooncake", 75, 45, 300, ("plain",)),
     Part("e-pd", "(E-PD): tokens", f"{_IN}.layouts:e_pd", 75, 45, 300, ("plain",), both=True),
+    Part("e-to-pd", "E-PD: features from card to card", f"{_IN}.layouts:e_to_pd", 75, 45, 300, ("plain",)),
     Part("ep-d", "(E-P)-D: tokens, features, KV", f"{_IN}.layouts:ep_d", 100, 45, 300, ("plain",), both=True),
     Part("shares", "core shares: read back, and what they change", f"{_IN}.shares:run", 95, 55, 300),
     Part("8b", "8B proportions: TP1, (E-PD), (E-P-D) at four rates", f"{_IN}.eight_b:plain", 455, 155, 575),

@@ -162,7 +162,7 @@ def _admitted(prefill: FeatureConsumer, request: str, key: str) -> int:
     lease = prefill.pinned(key)
     if lease is None:
         raise StageError(f"{key} did not arrive", stage="P")
-    nbytes = int(lease.nbytes)
+    nbytes = int(lease.meta.nbytes)
     prefill.release([request])
     return nbytes
 

@@ -30,6 +30,7 @@ from epd_serve.engine import compat
 from epd_serve.engine.ec.consumer import FeatureConsumer
 from epd_serve.engine.ec.encoder_scheduler import EncoderScheduler
 from epd_serve.engine.ec.producer import FeatureProducer
+from epd_serve.engine.ec.pusher import endpoint_of
 from epd_serve.engine.ec.slab_copier import SlabCopier
 from epd_serve.engine.ec.step import FeatureStep
 from epd_serve.engine.ec.store_access import open_local_store
@@ -37,7 +38,7 @@ from epd_serve.engine.encoder_free import split_deepstack_rows
 from epd_serve.engine.worker_start import after_loading, before_steps
 from epd_serve.trace import DeviceTrace, Trace
 from epd_serve.wake import idle_waiter
-from epd_serve.wiring import StageWiring
+from epd_serve.wiring import DEVICE, StageWiring
 from npu_ops.torch_memory import memory_here
 from store.arena import Arena
 
@@ -78,7 +79,10 @@ class FeatureConnector(ECConnectorBase):
                 self._loaded = DeviceTrace(Trace(wiring.trace_path, wiring.instance), self._memory)
                 self._opened = [self._loaded, self._arena]
                 if wiring.slab:
-                    self._copier = SlabCopier(wiring.slab, compat.tp_rank(), self._memory, self._arena)
+                    endpoint = endpoint_of(wiring, self._memory) if wiring.feature_transfer == DEVICE else None
+                    self._copier = SlabCopier(
+                        wiring.slab, compat.tp_rank(), self._memory, self._arena, endpoint=endpoint
+                    )
                     self._opened.insert(0, self._copier)
                     self._slab_bytes = wiring.slab_bytes
                     after_loading(self._open_slab)
@@ -158,10 +162,8 @@ class FeatureConnector(ECConnectorBase):
         begun = time.monotonic()
         for load in self._bound_step().loads:
             if load.key not in encoder_cache:
-                if load.is_in_slab and self._copier is not None:
-                    encoder_cache[load.key] = self._copier.view(load)
-                else:
-                    encoder_cache[load.key] = load.read(self._arena, self._memory)
+                view = self._copier.view if self._copier is not None else None
+                encoder_cache[load.key] = load.read(self._arena, self._memory, view)
                 self._loaded.stamp(load.key, "feature_loaded", t0=begun)
                 begun = time.monotonic()
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from epd_serve import wire
 from epd_serve.engine.ec.announcer import Announcer
-from epd_serve.engine.ec.features import Failure, Features
+from epd_serve.engine.ec.features import Failure, Features, Pin
 from epd_serve.engine.ec.listener import FeatureListener
 from epd_serve.engine.ec.partial_prefill import SpareBlocks
 from epd_serve.engine.ec.slab import FeatureSlab
@@ -34,7 +34,6 @@ from epd_serve.engine.ec.step import (
 from epd_serve.engine.ec.store_access import SCHEDULER_LOCK_S, open_store, store_report
 from epd_serve.kv.params import receive_params
 from epd_serve.wiring import StageWiring
-from store.arena import Lease
 from store.errors import StoreError
 from store.feature_pool import FeaturePool
 from store.keys import whole_of
@@ -73,13 +72,13 @@ class FeatureConsumer:
         self._reserved: set[str] = set()  # requests of D that were let through
         self._fails_if_lost: dict[str, bool] = {}  # by request
         self._step = FeatureStep()
-        self._promised: dict[str, list[Lease]] = {}  # in this step
+        self._promised: dict[str, list[Pin]] = {}  # in this step
         self._parts: dict[str, dict[str, list[str]]] = {}  # request → parts of its items that come in parts
         self._spare: SpareBlocks | None = None
         self._awaited_at: int | None = None  # where the request that was asked about last has to stop
         self._number = 1  # of the step that comes next
         self._joined: list[str] = []  # parts that this step reads
-        self._slab = FeatureSlab(wiring.slab, ranks, self.features) if wiring.slab else None
+        self._slab = FeatureSlab(wiring.slab, ranks, self.features, wiring.key_file) if wiring.slab else None
         self._listener = FeatureListener(wiring, self._pool, self.features, self._announcer.changed, self._slab)
         self._announcer.start()
 
@@ -202,7 +201,7 @@ class FeatureConsumer:
         if self._slab is not None and self._slab.free(None, self._number):
             self._step.freed_in = self._number
 
-    def pinned(self, key: str) -> Lease | None:
+    def pinned(self, key: str) -> Pin | None:
         """A feature that is here and pinned."""
         with self.features.lock:
             return self.features.pinned(key)
@@ -315,20 +314,25 @@ class FeatureConsumer:
         if news:
             self._listener.ring()
 
-    def _pinned_together(self, request: str, keys: Collection[str]) -> list[Lease] | None:
-        """In the arena. None, too, where one of them can be copied to the slab before its step."""
+    def _pinned_together(self, request: str, keys: Collection[str]) -> list[Pin] | None:
+        """In the arena; what it lacks, in the slab. None, too, where one can be copied to the slab before its step."""
+        pins: dict[str, Pin] = {}
         try:
             leases = self._pool.arena.lease_all(keys, timeout_s=SCHEDULER_LOCK_S)
+            if leases is None and self._slab is not None:
+                pins.update(self._slab.hold(keys))
+                rest = [key for key in keys if key not in pins]
+                leases = self._pool.arena.lease_all(rest, timeout_s=SCHEDULER_LOCK_S) if pins else None
         except StoreError as error:
             logger.warning("%d features are not pinned yet: %s", len(keys), error)
+            leases = None
+        pins.update((lease.meta.key, lease) for lease in leases or ())
+        sizes = {key: pin.meta.nbytes for key, pin in pins.items()}
+        if leases is None or (self._slab is not None and not self._slab.promise(request, sizes, time.monotonic())):
+            for pin in pins.values():
+                pin.release()
             return None
-        if leases and self._slab is not None:
-            sizes = {lease.meta.key: lease.nbytes for lease in leases}
-            if not self._slab.promise(request, sizes, time.monotonic()):
-                for lease in leases:
-                    lease.release()
-                return None
-        return leases
+        return [pins[key] for key in keys]
 
     def _report(self) -> wire.StoreReport:
         with self.features.lock:

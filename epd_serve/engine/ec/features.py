@@ -3,7 +3,8 @@
 Pure: no sockets, no vLLM; of the store only "pin all of these, or none". One row per feature:
 
     WANTED     a request needs it, or an encoder has said that it makes it; looked for until its deadline
-    READY      it was seen in the arena, whole, for a request, or lately. Nobody holds it: it may be evicted meanwhile
+    READY      it was seen in the arena, whole, for a request, or lately, or is in the slab. Nobody holds it: it may be
+               evicted meanwhile
     LOST       it will not come, for a cause. The store's index is the truth, so it was looked up once more before
 
     what happens                          the row becomes
@@ -41,9 +42,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from store.arena import Lease
+from store.feature import FeatureMeta
 
 LOOK_S = 0.05
 FETCH_S = 0.5
@@ -57,6 +58,17 @@ SEEN_S = 10.0
 _OUTAGE_GRACE_S = 0.5  # a second tier that is gone: an encoder of this host may still put, one that works renews
 _MAX_ROWS = 8192
 """Of features, beyond which the oldest goes that no request waits for: a hint of an encoder."""
+
+
+class Pin(Protocol):
+    """What keeps a feature for a request until it ends: a lease of the arena (`store.arena.Lease`), or a hold on its
+    place in the slab (`slab.Hold`), which has no `slot`."""
+
+    meta: FeatureMeta
+    slot: int
+    offset: int
+
+    def release(self) -> None: ...
 
 
 class State(enum.Enum):
@@ -126,7 +138,7 @@ class Features:
 
     def __init__(
         self,
-        pin: Callable[[str, Collection[str]], list[Lease] | None],
+        pin: Callable[[str, Collection[str]], list[Pin] | None],
         *,
         recompute_limit: int,
         wait_s: float,
@@ -141,7 +153,7 @@ class Features:
         self._ahead: dict[str, None] = {}  # rows that no request may wait for yet, to be looked for once
         self._keys_of: dict[str, dict[str, None]] = {}  # request → keys that it waits for
         self._waits: dict[str, None] = {}  # requests told to wait when they last asked, the longest first
-        self._held: dict[str, dict[str, Lease]] = {}  # request → what is pinned for it
+        self._held: dict[str, dict[str, Pin]] = {}  # request → what is pinned for it
         self._recomputes: dict[str, set[str]] = {}  # request → keys that it encodes itself
         self._failed: dict[str, bool] = {}  # request → whether vLLM was told
         self._early: set[str] = set()  # requests of D that P cannot begin with
@@ -224,7 +236,7 @@ class Features:
         self.partial = request
         return True
 
-    def pinned(self, key: str) -> Lease | None:
+    def pinned(self, key: str) -> Pin | None:
         """A feature that is pinned for some request; it stays until that has finished."""
         return next((held[key] for held in self._held.values() if key in held), None)
 
@@ -386,11 +398,15 @@ class Features:
             self.hampered(key, why, now + _OUTAGE_GRACE_S)
 
     def found(self, key: str, now: float) -> None:
-        """It is in the arena, and whole."""
+        """It is in the arena, or in the slab, and whole."""
         row = self._row(key, now)
         if row.ahead and not row.requests:
             self.counters["prefetched"] += 1
         row.state, row.last_look, row.seen_at, row.ahead = State.READY, False, now, False
+
+    def look_now(self, key: str) -> None:
+        """Something has changed for it: it is looked for in this turn, where it is wanted."""
+        self._known(key).look_at = 0.0
 
     def missed(self, key: str) -> bool:
         """The store of this host does not have it, so far. True where that is news about a feature that is wanted."""

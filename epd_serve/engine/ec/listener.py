@@ -2,10 +2,10 @@
 
 EPD-Serve §3.2, event-driven asynchronous prefetching: the event carries only the key; the listener looks the feature
 up, verifies its checksum, and only then can the scheduler pin and promise it. What is here is copied to the devices
-that will read it, where they have a slab (`slab.py`), else read in place by the worker; what has to come from the
-second tier is fetched by threads of its own, so that neither a slow fetch nor a network that is gone holds up others.
-A feature is looked up three times: on arrival of its request, on its event, and once more before recomputing. An event
-of which no request has arrived moves no byte.
+that will read it, where they have a slab (`slab.py`), if its encoder does not write it there; else read in place by the
+worker. What has to come from the second tier is fetched by threads of its own, so that neither a slow fetch nor a
+network that is gone holds up others. A feature is looked up three times: on arrival of its request, on its event, and
+once more before recomputing. An event of which no request has arrived moves no byte.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from epd_serve.wake import WakeLine, idle_waiter
 from epd_serve.wiring import StageWiring
 from store.arena import Lease
 from store.errors import CorruptFeatureError, StoreError, StoreFullError
+from store.feature import FeatureMeta
 from store.feature_pool import FeaturePool
+from store.mooncake.client import ASCEND
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +90,9 @@ class FeatureListener:
         socket, peers = open_socket(zmq.SUB), Peers(self._wiring)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         following = Following(socket, self._wiring.key_file)
-        poller = zmq.Poller()
+        poller = self._slab.poller if self._slab is not None else zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake.listener, zmq.POLLIN)
-        if self._slab is not None:
-            poller.register(self._slab.socket, zmq.POLLIN)
         due = 0.0
         while not self._closing:
             try:
@@ -100,6 +100,7 @@ class FeatureListener:
                     due = time.monotonic() + TOUCH_S
                     if peers.changed():
                         following.follow(peers.encoders())
+                        self._follow(peers)
                     self._touch()
                 with self._features.lock:
                     poll_s = LOOK_S if self._features.waiting() else TOUCH_S if self._features.kept else 1.0
@@ -110,16 +111,24 @@ class FeatureListener:
                     for event in _at_hand(socket):
                         self._hear(event, time.monotonic())
                 if self._slab is not None:
-                    for lease in self._slab.hear():
-                        self._ready_to_read(lease)
+                    for meta in self._slab.hear(time.monotonic()):
+                        self._ready_to_read(meta)
                 while not self._fetched.empty():
                     lease = self._fetched.get()
                     if self._slab is None or not self._slab.copy(lease, time.monotonic()):
-                        self._ready_to_read(lease)
+                        with lease:
+                            self._ready_to_read(lease.meta)
                 self._look_for_all(time.monotonic())
             except Exception:  # without its listener every request of this stage would wait for its deadline
                 logger.exception("feature listener")
         socket.close()
+
+    def _follow(self, peers: Peers) -> None:
+        """Who may write to the slab: over Ascend none that shares a device, which cannot be connected with itself."""
+        if self._slab is not None:
+            encoders = peers.encoders_by_name()
+            beside = (name for name, shares in encoders.items() if shares and self._wiring.mooncake_protocol == ASCEND)
+            self._slab.follow(encoders.keys(), frozenset(beside), time.monotonic())
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -130,6 +139,8 @@ class FeatureListener:
             match event:
                 case wire.StoreReport():
                     (self._short.add if event.waiting_puts else self._short.discard)(event.instance)
+                case wire.FeatureMade():
+                    was_made = features.announced(event.key, now, afar=False)
                 case wire.FeatureReady():
                     was_made = features.announced(event.key, now, afar=event.pooled)
                     self._ready(event, now)
@@ -139,15 +150,21 @@ class FeatureListener:
                     features.renew(event.keys, now)
                 case wire.FeatureFailed():
                     was_made = features.failed(event.key, "encoder", now)
+        if self._slab is not None and (not isinstance(event, wire.FeatureReady) or self._can_have(event)):
+            self._slab.note(event, now)
         if was_made:
             idle_waiter.wake()
+
+    def _can_have(self, event: wire.FeatureReady) -> bool:
+        """Whether the store of this host has it, or can fetch it."""
+        return event.pooled or event.host in ("", self._wiring.arena_id)
 
     def _ready(self, event: wire.FeatureReady, now: float) -> None:
         self._trace.stamp(event.key, "feature_event")
         self._features.counters["events"] += 1
         if self._takes_all and not event.metadata:
             self._features.arrived([event.key], now)
-        if event.pooled or event.host in ("", self._wiring.arena_id):
+        if self._can_have(event) or (self._slab is not None and self._slab.may_come(event.key, now)):
             return
         if self._fetcher is None:
             self._features.failed(event.key, "not_pooled", now)
@@ -160,7 +177,7 @@ class FeatureListener:
         with self._features.lock:
             due = list(self._features.to_look_for(now))
         for key, row in due:
-            if self._look_here(key):
+            if self._look_here(key, last=row.last_look):
                 continue
             hopeless = self._fetcher is None or row.cause in ("unavailable", "no_room") or self._pool.state == "down"
             if row.last_look and hopeless:
@@ -170,9 +187,9 @@ class FeatureListener:
             elif self._fetcher is not None:
                 self._fetch(self._fetcher, key, now)
 
-    def _look_here(self, key: str) -> bool:
+    def _look_here(self, key: str, *, last: bool) -> bool:
         """Whether it is here, and whole, or there is nothing more to do for it now."""
-        if self._slab is not None and self._slab.is_copied(key):
+        if self._slab is not None and self._slab.is_coming(key, time.monotonic(), last=last):
             return True
         lease, copied = None, False
         try:
@@ -193,7 +210,11 @@ class FeatureListener:
             return True
         if lease is not None:
             if not copied:
-                self._ready_to_read(lease)
+                with lease:
+                    self._ready_to_read(lease.meta)
+            return True
+        if self._slab is not None and (meta := self._slab.has(key)) is not None:
+            self._ready_to_read(meta)
             return True
         with self._features.lock:
             news = self._features.missed(key)
@@ -201,11 +222,11 @@ class FeatureListener:
             idle_waiter.wake()  # its request may begin without it
         return False
 
-    def _ready_to_read(self, lease: Lease) -> None:
-        with lease, self._features.lock:
-            self._features.found(lease.meta.key, time.monotonic())
+    def _ready_to_read(self, meta: FeatureMeta) -> None:
+        with self._features.lock:
+            self._features.found(meta.key, time.monotonic())
         self._news()
-        self._trace.stamp(lease.meta.key, "feature_pinned", nbytes=lease.nbytes)
+        self._trace.stamp(meta.key, "feature_pinned", nbytes=meta.nbytes)
 
     def _news(self) -> None:
         idle_waiter.wake()

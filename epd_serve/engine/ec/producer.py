@@ -31,6 +31,7 @@ import torch
 
 from epd_serve import wire
 from epd_serve.engine.ec.announcer import Announcer
+from epd_serve.engine.ec.pusher import PUSH_BYTES, FeaturePusher, endpoint_of
 from epd_serve.engine.ec.step import FeatureStep, remember
 from epd_serve.engine.ec.store_access import open_store, store_report
 from epd_serve.engine.vital_thread import end_stage
@@ -81,6 +82,7 @@ class FeatureProducer:
 
     Args:
         memory: of the device that features lie on.
+        pusher: writes features to other devices; by default where the wiring wants one.
         put_timeout_s: how long a feature waits for room in the arena.
         stall_s: how long the model's thread may wait for room in the queue while nothing gets stored.
     """
@@ -90,6 +92,7 @@ class FeatureProducer:
         wiring: StageWiring,
         memory: DeviceMemory | None = None,
         pool: FeaturePool | None = None,
+        pusher: FeaturePusher | None = None,
         *,
         put_timeout_s: float = PUT_TIMEOUT_S,
         stall_s: float = STALL_S,
@@ -115,6 +118,10 @@ class FeatureProducer:
         self._progress = time.monotonic()  # when the writer was last done with a job, or began the first
         # Bound here: an encoder nobody hears must not start.
         self._announcer = Announcer(wiring, self._report, self._pending)
+        if pusher is None and wiring.push:
+            pusher = FeaturePusher(wiring, self._memory, endpoint_of(wiring, self._memory))
+        self._pusher = pusher
+        self._queue_bytes = wiring.feature_queue_bytes - (PUSH_BYTES if pusher is not None else 0)
         self._threads = [threading.Thread(target=self._write, name="epd-feature-writer", daemon=True)]
         if self._publishes:
             self._threads.append(threading.Thread(target=self._publish, name="epd-feature-publisher", daemon=True))
@@ -169,6 +176,8 @@ class FeatureProducer:
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
+        if self._pusher is not None:
+            self._pusher.close()
         for thread in self._threads:
             thread.join(timeout=5)
         self._device_trace.close()
@@ -197,7 +206,10 @@ class FeatureProducer:
     def _put(self, key: str) -> None:
         again = key in self._again
         self._again.discard(key)
-        self._submit(_Job(key, self._cache[key], self._memory.fence(), again))
+        feature, written = self._cache[key], self._memory.fence()
+        if self._pusher is not None and (made := self._pusher.offer(key, feature, written)) is not None:
+            self._announcer.announce(made)
+        self._submit(_Job(key, feature, written, again))
 
     def _announce(self, key: str) -> None:
         """What the store has; as failed if it has not."""
@@ -226,7 +238,7 @@ class FeatureProducer:
         if job.feature is None or not kept:
             return True
         address, nbytes = _kept_by(job.feature)
-        return address in kept or sum(kept.values()) + nbytes <= self._wiring.feature_queue_bytes
+        return address in kept or sum(kept.values()) + nbytes <= self._queue_bytes
 
     # --- into the arena ---------------------------------------------------------------------------------------------
 

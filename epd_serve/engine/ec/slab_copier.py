@@ -6,7 +6,8 @@ stream of its own, and two fences hold it and the model apart (`npu_ops.memory`,
 
     what it copies         `SlabCopied` follows a fence behind the copy; the scheduler lets no request through before
     what it overwrites     the model's thread records a fence at the beginning of each step in which vLLM frees
-                           features, when all that may read them is queued; a copy waits for that of the last such step
+                           features, when all that may read them is queued; a copy waits for that of the last such step,
+                           and so does an encoder that is to write here (`pusher.py`): the order is a copy of no bytes
 
 Each rank page-locks the arena where CUDA can, once. The pages are the same for all ranks and in memory anyway; what a
 copy without that costs is a core for as long as it takes. On an NPU copies pass through two page-locked buffers.
@@ -23,7 +24,9 @@ import zmq
 
 from epd_serve import wire
 from epd_serve.engine.capture_gate import CaptureGate, capture_gate
-from epd_serve.engine.ec.step import FeatureLoad
+from epd_serve.engine.ec.step import FeatureSlot
+from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
+from epd_serve.engine.kv.transport import LinkError
 from epd_serve.engine.vital_thread import VitalThread
 from epd_serve.sockets import connect, open_socket
 from epd_serve.wake import WakeLine
@@ -37,18 +40,29 @@ _STEP_S = 600.0
 """How long a step that was scheduled may take to begin: those before it compute."""
 
 
+EndpointOf = Callable[[DeviceBlock], MooncakeEndpoint]
+"""Registers memory with a Transfer Engine, in a thread that has entered its device. Raises LinkError."""
+
+
 class SlabCopier:
     """One per worker of who prefills.
 
     Args:
         address: of the scheduler's socket.
         arena: whose features are copied.
+        endpoint: makes a slab one that encoders write to; None where none does.
     """
 
     def __init__(
-        self, address: str, rank: int, memory: DeviceMemory, arena: Arena, gate: CaptureGate = capture_gate
+        self,
+        address: str,
+        rank: int,
+        memory: DeviceMemory,
+        arena: Arena,
+        gate: CaptureGate = capture_gate,
+        endpoint: EndpointOf | None = None,
     ) -> None:
-        self._address, self._rank = address, rank
+        self._address, self._rank, self._endpoint_of = address, rank, endpoint
         self._memory, self._arena, self._gate = memory, arena, gate
         self._block: DeviceBlock | None = None
         self._begun = threading.Condition()  # guards the next two
@@ -78,15 +92,10 @@ class SlabCopier:
             self._freed_in, self._read = freed_in, self._memory.fence()
             self._begun.notify_all()
 
-    def view(self, load: FeatureLoad) -> torch.Tensor:
-        """The feature, uncopied; parts of one are joined on the device. Its request was let through, so it is there."""
-        assert self._block is not None
-        parts = []
-        for slot in load.slots:
-            assert slot.slab_at is not None
-            flat = self._block.data[slot.slab_at : slot.slab_at + slot.meta.nbytes]
-            parts.append(flat.view(getattr(torch, slot.meta.dtype)).view(slot.meta.shape))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    def view(self, slot: FeatureSlot) -> torch.Tensor:
+        """What lies there, uncopied. Its request was let through, so it is there."""
+        assert self._block is not None and slot.slab_at is not None
+        return slot.shaped(self._block.data[slot.slab_at : slot.slab_at + slot.meta.nbytes])
 
     def close(self) -> None:
         """The copy under way ends first."""
@@ -115,7 +124,8 @@ class SlabCopier:
         assert self._block is not None
         with open_socket(zmq.DEALER) as socket:
             connect(socket, self._address)
-            socket.send(wire.encode(wire.SlabOpened(self._rank, self._block.nbytes)))
+            session, base = self._endpoint(self._block)
+            socket.send(wire.encode(wire.SlabOpened(self._rank, self._block.nbytes, session, base)))
             poller = zmq.Poller()
             for waited_for in (socket, self._wake.listener):
                 poller.register(waited_for, zmq.POLLIN)
@@ -126,11 +136,23 @@ class SlabCopier:
                     if self._copy(host, order):
                         socket.send(wire.encode(wire.SlabCopied(order.job, self._rank)))
 
+    def _endpoint(self, block: DeviceBlock) -> tuple[str, int]:
+        if self._endpoint_of is None:
+            return "", 0
+        try:
+            self._engine = self._endpoint_of(block)  # kept: it lives as long as the worker
+        except LinkError as error:
+            logger.warning("features come from the store alone: %s", error)
+            return "", 0
+        return self._engine.session, self._engine.bases[0]
+
     def _copy(self, host: torch.Tensor, order: wire.SlabCopy) -> bool:
         """Returns when the bytes are on the device. False: this worker ends."""
         assert self._block is not None
         if not self._unread(order.freed_in):
             return False
+        if not order.nbytes:
+            return True
         target = self._block.data[order.slab_at : order.slab_at + order.nbytes]
         self._memory.upload(target, host[order.arena_at : order.arena_at + order.nbytes])
         self._memory.fence()()

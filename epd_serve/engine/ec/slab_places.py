@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from store.feature import FeatureMeta
+
 _GRANULE = 512  # what torch's device allocators align to: views of any dtype and wide copies stay aligned
 
 Awaited = Callable[[str], bool]
@@ -22,7 +24,9 @@ class Place:
 
     Attributes:
         key: the feature that is in it, or is being copied to it; "" for none.
-        copying: ranks that have not said yet that they have it.
+        meta: that feature's.
+        copying: who has not said yet that it is there: ranks. While there are some, nothing else may be put there.
+        held: how many requests run that find it nowhere else.
         promised: requests that have been let through and will read it.
         cached: vLLM's encoder cache has a view of it.
         used: when it was used last, as a count.
@@ -31,14 +35,16 @@ class Place:
     offset: int
     span: int
     key: str = ""
+    meta: FeatureMeta | None = None
     copying: set[int] = field(default_factory=set)
+    held: int = 0
     promised: set[str] = field(default_factory=set)
     cached: bool = False
     used: int = 0
 
     def is_kept(self, awaited: Awaited) -> bool:
         """Whether its bytes must stay, or should: its feature is `awaited`."""
-        return bool(self.copying or self.promised or self.cached) or (bool(self.key) and awaited(self.key))
+        return bool(self.copying or self.held or self.promised or self.cached) or (bool(self.key) and awaited(self.key))
 
 
 class SlabPlaces:

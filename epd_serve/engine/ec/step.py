@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from epd_serve.engine.ec.features import Pin
 from epd_serve.wire import ALL_MISSING, ENCODE_AGAIN_XARG, MISSING_XARG, ON_MISSING_FAIL, ON_MISSING_XARG, PARTS_XARG
 from npu_ops.memory import DeviceMemory
-from store.arena import Arena, Lease
+from store.arena import Arena
 from store.feature import FeatureMeta
 from store.keys import parts_by_whole
 
@@ -98,7 +99,7 @@ def remember(metadata: OrderedDict[str, dict[str, Any]], key: str, known: dict[s
 
 @dataclass(frozen=True)
 class FeatureSlot:
-    """Where the bytes of a feature lie in the arena, which the scheduler side has pinned.
+    """Where the bytes of a feature lie, which the scheduler side has pinned: in the arena, in the slab, or in both.
 
     Attributes:
         slab_at: where they lie in the slab of every rank; None where they do not.
@@ -109,9 +110,15 @@ class FeatureSlot:
     offset: int
     slab_at: int | None = None
 
-    def copy(self, arena: Arena, target: torch.Tensor) -> None:
-        """Over `target`, bytes on the host."""
-        arena.copy_pinned(self.meta.key, self.slot, self.offset, target.numpy())
+    def read(self, arena: Arena, memory: DeviceMemory) -> torch.Tensor:
+        """Returns a copy on the model's device, whose `memory` this is, through the host. On the model's thread."""
+        host = memory.host_buffer(self.meta.nbytes)
+        arena.copy_pinned(self.meta.key, self.slot, self.offset, host.numpy())
+        return self.shaped(memory.to_device(host))
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its bytes as what they are, uncopied."""
+        return flat.view(getattr(torch, self.meta.dtype)).view(self.meta.shape)
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ class FeatureLoad:
     slots: tuple[FeatureSlot, ...]
 
     @classmethod
-    def of(cls, key: str, leases: Sequence[Lease], slab_at: Sequence[int | None]) -> FeatureLoad:
+    def of(cls, key: str, leases: Sequence[Pin], slab_at: Sequence[int | None]) -> FeatureLoad:
         """`slab_at`: where each of them lies in the slab; None where it does not."""
         slots = (FeatureSlot(one.meta, one.slot, one.offset, at) for one, at in zip(leases, slab_at, strict=True))
         return cls(key, tuple(slots))
@@ -131,15 +138,19 @@ class FeatureLoad:
     def is_in_slab(self) -> bool:
         return all(slot.slab_at is not None for slot in self.slots)
 
-    def read(self, arena: Arena, memory: DeviceMemory) -> torch.Tensor:
-        """Returns a copy on the model's device, whose `memory` this is, through the host. On the model's thread."""
-        sizes = [slot.meta.nbytes for slot in self.slots]
-        host = memory.host_buffer(sum(sizes))
-        for slot, target in zip(self.slots, host.split(sizes), strict=True):
-            slot.copy(arena, target)
-        first = self.slots[0].meta
-        rows = sum(slot.meta.shape[0] for slot in self.slots)
-        return memory.to_device(host).view(getattr(torch, first.dtype)).view(rows, *first.shape[1:])
+    def read(
+        self, arena: Arena, memory: DeviceMemory, view: Callable[[FeatureSlot], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Returns it on the model's device, whose `memory` this is. On the model's thread.
+
+        Args:
+            view: of what lies in the slab; None where there is none. The rest is copied from the arena.
+        """
+        parts = [
+            view(slot) if view is not None and slot.slab_at is not None else slot.read(arena, memory)
+            for slot in self.slots
+        ]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 @dataclass(frozen=True)

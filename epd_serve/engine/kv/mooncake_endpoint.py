@@ -1,4 +1,4 @@
-"""Mooncake's Transfer Engine in one worker: one-sided writes between registered KV caches.
+"""Mooncake's Transfer Engine in one worker: one-sided writes between registered memory, KV caches or features.
 
 `P2PHANDSHAKE`, no daemon. Protocol `tcp` here, `ascend` and `rdma` by configuration of the same calls. Completion goes
 over our own data channel (DONE follows the last write), because Mooncake's notifies do not work on every protocol.
@@ -8,10 +8,11 @@ Which memory to register is worked out by `spans_of`, which is pure.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from epd_serve.engine.kv.regions import Layers
+import torch
+
 from epd_serve.engine.kv.transport import LinkError
 from npu_ops.memory import MAX_REGIONS, DeviceBlock, DeviceMemory
 from store.addresses import authority, environment_at
@@ -32,14 +33,12 @@ class SpanError(ValueError):
     """The memory cannot be registered so; the message names the numbers."""
 
 
-def extents_of(layers: Layers) -> list[Extent]:
-    """Where the regions lie."""
+def extents_of(regions: Iterable[torch.Tensor]) -> list[Extent]:
+    """Where these lie, each flat bytes."""
     extents = []
-    for region in (region for layer in layers for region in layer):
-        start, storage = region.data.data_ptr(), region.data.untyped_storage()
-        extents.append(
-            Extent(start, start + region.data.numel(), storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-        )
+    for region in regions:
+        start, storage = region.data_ptr(), region.untyped_storage()
+        extents.append(Extent(start, start + region.numel(), storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return extents
 
 
@@ -92,6 +91,9 @@ def _aligned(span: Extent, alignment: int) -> tuple[int, int]:
     return start, span.end - start
 
 
+_OTHERS = 2
+"""What a KV cache leaves of the regions that an engine may have: for scratch memory, and features on the device."""
+
 _ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
     # Slices that a peer may have waiting. With the default of 1024 each, one write of 200 MB fails, and so does every
@@ -102,17 +104,18 @@ _ENVIRONMENT = {
 
 
 class MooncakeEndpoint:
-    """The Transfer Engine of one worker, with its KV regions registered. One per process.
+    """The Transfer Engine of one worker for one purpose, with its memory registered.
 
     Args:
-        device: whose memory the KV cache is; the calling thread has set it.
-        scratch: device memory that probes may read and write as long as the engine lives.
+        regions: flat bytes of `device`, which the calling thread has set; peers write to them as long as the engine
+            lives.
+        scratch: device memory that probes may read and write as long; None where nobody probes.
         engine_factory: makes the engine; by default Mooncake's, over Ascend that which features use, too.
 
     Attributes:
         session: what peers write to.
-        bases: address of each region, in order of layers.
-        scratch: address and bytes of registered memory that probes may read and write at any time.
+        bases: address of each region, in order.
+        scratch: address and bytes of registered memory that probes may read and write at any time; (0, 0) for none.
 
     Raises:
         LinkError: Mooncake is not installed or cannot register the memory.
@@ -120,11 +123,11 @@ class MooncakeEndpoint:
 
     def __init__(
         self,
-        layers: Layers,
+        regions: Sequence[torch.Tensor],
         host: str,
         protocol: str,
         device: DeviceMemory,
-        scratch: DeviceBlock,
+        scratch: DeviceBlock | None = None,
         engine_factory: Callable[[], Any] | None = None,
     ) -> None:
         for name, value in {**_ENVIRONMENT, **environment_at(host)}.items():
@@ -132,7 +135,7 @@ class MooncakeEndpoint:
         # Ascend's transport demands what the device names as its alignment; other protocols take any address.
         alignment = device.alignment if protocol == ASCEND else 1
         try:
-            spans = spans_of(extents_of(layers), alignment, MAX_REGIONS - 1)
+            spans = spans_of(extents_of(regions), alignment, MAX_REGIONS - _OTHERS)
         except SpanError as error:
             raise LinkError(f"kv transport mooncake: {error}") from error
         begin = process_engine if protocol == ASCEND and engine_factory is None else begin_engine
@@ -141,9 +144,9 @@ class MooncakeEndpoint:
         except StoreError as error:
             raise LinkError(f"kv transport mooncake: {error}; or use --kv-transport shm on one host") from error
         self.session = authority(host, self.engine.get_rpc_port())
-        self.bases = [region.data.data_ptr() for layer in layers for region in layer]
-        self._scratch = scratch  # kept: peers write to it
-        self.scratch = (scratch.address, scratch.nbytes)
-        for address, nbytes in [*spans, self.scratch]:
+        self.bases = [region.data_ptr() for region in regions]
+        self._kept = regions, scratch  # peers write to them
+        self.scratch = (scratch.address, scratch.nbytes) if scratch is not None else (0, 0)
+        for address, nbytes in [*spans, *([self.scratch] if scratch is not None else ())]:
             if self.engine.register_memory(address, nbytes) != 0:
                 raise LinkError(f"Mooncake cannot register {nbytes} bytes at {address:#x}")

@@ -48,6 +48,13 @@ class Region:
 
 
 Layers = tuple[tuple[Region, ...], ...]
+
+
+def flat_regions(layers: Layers) -> list[torch.Tensor]:
+    """The bytes of all regions, in order of layers."""
+    return [region.data for layer in layers for region in layer]
+
+
 Pieces = tuple[tuple[Piece, ...], ...]  # per layer, per region
 
 

@@ -20,7 +20,7 @@ from epd_serve.engine.kv.mooncake_send import MooncakeSendSide
 from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.prefill_scheduler import PrefillStep
 from epd_serve.engine.kv.receiver import Receiver
-from epd_serve.engine.kv.regions import layers_of, shape_of
+from epd_serve.engine.kv.regions import flat_regions, layers_of, shape_of
 from epd_serve.engine.kv.reporter import Reporter
 from epd_serve.engine.kv.sender import Sender
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
@@ -77,7 +77,9 @@ class KVCache:
         self._memory = PacketMemory(self.device, max(SLICE_BYTES, largest_block) if stages else 0)
         scratch = self.device.allocate(LARGEST_PROBE_BYTES if MOONCAKE in ways else 0)
         self._mooncake = OnDemand(
-            lambda: MooncakeEndpoint(self.layers, wiring.host, wiring.mooncake_protocol, self.device, scratch)
+            lambda: MooncakeEndpoint(
+                flat_regions(self.layers), wiring.host, wiring.mooncake_protocol, self.device, scratch
+            )
         )
 
     def send_sides(self, endpoint: str, peers: Peers) -> list[SendSide]:

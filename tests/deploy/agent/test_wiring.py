@@ -48,6 +48,13 @@ def test_features_and_kv_are_wired_between_the_right_instances() -> None:
     assert (prefill.kv_staging, prefill.kv_staging_bytes) == ("/dev/shm/epd-abcd-kv", 8 << 20)
 
 
+def test_encoders_are_told_where_to_write_features_only_where_that_is_asked_for() -> None:
+    plan = wired("E-P-D", feature_transfer="device")
+    assert [plan.wiring(name).push for name in ("E0", "P0", "D0")] == ["ipc:///run/x/E0.push", "", ""]
+    assert {plan.wiring(name).feature_transfer for name in ("E0", "P0")} == {"device"}
+    assert wired("E-P-D").wiring("E0").push == ""
+
+
 def test_those_who_send_kv_tell_how_their_links_are_and_make_room_for_fetches() -> None:
     plan = wired("E-P:tp2-D:tp2", kv_grouping="fixed:3", kv_packet_floor_kib=64, kv_faults="drop=Ready:0.5")
     e, p, d = (plan.wiring(name) for name in ("E0", "P0", "D0"))

@@ -6,8 +6,10 @@ import pytest
 
 from deploy.options import mooncake
 from deploy.options.config import DeployConfig
-from deploy.options.mooncake import PACKAGES, choose_pool, what_is_missing
+from deploy.options.mooncake import PACKAGES, check_feature_transfer, choose_pool, what_is_missing
 from epd_serve.errors import ConfigError
+from epd_serve.layout_parser import parse
+from epd_serve.placement import InstancePlan, lower
 
 MISSING = "Mooncake is not installed; pip install mooncake-transfer-engine-non-cuda"
 
@@ -102,3 +104,51 @@ def test_a_missing_master_program_matters_only_where_none_is_given(monkeypatch: 
     monkeypatch.setattr(mooncake, "master_program", lambda: None)
     assert "--mooncake-master HOST:PORT" in what_is_missing("cpu", master=True)
     assert what_is_missing("cpu", master=False) == ""
+
+
+def placed(layout: str) -> tuple[InstancePlan, ...]:
+    parsed = parse(layout)
+    return lower(parsed, range(parsed.device_count))
+
+
+@pytest.fixture
+def every_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "reads_device_memory", lambda device: "")
+    monkeypatch.setattr(mooncake, "what_is_missing", lambda device, master: "")
+
+
+@pytest.mark.usefixtures("every_build")
+@pytest.mark.parametrize(
+    ("device", "layout"),
+    [("cpu", "E-P-D"), ("cpu", "(E-P)-D"), ("npu", "E-PD"), ("npu", "(E-P)x2-D"), ("cuda", "(E-PD)")],
+)
+def test_encoders_may_write_to_devices_where_they_can(device: str, layout: str) -> None:
+    warnings = check_feature_transfer(DeployConfig(feature_transfer="device"), device, placed(layout))
+    assert any("have not run on a card" in line for line in warnings) == (device != "cpu")
+
+
+@pytest.mark.usefixtures("every_build")
+@pytest.mark.parametrize(
+    ("device", "layout", "options", "said"),
+    [
+        ("cpu", "EP-D", {}, "no encode-only instance"),
+        ("cpu", "TP1", {}, "no encode-only instance"),
+        ("cpu", "E-P-D", {"feature_slab": "off"}, "leave --feature-slab off away"),
+        ("cpu", "E-P-D", {"engine": "sim"}, "simulated stages"),
+        ("npu", "(E-P)-D", {}, "every encoder shares an NPU"),
+    ],
+)
+def test_where_encoders_cannot_write_to_devices_that_is_refused(
+    device: str, layout: str, options: dict[str, str], said: str
+) -> None:
+    config = DeployConfig(**{"feature_transfer": "device", **options})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"--feature-transfer device: .*{said}") as refused:
+        check_feature_transfer(config, device, placed(layout))
+    assert refused.value.param == "feature_transfer"
+    assert check_feature_transfer(DeployConfig(**options), device, placed(layout)) == ()  # type: ignore[arg-type]
+
+
+def test_writing_to_devices_without_mooncake_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "installed_builds", dict)
+    with pytest.raises(ConfigError, match="--feature-transfer device: Mooncake is not installed: pip install"):
+        check_feature_transfer(DeployConfig(feature_transfer="device"), "cpu", placed("E-P-D"))

@@ -60,6 +60,31 @@ def e_pd(rig: Rig) -> None:
         )
 
 
+def e_to_pd(rig: Rig) -> None:
+    """The encoder writes features into PD's slab, from card to card."""
+    if why := reads_device_memory(rig.card.kind):
+        raise Skipped(why)
+    if rig.card.kind == "npu" and len(rig.card.ids) < 2:
+        raise Skipped("Mooncake cannot connect an NPU with itself: this takes two")
+    with served(rig, "E-PD", "--feature-transfer", "device") as launch:
+        same_tokens(launch, reference(rig))
+        before = launch.settled_counters("PD0")
+        asked = [answered(launch, _fresh(number), EXPLAIN)[1].headers for number in range(ROUNDS)]
+        after = launch.settled_counters("PD0")
+        ended = {
+            name: count - before.get(name, 0) for name, count in after.items() if name.startswith(("push", "slab"))
+        }
+        rig.row("features_card_to_card", ended, asked=ROUNDS)
+        rig.check(ended.get("pushed", 0) > 0, "the encoder writes features to the other card", str(after))
+        rig.check(
+            not after.get("push_failed") and not recomputed_of(after), "none fails, none is recomputed", str(after)
+        )
+        timeline = Timeline(read_stamps(launch.traces))
+        events = [stage_events(timeline, headers["x-epd-request-id"]) for headers in asked]
+        ends = [(of.get(("E", "encoded")), of.get(("PD", "feature_pinned"))) for of in events]
+        rig.row("encoded_to_device_ms", [round(1e3 * (end - begun), 2) for begun, end in ends if begun and end])
+
+
 def ep_d(rig: Rig) -> None:
     with served(rig, "(E-P)-D") as launch:
         same_tokens(launch, reference(rig))

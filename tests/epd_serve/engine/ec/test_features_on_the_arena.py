@@ -40,7 +40,7 @@ def test_a_feature_reaches_the_consumer_bit_by_bit(stages: Stages, arena: Arena)
     lease = p.pinned("k")
     assert lease is not None
     assert (lease.meta.shape, lease.meta.dtype) == ((8, 16), "bfloat16")
-    raw = torch.from_numpy(np.frombuffer(arena.view(lease.offset, lease.nbytes), np.uint8).copy())
+    raw = torch.from_numpy(np.frombuffer(arena.view(lease.offset, lease.meta.nbytes), np.uint8).copy())
     assert torch.equal(raw.view(torch.bfloat16).view(8, 16), made)
     assert not p.waiting()
 
@@ -187,7 +187,7 @@ def test_the_writer_waits_until_the_device_has_written(stages: Stages, monkeypat
     settled(p, "k")
     lease = p.pinned("k")
     assert lease is not None
-    assert np.frombuffer(lease.view(), np.float32).tolist() == [7.0] * 4
+    assert np.frombuffer(stages.arena.view(lease.offset, lease.meta.nbytes), np.float32).tolist() == [7.0] * 4
 
 
 def test_one_bad_feature_does_not_end_the_writer(stages: Stages, arena: Arena) -> None:

@@ -23,7 +23,7 @@ from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.mooncake_send import MooncakeSendSide
 from epd_serve.engine.kv.packet_memory import PacketMemory
 from epd_serve.engine.kv.receiver import Expected, Receiver
-from epd_serve.engine.kv.regions import Layers, layers_of, shape_of
+from epd_serve.engine.kv.regions import Layers, flat_regions, layers_of, shape_of
 from epd_serve.engine.kv.sender import ChunkJob, Sender
 from epd_serve.engine.kv.shm_receive import ShmReceiveSide
 from epd_serve.engine.kv.shm_send import ShmSendSide
@@ -300,4 +300,8 @@ class Pair:
             return FakeTransferEngine(self.network, device)
 
         scratch = device.allocate(LARGEST_PROBE_BYTES)
-        return OnDemand(lambda: MooncakeEndpoint(layers, "127.0.0.1", self._setting.protocol, device, scratch, factory))
+        return OnDemand(
+            lambda: MooncakeEndpoint(
+                flat_regions(layers), "127.0.0.1", self._setting.protocol, device, scratch, factory
+            )
+        )

@@ -13,7 +13,7 @@ import torch
 
 from epd_serve.engine.kv import mooncake_endpoint
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
-from epd_serve.engine.kv.regions import Layers, layers_of
+from epd_serve.engine.kv.regions import Layers, flat_regions, layers_of
 from epd_serve.engine.kv.transport import LinkError
 from store.mooncake import client
 from store.mooncake.client import process_engine
@@ -62,7 +62,7 @@ def host_layers() -> Layers:
 def test_it_registers_the_cache_once_and_scratch_memory_for_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", raising=False)
     layers, engine = host_layers(), RecordingEngine()
-    endpoint = MooncakeEndpoint(layers, "127.0.0.1", "tcp", HOST, SCRATCH, lambda: engine)
+    endpoint = MooncakeEndpoint(flat_regions(layers), "127.0.0.1", "tcp", HOST, SCRATCH, lambda: engine)
     assert engine.initialized == ("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
     assert endpoint.session == "127.0.0.1:15001"
     assert endpoint.bases == [layers[0][0].data.data_ptr(), layers[1][0].data.data_ptr()]
@@ -74,7 +74,7 @@ def test_it_registers_the_cache_once_and_scratch_memory_for_probes(monkeypatch: 
 def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "2000")
     engine = RecordingEngine()
-    MooncakeEndpoint(host_layers(), "127.0.0.1", "tcp", HOST, SCRATCH, lambda: engine)
+    MooncakeEndpoint(flat_regions(host_layers()), "127.0.0.1", "tcp", HOST, SCRATCH, lambda: engine)
     assert engine.limit == "2000"
 
 
@@ -84,7 +84,7 @@ def test_on_a_device_all_that_is_registered_is_aligned_and_the_devices() -> None
     keys, values = device.allocate(2 * MB), device.allocate(2 * MB)
     layers = layers_of({"a": (keys.data.view(8, -1), values.data[:MB].view(8, -1))}, 8)
     engine = RecordingEngine()
-    MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, device.allocate(4 * MB), lambda: engine)
+    MooncakeEndpoint(flat_regions(layers), "127.0.0.1", "ascend", device, device.allocate(4 * MB), lambda: engine)
     assert len(engine.registered) == 3
     assert all(address % (2 * MB) == 0 and device.owns(address, nbytes) for address, nbytes in engine.registered)
     assert not device.broken
@@ -97,15 +97,15 @@ def test_over_ascend_the_engine_is_the_one_of_the_process(monkeypatch: pytest.Mo
     monkeypatch.setattr(mooncake_endpoint, "transfer_engine", lambda: engine)
     block = device.allocate(2 * MB)
     layers = layers_of({"a": (block.data.view(8, -1),)}, 8)
-    endpoint = MooncakeEndpoint(layers, "127.0.0.1", "ascend", device, device.allocate(4 * MB))
+    endpoint = MooncakeEndpoint(flat_regions(layers), "127.0.0.1", "ascend", device, device.allocate(4 * MB))
     assert endpoint.engine is engine is process_engine(RecordingEngine, "127.0.0.1", "ascend")
 
 
 def test_a_cache_in_too_many_pieces_is_refused_before_the_engine_starts() -> None:
     engine = RecordingEngine()
     layers = layers_of({str(i): torch.zeros(4, 2) for i in range(256)}, 4)
-    with pytest.raises(LinkError, match="256 regions in 256 separate allocations, and at most 255 spans"):
-        MooncakeEndpoint(layers, "127.0.0.1", "tcp", HOST, SCRATCH, lambda: engine)
+    with pytest.raises(LinkError, match="256 regions in 256 separate allocations, and at most 254 spans"):
+        MooncakeEndpoint(flat_regions(layers), "127.0.0.1", "tcp", HOST, SCRATCH, lambda: engine)
     assert not engine.initialized
 
 
@@ -118,7 +118,7 @@ def test_a_cache_in_too_many_pieces_is_refused_before_the_engine_starts() -> Non
 )
 def test_an_engine_that_refuses_is_named(engine: RecordingEngine, said: str) -> None:
     with pytest.raises(LinkError, match=said):
-        MooncakeEndpoint(host_layers(), "127.0.0.1", "tcp", HOST, SCRATCH, lambda: engine)
+        MooncakeEndpoint(flat_regions(host_layers()), "127.0.0.1", "tcp", HOST, SCRATCH, lambda: engine)
 
 
 @pytest.mark.mooncake
@@ -126,7 +126,9 @@ def test_an_engine_that_refuses_is_named(engine: RecordingEngine, said: str) -> 
 def test_mooncake_takes_more_writes_at_once_than_it_lets_wait_by_default() -> None:
     """Its default of 1024 waiting slices fails one write of 200 MB, and every one that follows it."""
     source, target = (torch.full((16, 8 * MB), value, dtype=torch.uint8) for value in (7, 0))
-    endpoint = MooncakeEndpoint(layers_of({"p": source, "d": target}, 16), "127.0.0.1", "tcp", HOST, SCRATCH)
+    endpoint = MooncakeEndpoint(
+        flat_regions(layers_of({"p": source, "d": target}, 16)), "127.0.0.1", "tcp", HOST, SCRATCH
+    )
     here, there = endpoint.bases
     writes = [(here, there, source.numel())]
     writes += [(here + 4096 * i, there + 4096 * i, 2048) for i in range(5000)]
@@ -146,7 +148,7 @@ def test_kv_goes_to_an_ipv6_address() -> None:
         "import torch\n"
         "from tests.epd_serve.engine.kv.test_mooncake_endpoint import *\n"
         "source, target = (torch.full((16, 4096), value, dtype=torch.uint8) for value in (7, 0))\n"
-        "endpoint = MooncakeEndpoint(layers_of({'p': source, 'd': target}, 16), '::1', 'tcp', HOST, SCRATCH)\n"
+        "endpoint = MooncakeEndpoint([source.view(-1), target.view(-1)], '::1', 'tcp', HOST, SCRATCH)\n"
         "here, there = endpoint.bases\n"
         "code = endpoint.engine.transfer_sync_write(endpoint.session, here, there, source.numel())\n"
         "print(code, endpoint.session.startswith('[::1]:'), torch.equal(source, target))\n"

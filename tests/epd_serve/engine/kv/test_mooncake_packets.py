@@ -19,7 +19,7 @@ from epd_serve.engine.kv.checksum_audit import layer_checksums
 from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.mooncake_send import MooncakeSendSide
-from epd_serve.engine.kv.regions import Layers, layers_of
+from epd_serve.engine.kv.regions import Layers, flat_regions, layers_of
 from epd_serve.engine.kv.sender import ChunkJob
 from tests.epd_serve.engine.kv.fakes import HOST, DecodeEnd, PrefillEnd, key_of
 from tests.waiting import PATIENCE_S, wait_for
@@ -34,7 +34,7 @@ def caches() -> dict[str, torch.Tensor]:
 
 
 def engine(layers: Layers) -> Any:
-    endpoint = MooncakeEndpoint(layers, "127.0.0.1", "tcp", HOST, HOST.allocate(4 * MIB))
+    endpoint = MooncakeEndpoint(flat_regions(layers), "127.0.0.1", "tcp", HOST, HOST.allocate(4 * MIB))
     return lambda: endpoint
 
 

@@ -13,7 +13,7 @@ from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.mooncake_receive import MooncakeReceiveSide
 from epd_serve.engine.kv.mooncake_send import MooncakeSendSide
 from epd_serve.engine.kv.mooncake_writes import Write
-from epd_serve.engine.kv.regions import Layers, layers_of, pieces_of
+from epd_serve.engine.kv.regions import Layers, flat_regions, layers_of, pieces_of
 from epd_serve.engine.kv.transport import LinkError
 from epd_serve.kv.plan import LayerPacket, Run
 from tests.epd_serve.engine.kv.fakes import (
@@ -57,7 +57,8 @@ class Pair:
         mine, theirs = (layers_of({str(i): part for i, part in enumerate(it)}, BLOCKS) for it in (kv, self.target))
         self.network = FakeNetwork(seed=1, fault=lambda write: self.writes.append(write) or fault, **network)
         self.p, self.d = (
-            MooncakeEndpoint(layers, "127.0.0.1", "tcp", HOST, SCRATCH, self._engine) for layers in (mine, theirs)
+            MooncakeEndpoint(flat_regions(layers), "127.0.0.1", "tcp", HOST, SCRATCH, self._engine)
+            for layers in (mine, theirs)
         )
         self.side = MooncakeSendSide(mine, lambda: self.p, "tcp", timeout_s=0.05)
         here, there = shape(mine, kv_heads_total=heads), shape(theirs, kv_heads_total=heads, tp=2 if heads else 1)
@@ -155,7 +156,7 @@ def test_kv_arrives_over_tcp(start: Ends) -> None:
     ends: dict[str, MooncakeEndpoint] = {}
 
     def endpoint(name: str, layers: Layers) -> Any:
-        ends[name] = MooncakeEndpoint(layers, "127.0.0.1", "tcp", HOST, HOST.allocate(4 << 20))
+        ends[name] = MooncakeEndpoint(flat_regions(layers), "127.0.0.1", "tcp", HOST, HOST.allocate(4 << 20))
         return lambda: ends[name]
 
     d = start(DecodeEnd, sides=[])

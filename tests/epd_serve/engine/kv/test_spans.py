@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.engine.kv.mooncake_endpoint import Extent, SpanError, extents_of, spans_of
-from epd_serve.engine.kv.regions import layers_of
+from epd_serve.engine.kv.regions import flat_regions, layers_of
 
 MB = 1 << 20
 
@@ -53,7 +53,7 @@ def test_spans_cover_the_cache_and_nothing_but_its_allocations(
 def test_layers_that_are_views_of_one_storage_are_one_span() -> None:
     storage = torch.zeros(100, dtype=torch.uint8)
     layers = layers_of({str(i): storage[10 + 12 * i :][:12].view(3, 4) for i in range(5)}, 3)
-    assert spans_of(extents_of(layers), 1, 255) == [(storage.data_ptr() + 10, 60)]
+    assert spans_of(extents_of(flat_regions(layers)), 1, 255) == [(storage.data_ptr() + 10, 60)]
 
 
 def test_ascend_registers_from_the_aligned_cache_not_from_the_start_of_its_storage() -> None:
@@ -63,7 +63,7 @@ def test_ascend_registers_from_the_aligned_cache_not_from_the_start_of_its_stora
         raw = torch.zeros(4 * MB, dtype=torch.uint8)
         layers.append(raw[-raw.data_ptr() % (2 * MB) :][: 2 * MB].view(8, -1))
     wanted = sorted((layer.data_ptr(), 2 * MB) for layer in layers)
-    extents = extents_of(layers_of({str(i): layer for i, layer in enumerate(layers)}, 8))
+    extents = extents_of(flat_regions(layers_of({str(i): layer for i, layer in enumerate(layers)}, 8)))
     assert sorted(spans_of(extents, 2 * MB, 255)) == wanted
     with pytest.raises(SpanError, match="3 regions in 3 separate allocations, and at most 2 spans"):
         spans_of(extents, 2 * MB, 2)

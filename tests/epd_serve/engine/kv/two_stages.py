@@ -136,9 +136,9 @@ class Stages:
         self.ended.append(reason)
         self.p.close()
 
-    def _endpoint(self, layers: Any, host: str, protocol: str, device: FakeDevice, scratch: Any) -> MooncakeEndpoint:
+    def _endpoint(self, regions: Any, host: str, protocol: str, device: FakeDevice, scratch: Any) -> MooncakeEndpoint:
         engine = partial(FakeTransferEngine, self._network, device)
-        return MooncakeEndpoint(layers, host, "ascend", device, scratch, engine)
+        return MooncakeEndpoint(regions, host, "ascend", device, scratch, engine)
 
     def _worker(self, kind: Any, wiring: StageWiring, device: FakeDevice, caches: Caches) -> Any:
         self._patch.setattr(worker_module, "memory_here", lambda kind: device)
