@@ -193,9 +193,9 @@ class _Attached:
         with _client(self._actor) as http:
             while True:
                 try:
-                    while self._unheard:
-                        http.post("/signals", content=str(int(self._unheard[0]))).raise_for_status()
-                        self._unheard.pop(0)
+                    if told := [int(number) for number in self._unheard]:
+                        http.post("/signals", json=told).raise_for_status()
+                        del self._unheard[: len(told)]
                     answer = http.get("/news", params={"life": life, "after": number}).raise_for_status()
                 except httpx.HTTPError as error:  # Ray starts a controller that has died again
                     if self._name not in deployments():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -10,8 +11,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
@@ -26,6 +28,7 @@ NAMESPACE = "epd-serve"
 
 ANSWER_S, CONNECT_S, RETRY_S = 60.0, 5.0, 0.2
 
+T = TypeVar("T")
 Actor = Any
 """A handle: `actor.method.remote(…)`."""
 
@@ -140,7 +143,7 @@ def hired(kind: type, name: str, node: str, *words: str, soft: bool = False, **o
     Args:
         soft: on another one, where that has gone. options: others of the actor.
     """
-    made = ray.remote(kind).options(
+    actor = ray.remote(kind).options(
         name=name,
         namespace=NAMESPACE,
         lifetime="detached",
@@ -149,7 +152,18 @@ def hired(kind: type, name: str, node: str, *words: str, soft: bool = False, **o
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=soft),
         **options,
     )
-    return made.remote(*words)
+    return actor.remote(*words)
+
+
+async def made(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """What this call of Ray makes. It comes to its end also when whoever waits for it is cancelled: whoever clears up
+    then is to find it."""
+    making = asyncio.create_task(asyncio.to_thread(make, *arguments, **options))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        await asyncio.wait([making])
+        raise
 
 
 def deployments() -> list[str]:

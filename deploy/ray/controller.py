@@ -107,9 +107,10 @@ class ControllerActor:
         return Response(msgspec.json.encode(told), media_type="application/json")
 
     async def _hear_signal(self, request: Request) -> Response:
-        """As to the process of a launch."""
-        self._hear(int(await request.body()))
-        if self._notes is not None:
+        """As to the process of a launch, one after the other. When all is over anyway none has to be kept."""
+        for number in msgspec.json.decode(await request.body(), type=list[int]):
+            self._hear(number)
+        if self._notes is not None and not self._code.done():
             self._notes.write(SIGNALS, msgspec.json.encode(self._signals))
             await self._notes.kept()
         return Response()

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from deploy.cluster.hosts import Host
 from deploy.options.config import DeployConfig
-from deploy.ray.cluster import NAMESPACE, Actor, RayNode, hired, node_name, nodes_alive
+from deploy.ray.cluster import NAMESPACE, Actor, RayNode, hired, made, node_name, nodes_alive
 from deploy.ray.leases import RESOURCES
 from deploy.ray.node_actor import NodeActor
 from epd_serve.errors import ConfigError, EpdError
@@ -82,12 +82,7 @@ class RayHosts:
 
     async def reach(self, id: str, clients: str = "") -> str:
         if id not in self._actors:
-            hiring = asyncio.create_task(asyncio.to_thread(self._hired, id))
-            try:
-                self._actors[id] = await asyncio.shield(hiring)
-            except asyncio.CancelledError:
-                await asyncio.wait([hiring])  # whoever ends all of them is to find it
-                raise
+            self._actors[id] = await made(self._hired, id)
         address, trouble = await answered(self._actors[id].reach.remote(clients), START_S, f"node {id}")
         if trouble:
             raise ConfigError(trouble)

@@ -24,6 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy.cluster.hosts import Reserver
+from deploy.ray.cluster import made
 from deploy.runtime.leases import Place
 
 RESOURCES = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
@@ -96,7 +97,7 @@ class PlacementGroups(Reserver):
 
     async def _group(self, name: str, width: int, on: str, **options: Any) -> PlacementGroup:
         """`on`: a selector of nodes, or "". `options`: of `placement_group`."""
-        return await asyncio.to_thread(
+        return await made(
             placement_group,
             [{self._resource: width}],
             strategy="STRICT_PACK",

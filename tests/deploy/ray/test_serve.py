@@ -105,7 +105,10 @@ def assert_nothing_is_left(connected: RayNodes, folder: Path, name: str) -> None
         found = [one for one in [*named, *groups] if one.startswith(f"epd-serve/{name}")]
         return [*found, *(folder / "run").glob("*")]
 
-    wait_for(lambda: not left(), f"nothing left: {left()}")
+    try:
+        wait_for(lambda: not left(), "nothing to be left")
+    finally:
+        assert not left()
 
 
 @pytest.mark.slow

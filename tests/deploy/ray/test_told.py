@@ -38,7 +38,7 @@ def test_actors_are_made_of_words_and_numbers_without_any_secret(
 ) -> None:
     told: list[Any] = []
     made = SimpleNamespace(options=lambda **_: made, remote=lambda *arguments: told.extend(arguments))
-    monkeypatch.setattr(cluster.ray, "remote", lambda kind: made)
+    monkeypatch.setattr("ray.remote", lambda kind: made)
     monkeypatch.setattr(cluster, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
     for name in ("connect", "require_token"):
         monkeypatch.setattr(attach, name, lambda *_: None)
