@@ -95,8 +95,12 @@ async def test_members_alone_are_answered_and_only_over_tls(tmp_path: Path) -> N
                 await http.get("/health")
         await d.start("a", front=True)
         d.join("a", front=True)
+
+        async def ready() -> bool:
+            return await status("/ready") == 200
+
         async with d.controlled(d.orders("a")):
-            assert await status("/ready") == 200
+            await until(ready, "an instance of each role to answer")
 
 
 async def test_it_is_one_node_of_one_deployment_and_keeps_what_its_controllers_note(tmp_path: Path) -> None:
