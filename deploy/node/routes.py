@@ -192,15 +192,12 @@ async def serve_about(listening: socket.socket, about: About, routes: Sequence[R
     async def info(request: Request) -> Response:
         return Response(msgspec.json.encode(await about.info()), media_type=JSON)
 
-    async def waits(request: Request) -> Response:
-        return _refused(NOT_SET_UP, "this node has not been told its deployment")
-
     app = Starlette(
         routes=[
             *(Route(path, health) for path in OPEN),
             Route("/node", info),
             *_routes("/node", about.calls),
-            *(routes or [Route("/{path:path}", waits, methods=["GET", "POST"])]),
+            *(routes or [Route("/{path:path}", _waits, methods=["GET", "POST"])]),
         ]
     )
     await serve_tls(listening, about.secrets, app)
@@ -272,15 +269,17 @@ def _routes(
 
     async def call(request: Request) -> Response:
         body = await request.body()
-
-        def begun() -> Awaitable[Any]:
-            method, kinds = calls()[request.path_params["call"]]
-            return method(*msgspec.json.decode(body, type=kinds))
-
-        return await _answered(request, fence, begun)
+        if (called := calls().get(request.path_params["call"])) is None:
+            return await _waits(request)
+        method, kinds = called
+        return await _answered(request, fence, lambda: method(*msgspec.json.decode(body, type=kinds)))
 
     watches = [Route(path, watch)] if after is not None else []
     return [*watches, Route(f"{path}/{{call}}", call, methods=["POST"])]
+
+
+async def _waits(request: Request) -> Response:
+    return _refused(NOT_SET_UP, "this node has not been told its deployment")
 
 
 async def _answered(request: Request, fence: Fence | None, call: Callable[[], Awaitable[Any]]) -> Response:

@@ -85,6 +85,8 @@ async def test_members_alone_are_answered_and_only_over_tls(tmp_path: Path) -> N
             200,
         ]
         assert await status("/agent?after=0", d.secrets.token) == NOT_SET_UP
+        async with d.secrets.client(address, 10.0) as member:  # the next controller tells it first, then asks again
+            assert (await member.post("/node/notes", content=b"[{}]")).status_code == NOT_SET_UP
         async with httpx.AsyncClient(trust_env=False) as http:
             with pytest.raises(httpx.TransportError):
                 await http.get(f"http://{address}/health")
