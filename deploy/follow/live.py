@@ -116,7 +116,10 @@ class Follower:
             while True:
                 await asyncio.sleep(self.limits.every_s)
                 if self.mode != "off":
-                    await self._turn()
+                    try:
+                        await self._turn()
+                    except Exception:  # a defect of ours changes nothing, and the next look may do better
+                        logger.exception("nothing is decided")
         finally:
             if self._planning is not None:
                 self._planning.cancel()
@@ -131,11 +134,8 @@ class Follower:
         except EpdError as error:
             logger.warning("nothing is decided: %s", error)
             return
-        try:
-            async with self._deciding:
-                await self.decide(seen)
-        except Exception:  # a defect of ours changes nothing, and the next look may do better
-            logger.exception("nothing is decided")
+        async with self._deciding:
+            await self.decide(seen)
 
     async def switch(self, mode: str) -> None:
         """Returns once what is being decided by the mode before has begun, or come to nothing. Who was `off` has

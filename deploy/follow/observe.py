@@ -141,8 +141,9 @@ class Observer:
                 found.setdefault((one.group, ENCODE), []).append(share / one.report.item_tokens_per_s)
             if one.report.prompt_tokens_per_s and one.role.prefills:
                 found.setdefault((one.group, PREFILL), []).append(share / one.report.prompt_tokens_per_s)
-            if one.token_s and one.full > FILL and one.role.decodes:
-                # As many as run now take as much of it as they fill, or as their steps take of the SLO's.
+            if one.token_s and one.full > FILL and one.role.decodes and one.report.running:
+                # As many as run now take as much of it as they fill, or as their steps take of the SLO's. It may be
+                # full of reserved KV while nobody runs.
                 used = max(one.full, one.token_s / self._tpot_s if self._tpot_s else 0.0)
                 found.setdefault((one.group, DECODE), []).append(share * one.token_s * used / one.report.running)
         self._token_s |= {key: median(values) for key, values in found.items()}

@@ -54,13 +54,15 @@ class Comes:
 
     def __init__(self) -> None:
         self.text = self.media = 0.0
-        self.answered, self.hangs = 2, False
+        self.answered, self.hangs, self.breaks = 2, False, False
         self.asked = 0
 
     async def look(self, question: Question) -> RecordsAnswer:
         self.asked += 1
         if self.hangs:
             await asyncio.Event().wait()
+        if self.breaks:
+            raise ZeroDivisionError("as a defect does")
         kinds = {"text": self._of(self.text, 0), "media": self._of(self.media, 500)}
         counts = Counts(seconds=question.window_s, kinds=kinds, answered=self.answered, serving=2)
         return RecordsAnswer(counts=counts)
@@ -360,6 +362,16 @@ async def test_silent_front_doors_are_waited_for_and_nothing_is_decided(
         await until(lambda: world.comes.asked > asked + 10)
         assert world.layout == "E-P-D" and decided[1] == "E-P-D"
         world.comes.answered = 2
+        await until(lambda: world.layout != "E-P-D")
+
+
+async def test_a_defect_in_what_is_seen_changes_nothing_and_the_next_look_does_better(tmp_path: Path) -> None:
+    world = Followed(tmp_path, "E-P-D")
+    world.comes.breaks, world.comes.media = True, 4.0
+    async with world.following():
+        await until(lambda: world.comes.asked > 3)
+        assert world.layout == "E-P-D"
+        world.comes.breaks = False
         await until(lambda: world.layout != "E-P-D")
 
 

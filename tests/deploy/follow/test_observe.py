@@ -74,6 +74,9 @@ def test_without_a_profile_what_was_never_measured_costs_nothing_yet() -> None:
     half_full = Seen(Role.D, "D", 2 * WARM_S, Report(running=2), token_s=0.1, full=0.5)
     costs = observed(observer, "E-P-D", {"text": TEXT}, half_full).costs
     assert costs["text"]["D"] == pytest.approx(20 * 0.1 / 4), "two fill half of it, so four fit"
+    reserved = Seen(Role.D, "D", 2 * WARM_S, Report(waiting=2), token_s=0.1, full=0.5)
+    costs = observed(observer, "E-P-D", {"text": TEXT}, reserved).costs
+    assert costs["text"]["D"] == pytest.approx(20 * 0.1 / 4), "KV that waits for its prompts measures nothing"
 
 
 def test_sizes_are_those_of_the_last_windows() -> None:
