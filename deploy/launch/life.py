@@ -179,6 +179,7 @@ class Life(ABC):
             return int(noted)
         self.process.heed(self.ending.take)
         fronts = asyncio.create_task(self.doors.serve(), name="front doors")
+        tasks = [fronts]  # a life that is cancelled leaves nobody behind who goes on
         code = 0
         try:
             if not self.ready:
@@ -186,6 +187,7 @@ class Life(ABC):
                 for warning in self.blueprint.warnings:
                     self.screen.line(f"warning: {warning}")
             control = asyncio.create_task(self._control(), name="control")
+            tasks.append(control)
             try:
                 await self._until_stopped(control, fronts)
             except EpdError as error:
@@ -199,8 +201,9 @@ class Life(ABC):
             await self._take_down(control)
             await self.process.over(code)
         finally:
-            fronts.cancel()
-            await asyncio.wait([fronts])
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
         return code
 
     async def _control(self) -> None:

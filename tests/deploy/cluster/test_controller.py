@@ -84,6 +84,7 @@ class World:
         finally:
             one.living.cancel()
             await asyncio.wait([one.living])
+            assert "control" not in {task.get_name() for task in asyncio.all_tasks()}, "nobody goes on for it"
 
     async def answers(self) -> bool:
         body = {"model": "epd-demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
