@@ -7,13 +7,14 @@ import json
 import pytest
 
 from bench.micro.ep import command as transfer_ep
-from bench.papers import encoder_free
+from bench.papers import encoder_free, real_tables
 from bench.proxy import command as proxy
 from bench.record import ROOT
 from tests.soak import placement
 
 RESULTS = {
     "memory-tables": (encoder_free.figures, 40),
+    "memory-tables-real": (real_tables.figures, 29),
     "proxy-speed": (proxy.figures, 21),
     "proxy-irp": (placement.figures, 5),
     "proxy-pressure": (proxy.figures, 8),

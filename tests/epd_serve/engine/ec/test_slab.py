@@ -109,7 +109,7 @@ def test_a_reset_of_vllms_cache_frees_what_it_had_behind_the_steps_that_read_it(
     for rank in w.ranks:
         rank.cache.clear()
     assert not w.may_run("s", "b")
-    wait_for(lambda: w.slab.is_copied("b"), "a copy that has the place of a")
+    wait_for(lambda: w.slab.is_coming("b", time.monotonic()), "a copy that has the place of a")
     w.run("")  # vLLM names nothing that it frees
     wait_for(lambda: all(rank.device.waited_for() for rank in w.ranks))
     for gate in gates:
