@@ -111,9 +111,15 @@ class Bell:
         return int(_libc.syscall(_FUTEX_CALL, address, operation, ctypes.c_uint32(value), timeout, None, 0))
 
 
+ON_TIME_NS = 50_000
+"""As late as the kernel lets waits end by itself."""
+
+
 def end_waits_late(late_ns: int) -> None:
     """Let timed waits of this thread, and of those that it starts from now on, end up to `late_ns` late, so that many
-    of them share a wake-up. What is waited for ends them at once as ever. 0: as at the thread's start."""
+    of them share a wake-up. What is waited for ends them at once as ever, but for Python's lock: who holds it is asked
+    to give it up when a timed wait has ended. 0: as at the thread's start; `ON_TIME_NS`: on time, in a thread that was
+    started by one whose waits end late."""
     _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(late_ns), 0, 0, 0)
 
 

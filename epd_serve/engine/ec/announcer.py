@@ -18,6 +18,7 @@ from msgspec import structs
 
 from epd_serve import wire
 from epd_serve.sockets import Socket, bind, open_socket
+from epd_serve.wake import ON_TIME_NS, end_waits_late
 from epd_serve.wiring import StageWiring
 from store.errors import StoreError
 
@@ -78,6 +79,7 @@ class Announcer:
                 self._socket = None
 
     def _run(self) -> None:
+        end_waits_late(ON_TIME_NS)  # begun amid those of gloo (`worker_threads`)
         reported, renewed = 0.0, 0.0
         while not self._closing:
             now = time.monotonic()

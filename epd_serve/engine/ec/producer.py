@@ -36,6 +36,7 @@ from epd_serve.engine.ec.step import FeatureStep, remember
 from epd_serve.engine.ec.store_access import open_store, store_report
 from epd_serve.engine.vital_thread import end_stage
 from epd_serve.trace import DeviceTrace, Trace
+from epd_serve.wake import ON_TIME_NS, end_waits_late
 from epd_serve.wiring import StageWiring
 from npu_ops.fences import DeviceHungError
 from npu_ops.memory import DeviceMemory
@@ -243,6 +244,7 @@ class FeatureProducer:
     # --- into the arena ---------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
+        end_waits_late(ON_TIME_NS)  # begun amid those of gloo (`worker_threads`)
         while self._next_queued():
             job = self._queued[0]
             try:
@@ -332,6 +334,7 @@ class FeatureProducer:
             self._unpublished[job.key] = job
 
     def _publish(self) -> None:
+        end_waits_late(ON_TIME_NS)
         while (job := self._next_unpublished()) is not None:
             try:
                 self._publish_one(job)

@@ -37,7 +37,7 @@ from epd_serve.engine.kv.mooncake_writes import Writes
 from epd_serve.engine.kv.transport import LinkError
 from epd_serve.engine.vital_thread import end_stage
 from epd_serve.sockets import bind, open_socket
-from epd_serve.wake import WakeLine, end_waits_late
+from epd_serve.wake import ON_TIME_NS, WakeLine, end_waits_late
 from epd_serve.wiring import StageWiring
 from npu_ops.fences import DeviceHungError
 from npu_ops.memory import DeviceBlock, DeviceMemory, DeviceMemoryError
@@ -50,8 +50,6 @@ _GATE_S = 0.25
 _WRITE_S = 3.0  # for a slice to one rank
 _OLD_S = 5.0
 _MAX_OFFERS = 1024
-_ON_TIME_NS = 50_000
-"""The kernel's own. On CPU this thread is begun amid those of gloo, whose waits may end late (`worker_threads`)."""
 
 
 def endpoint_of(wiring: StageWiring, memory: DeviceMemory) -> EndpointOf:
@@ -126,7 +124,7 @@ class FeaturePusher:
         while not self._gate.passed(_GATE_S):
             if self._closing:
                 return
-        end_waits_late(_ON_TIME_NS)
+        end_waits_late(ON_TIME_NS)  # begun amid those of gloo (`worker_threads`)
         try:
             self._memory.enter_thread()
             staging = self._memory.allocate(PUSH_BYTES)

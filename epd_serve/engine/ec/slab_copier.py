@@ -29,7 +29,7 @@ from epd_serve.engine.kv.mooncake_endpoint import MooncakeEndpoint
 from epd_serve.engine.kv.transport import LinkError
 from epd_serve.engine.vital_thread import VitalThread
 from epd_serve.sockets import connect, open_socket
-from epd_serve.wake import WakeLine
+from epd_serve.wake import ON_TIME_NS, WakeLine, end_waits_late
 from npu_ops.memory import DeviceBlock, DeviceMemory, DeviceMemoryError
 from store.arena import Arena
 
@@ -109,6 +109,7 @@ class SlabCopier:
     # --- the copier's thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        end_waits_late(ON_TIME_NS)  # begun amid those of gloo (`worker_threads`)
         while not self._gate.passed(_GATE_S):
             if self._closing:
                 return
