@@ -19,7 +19,7 @@ RESULTS = {
     "proxy-irp": (placement.figures, 5),
     "proxy-pressure": (proxy.figures, 8),
     "proxy-deadlines": (proxy.figures, 8),
-    "transfer-ep": (transfer_ep.figures, 79),
+    "transfer-ep": (transfer_ep.figures, 86),
 }
 
 
