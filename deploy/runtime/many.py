@@ -171,7 +171,8 @@ class ManyNodes(Following):
         async def of(member: _Member, agent: NodeClient) -> dict[str, int]:
             with contextlib.suppress(TimeoutError, EpdError):
                 async with asyncio.timeout(ASK_S):
-                    return {f"{member.id}/{name}": pid for name, pid in (await agent.groups()).items()}
+                    told = await until_lost(agent.groups(), member.away)
+                    return {f"{member.id}/{name}": pid for name, pid in told.items()}
             return {}
 
         told = await asyncio.gather(*(of(*one) for one in self._joined() if not one[0].away.is_set()))

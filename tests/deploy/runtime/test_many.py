@@ -167,18 +167,21 @@ async def test_an_answer_that_a_newer_one_has_overtaken_changes_nothing() -> Non
         assert not any("P0" in ids for ids in shown)
 
 
-async def test_calls_under_way_end_when_their_node_is_lost() -> None:
+async def test_calls_under_way_end_when_their_node_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.runtime.many.ASK_S", 10 * PATIENCE_S)
     async with joined("a", "b", silent_s=PATIENCE_S) as (nodes, (_, b)):
-        await up(nodes, on("b", P))
+        await up(nodes, on("a", E), on("b", P))
         b.reachable.clear()
+        groups = asyncio.create_task(nodes.groups())
         stop, start = asyncio.create_task(nodes.stop("P0", 0.0)), asyncio.create_task(nodes.start(on("b", D)))
         await asyncio.sleep(0.05)
         assert not stop.done() and not start.done()
         nodes.lose("b")
+        assert await asyncio.wait_for(groups, PATIENCE_S) == {"a/E0": 1}
         await asyncio.wait_for(stop, PATIENCE_S)
         with pytest.raises(LostError):
             await asyncio.wait_for(start, PATIENCE_S)
-        assert await seen(nodes) == {}
+        assert set(await seen(nodes)) == {"E0"}
         await until(lambda: b.parted)
 
 
